@@ -23,8 +23,8 @@ ASKED = ("_core/lineage lineage_of", "_core/plan decide", "_core/planner Planner
 PLAN = (*ASKED, "_stage/on_arrays OnArrays.plan", "_core/planner Planner.layer", "_core/layers Layer")
 TIED = (*ASKED, "shared/_tie _Ties.plan", "shared/_tie _Ties._sites", "shared/_tie _Tied", "_core/layers Site")
 WAYS = {
-    "transfer": ("training/_transfer transfer", "training/_transfer _carried", "training/_transfer _Old", *PLAN),
-    "summary": ("training/_summary summary", "training/_summary _acting", *PLAN),
+    "transfer": ("training/_transfer transfer", "training/_transfer _carry_over", "training/_transfer _Old", *PLAN),
+    "summary": ("training/_summary summary", "training/_summary _acting_stages", *PLAN),
     "owners": ("_core/algebra Parametrization.owners", *TIED),
     "to_peft": ("_peft/write to_peft", *PLAN),
     "to_torch": ("_torch/state_dict to_torch", "_torch/plan make_plan", *PLAN),

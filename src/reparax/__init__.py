@@ -51,7 +51,7 @@ from reparax import stage as stage
 from reparax import torch as torch
 from reparax import training as training
 from reparax._core.names import LIBRARIES as _LIBRARIES
-from reparax._core.names import unknown_name as _unknown_name
+from reparax._core.names import unknown_name_error as _unknown_name
 from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA

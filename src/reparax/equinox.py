@@ -12,8 +12,8 @@ from jax import Array
 from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, is_array
-from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
+from reparax._wrapped.attributes import find_attribute
+from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
 eqx: Any = imported("equinox", "rpx.equinox", "equinox")
@@ -68,28 +68,30 @@ class Parametrized(eqx.Module):
         self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None, raw: PyTree = None
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
-        self.p = checked("rpx.equinox.Parametrized", model, p)
+        self.p = check_chain("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None and raw is None:
-            raise needs_start(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hidden(p.init(model, key, seen=seen) if raw is None else _of_model(model, made_by(p, raw)))
+            raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
+        self.values = _hide_fixed(
+            p.init(model, key, seen=seen) if raw is None else _put_into_model(model, require_made_by(p, raw))
+        )
 
     @property
     def raw(self) -> Any:
         """The raw tree, as ``p.init(model)`` gives it."""
-        return jax.tree.map(lambda x: x.shown() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
+        return jax.tree.map(lambda x: x.unpacked() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
 
     def replace(self, raw: Any) -> Any:
         """The same model with another raw tree, such as a restored one."""
-        return eqx.tree_at(lambda model: model.values, self, _hidden(raw))
+        return eqx.tree_at(lambda model: model.values, self, _hide_fixed(raw))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._called("__call__", *args, **kwargs)
+        return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held = vars(self).get("values")
-        return attribute(self, held, name, has_arrays=_has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._call_method, read=self.effective)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw: to call it several times with the same noise.
@@ -98,7 +100,7 @@ class Parametrized(eqx.Module):
           ValueError: If the chain draws random numbers, and there is no key.
         """
         if self.p.stochastic and key is None:
-            raise needs_stream(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
+            raise needs_stream_error(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
         return self.p.apply(self.raw, key if self.p.stochastic else None)
 
     def fold(self) -> Any:
@@ -117,12 +119,13 @@ class Parametrized(eqx.Module):
         object.__setattr__(copy, "p", self.p.deterministic)
         return copy
 
-    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the effective model."""
         key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
         return getattr(self.effective(key), name)(*args, **passed)
 
 
-def _of_model(model: PyTree, raw: PyTree) -> PyTree:
+def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
     """The model with the values of a raw tree in the place of its arrays; all else is the model's."""
     leaves, treedef = jax.tree.flatten(model)
     try:
@@ -141,7 +144,8 @@ class _Bits(eqx.Module):
     bits: Array
     dtype: Any = eqx.field(static=True)
 
-    def shown(self) -> Array:
+    def unpacked(self) -> Array:
+        """The array of these bits; raises an error if something has cast them."""
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
@@ -160,14 +164,16 @@ def _unsigned(dtype: Any) -> Any:
 
 
 def _has_arrays(x: PyTree) -> bool:
+    """Whether there is an array in a tree."""
     return any(map(is_array, jax.tree.leaves(x)))
 
 
 def _is_bits(x: object) -> bool:
+    """Whether a node is the bits of a value that does not train."""
     return isinstance(x, _Bits)
 
 
-def _hidden(raw: PyTree) -> PyTree:
+def _hide_fixed(raw: PyTree) -> PyTree:
     """The raw tree with integers in the place of floating values that do not train."""
 
     def hidden(x: Any, label: str) -> Any:

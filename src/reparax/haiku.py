@@ -10,8 +10,15 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_start, needs_stream
-from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.chains import (
+    check_chain,
+    has_fixed,
+    needs_fixed_error,
+    needs_start_error,
+    needs_stream_error,
+    require_made_by,
+)
+from reparax._wrapped.collections import join_collections, split_collections
 
 hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
 
@@ -53,7 +60,7 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       >>> network.apply(params, jax.random.key(1), jnp.ones((1, 3))).shape
       (1, 2)
     """
-    checked("rpx.haiku.parametrized", transformed, p)
+    check_chain("rpx.haiku.parametrized", transformed, p)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
             "rpx.haiku.parametrized takes what `hk.transform` or `hk.transform_with_state` returns, but got "
@@ -88,16 +95,19 @@ class _Shared:
 
     @property
     def deterministic(self) -> Any:
+        """The same pair without noise."""
         return parametrized(self.network, self.p.deterministic)
 
-    def _key(self, rng: Any) -> Any:
+    def _key_of_call(self, rng: Any) -> Any:
+        """The key of a call; None without noise, and an error for noise without a key."""
         if self.p.stochastic and rng is None:
-            raise needs_stream(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
+            raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
         return rng if self.p.stochastic else None
 
-    def _start(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+    def _start_raw(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+        """The raw tree of plain parameters; raises an error if their start needs a key."""
         if self.p.random_start and key is None:
-            raise needs_start(self.p, self._write)
+            raise needs_start_error(self.p, self._write)
         return self.p.init(params, key if self.p.random_start else None, seen=seen)
 
     def __repr__(self) -> str:
@@ -110,28 +120,36 @@ class _WithoutState(_Shared, hk.Transformed):
     _write = "network.start(params, key)"
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> PyTree:
-        return self._start(self.network.init(rng, *args, **kwargs), rng)
+        """``init`` of the pair: a raw tree."""
+        return self._start_raw(self.network.init(rng, *args, **kwargs), rng)
 
     def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
+        """``apply`` of the pair, which takes a raw tree."""
         rng = _rng_of(self.network.apply, params, *args, **kwargs)
-        return self.network.apply(self.p.apply(params, self._key(rng)), *args, **kwargs)
+        return self.network.apply(self.p.apply(params, self._key_of_call(rng)), *args, **kwargs)
 
     def start(self, params: PyTree, key: Any = None, *, seen: PyTree = None) -> PyTree:
-        return self._start(params, key, seen)
+        """Plain parameters as a raw tree."""
+        return self._start_raw(params, key, seen)
 
     def raw(self, params: PyTree) -> PyTree:
+        """The raw tree, which these parameters are."""
         return params
 
     def replace(self, _: PyTree, raw: PyTree) -> PyTree:
-        return made_by(self.p, raw)
+        """Another raw tree in the place of these parameters."""
+        return require_made_by(self.p, raw)
 
     def effective(self, params: PyTree, key: Any = None) -> PyTree:
+        """The plain parameters of one draw."""
         return self.p.apply(params, key)
 
     def fold(self, params: PyTree) -> PyTree:
+        """The plain parameters without noise."""
         return self.p.fold(params)
 
     def update(self, params: PyTree, key: Any = None, grads: PyTree = None) -> PyTree:
+        """These parameters with fixed values advanced by one training step."""
         return self.p.update(params, key, grads)
 
 
@@ -141,51 +159,59 @@ class _WithState(_Shared, hk.TransformedWithState):
     _write = "network.start(params, state, key)"
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        """``init`` of the pair: the values that train, and a state with the others."""
         params, state = self.network.init(rng, *args, **kwargs)
         return self.start(params, state, rng)
 
     def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        """``apply`` of the pair: the output, and a state with the values that do not train."""
         rng, state = _rng_of(self.network.apply, params, state, *args, **kwargs), state or {}  # haiku's own gives None
-        params, own = self.effective(params, state, self._key(rng))
+        params, own = self.effective(params, state, self._key_of_call(rng))
         out, own = self.network.apply(params, own, *args, **kwargs)
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
     def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
-        return _with(state, self._start(params, key, seen))
+        """Plain parameters and state as a raw tree in both."""
+        return _set_raw(state, self._start_raw(params, key, seen))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        return _with(state, made_by(self.p, raw))
+        """These parameters and state with the values of another raw tree."""
+        return _set_raw(state, require_made_by(self.p, raw))
 
     def raw(self, params: PyTree, state: PyTree) -> PyTree:
-        return joined(params, state.get(_FIXED, {}))
+        """The raw tree in parameters and state."""
+        return join_collections(params, state.get(_FIXED, {}))
 
     def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
+        """The plain parameters of one draw, and the network's own state."""
         key = needed_key(self.p, key)
         try:
-            return self.p.apply(self.raw(params, state), key), _own(state)
+            return self.p.apply(self.raw(params, state), key), _own_state(state)
         except ValueError as error:
             if _FIXED in state or not has_fixed(self.p):
                 raise
             write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
-            raise needs_fixed(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
+            raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        """The plain parameters without noise, and the network's own state."""
         return self.deterministic.effective(params, state)
 
     def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
-        return _with(state, self.p.update(self.raw(params, state), key, grads))
+        """Parameters and state with fixed values advanced by one training step."""
+        return _set_raw(state, self.p.update(self.raw(params, state), key, grads))
 
 
 _FIXED = "~fixed"
 
 
-def _with(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
+def _set_raw(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
     """Parameters and state with the values of a raw tree in both."""
-    free, fixed = parted(raw)
-    return free, _own(state) | ({_FIXED: fixed} if fixed else {})
+    free, fixed = split_collections(raw)
+    return free, _own_state(state) | ({_FIXED: fixed} if fixed else {})
 
 
-def _own(state: PyTree) -> dict[str, Any]:
+def _own_state(state: PyTree) -> dict[str, Any]:
     """The network's own state."""
     return {name: x for name, x in state.items() if name != _FIXED}
 

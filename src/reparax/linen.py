@@ -12,8 +12,8 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_stream
-from reparax._wrapped.collections import joined, parted
+from reparax._wrapped.chains import check_chain, has_fixed, needs_fixed_error, needs_stream_error, require_made_by
+from reparax._wrapped.collections import join_collections, split_collections
 
 nn: Any = imported("flax.linen", "rpx.linen", "flax")
 scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")
@@ -56,8 +56,8 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       >>> module.apply(variables, jnp.ones((1, 3)), rngs={"noise": jax.random.key(1)}).shape
       (1, 2)
     """
-    checked("rpx.linen.parametrized", module, p)
-    return _class_of(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
+    check_chain("rpx.linen.parametrized", module, p)
+    return _make_class(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
 
 
 class _Parametrized(nn.Module):
@@ -67,18 +67,22 @@ class _Parametrized(nn.Module):
     p: Any
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
-        return _with(variables, self.p.init(variables["params"], key, seen=seen))
+        """Variables of the plain module as raw variables."""
+        return _set_raw(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        return _with(variables, made_by(self.p, raw))
+        """These variables with the values of another raw tree."""
+        return _set_raw(variables, require_made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
-        return joined(variables.get("params", {}), variables.get("fixed", {}))
+        """The raw tree of variables: both collections in one."""
+        return join_collections(variables.get("params", {}), variables.get("fixed", {}))
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
+        """Variables of the plain module, of one draw."""
         key = needed_key(self.p, key)
         try:
-            return {**_others(variables), "params": self.p.apply(self.raw(variables), key)}
+            return {**_other_collections(variables), "params": self.p.apply(self.raw(variables), key)}
         except ValueError as error:
             if "fixed" in variables or not has_fixed(self.p):
                 raise
@@ -86,16 +90,19 @@ class _Parametrized(nn.Module):
                 'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '
                 "`module.start(variables)`."
             )
-            raise needs_fixed(self.p, "the collection 'params'", "collection 'fixed'", write) from error
+            raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 
     def fold(self, variables: PyTree) -> dict[str, Any]:
+        """Variables of the plain module, without noise."""
         return self.deterministic.effective(variables)
 
     def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
-        return _with(variables, self.p.update(self.raw(variables), key, grads))
+        """These variables with fixed values advanced by one training step."""
+        return _set_raw(variables, self.p.update(self.raw(variables), key, grads))
 
     @property
     def deterministic(self) -> Any:
+        """The same module without noise."""
         return self.clone(p=self.p.deterministic)
 
     @nn.nowrap
@@ -113,26 +120,28 @@ class _Parametrized(nn.Module):
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
     def __reduce__(self) -> Any:
-        return _made, (self.module, self.p, self.name)
+        return _rebuild, (self.module, self.p, self.name)
 
     @nn.nowrap
-    def _called(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
         rngs, plain = self._rngs(), self.module.clone(parent=None)
         if self.is_initializing():
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=self.scope.mutable)
             if not made.get("params", {}).keys() <= self.raw(self.variables).keys():  # else an earlier call made them
-                self._put(self.start(made, rngs["params"] if self.p.random_start else None))
+                self._put_variables(self.start(made, rngs["params"] if self.p.random_start else None))
             return result
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
-            raise needs_stream(self.p, "no stream 'noise'", give, "`module.deterministic`")
+            raise needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
         mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
         result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
-        self._put(changed)
+        self._put_variables(changed)
         return result
 
-    def _put(self, variables: PyTree) -> None:
+    def _put_variables(self, variables: PyTree) -> None:
+        """Sets variables of this module."""
         for collection, tree in variables.items():
             for name, x in tree.items():
                 self.put_variable(collection, name, x)
@@ -144,45 +153,50 @@ class _Parametrized(nn.Module):
         return {name: self.make_rng(name) for name in self.scope.rngs}
 
 
-def _with(variables: PyTree, raw: PyTree) -> dict[str, Any]:
+def _set_raw(variables: PyTree, raw: PyTree) -> dict[str, Any]:
     """Variables with the values of a raw tree in two collections."""
-    free, fixed = parted(raw)
-    return {**_others(variables), "params": free} | ({"fixed": fixed} if fixed else {})
+    free, fixed = split_collections(raw)
+    return {**_other_collections(variables), "params": free} | ({"fixed": fixed} if fixed else {})
 
 
-def _others(variables: PyTree) -> dict[str, Any]:
+def _other_collections(variables: PyTree) -> dict[str, Any]:
     """The collections that a chain leaves as they are."""
     return {name: tree for name, tree in variables.items() if name not in ("params", "fixed")}
 
 
 @functools.cache
-def _class_of(plain: type[Any]) -> type[Any]:
+def _make_class(plain: type[Any]) -> type[Any]:
     """The class of the result, with the methods and attributes of the module's class."""
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
     names = public - ({*dir(_Parametrized), "module", "p"} - {"__call__"})
-    members = {name: _field(name) if name in fields else _member(plain, name) for name in names}
+    members = {name: _module_field(name) if name in fields else _make_member(plain, name) for name in names}
     return type(f"Parametrized{plain.__name__}", (_Parametrized,), members)
 
 
-def _member(plain: type[Any], name: str) -> Any:
+def _make_member(plain: type[Any], name: str) -> Any:
     """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
     found = inspect.getattr_static(plain, name)
-    return _passing(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _field(name)
+    return (
+        _make_method(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _module_field(name)
+    )
 
 
-def _passing(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+def _make_method(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the module's own of that name on the effective tree."""
+
     @functools.wraps(like, updated=())  # linen's own marks of the method are not those of this one
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._called(name, *args, **kwargs)
+        return self._call_method(name, *args, **kwargs)
 
     return method
 
 
-def _field(name: str) -> property:
+def _module_field(name: str) -> property:
+    """A property that reads the field of that name of the module."""
     return property(lambda self: getattr(self.module, name))
 
 
-def _made(module: Any, p: Parametrization, name: str | None) -> Any:
-    """What is stored in the place of a class that is made here."""
+def _rebuild(module: Any, p: Parametrization, name: str | None) -> Any:
+    """The module that a pickle stores in this form, as its class is made here."""
     return parametrized(module, p, name=name)

@@ -11,8 +11,8 @@ from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import imported
 from reparax._tree.paths import PyTree, items, path_text
 from reparax._tree.raw import holds_markers
-from reparax._wrapped.attributes import attribute
-from reparax._wrapped.chains import checked, made_by, needs_start, needs_stream
+from reparax._wrapped.attributes import find_attribute
+from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
 nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
@@ -86,35 +86,35 @@ class Parametrized(nnx.Module):
         raw: Any = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
-        self.p = checked("rpx.nnx.Parametrized", model, p)
+        self.p = check_chain("rpx.nnx.Parametrized", model, p)
         _expect_pytree(model)
-        start, noise = _stream(rngs, "params"), _stream(rngs, "noise")
+        start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
             if p.random_start and start is None:
-                raise needs_start(p, _WITH_RNGS)
+                raise needs_start_error(p, _WITH_RNGS)
             key = start() if p.random_start else None
-            raw = _through(lambda tree: p.init(tree, key, seen=seen), model)
+            raw = _map_parameters(lambda tree: p.init(tree, key, seen=seen), model)
         elif type(raw) is not type(model):
             raise TypeError(
                 f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
                 f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
             )
         else:
-            raw = _through(lambda tree: made_by(p, _of_model(tree)), raw)
-            _keep(model, raw)  # what is no parameter is the model's
+            raw = _map_parameters(lambda tree: require_made_by(p, _to_model_types(tree)), raw)
+            _keep_changes(model, raw)  # what is no parameter is the model's
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _through(lambda tree: _with_types_by_training(tree, variable), raw)
+        raw = _map_parameters(lambda tree: _with_types_by_training(tree, variable), raw)
         self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._called("__call__", *args, **kwargs)
+        return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held, has_arrays = vars(self).get("raw"), lambda x: bool(_variables(x))
-        return attribute(self, held, name, has_arrays=has_arrays, run=self._called, read=self.effective)
+        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._call_method, read=self.effective)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
@@ -142,13 +142,13 @@ class Parametrized(nnx.Module):
         """
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
-            raise needs_stream(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
-        return _through(lambda tree: p.apply(_of_model(tree), key), self.raw)
+        return _map_parameters(lambda tree: p.apply(_to_model_types(tree), key), self.raw)
 
     def fold(self) -> Any:
         """The plain model, without noise; it shares no variables with this one."""
-        return nnx.clone(_through(lambda tree: self.p.fold(_of_model(tree)), self.raw))
+        return nnx.clone(_map_parameters(lambda tree: self.p.fold(_to_model_types(tree)), self.raw))
 
     def update(self, grads: PyTree = None) -> None:
         """Advances the fixed values by one training step; once per step, as :meth:`Parametrization.update`.
@@ -157,7 +157,7 @@ class Parametrized(nnx.Module):
           grads: The gradient with respect to the plain model, for stages that read it.
         """
         key = None if self.rngs is None else self.rngs()
-        new = _through(lambda tree: self.p.update(_of_model(tree), key, grads), self.raw)
+        new = _map_parameters(lambda tree: self.p.update(_to_model_types(tree), key, grads), self.raw)
         for variable, value in zip(_variables(self.raw), _variables(new), strict=True):
             if value is not variable and jax.tree.leaves(value):
                 variable[...] = value[...]
@@ -168,14 +168,15 @@ class Parametrized(nnx.Module):
             self.deterministic = deterministic
         return kwargs
 
-    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the effective model, and keeps what it sets."""
         effective = self.effective()
         result = getattr(effective, name)(*args, **kwargs)
-        _keep(effective, self.raw)
+        _keep_changes(effective, self.raw)
         return result
 
 
-def _stream(rngs: Any, name: str) -> Any:
+def _find_stream(rngs: Any, name: str) -> Any:
     """The stream of a name, or the default one; None without either."""
     if not isinstance(rngs, nnx.Rngs):
         return rngs
@@ -193,7 +194,7 @@ def _expect_pytree(model: Any) -> None:
             )
 
 
-def _keep(effective: Any, raw: Any) -> None:
+def _keep_changes(effective: Any, raw: Any) -> None:
     """Gives the raw model what a call has set in the effective one: a cache, what `sow` records, a flag."""
     made = dict(_modules(effective))
     for path, module in _modules(raw):
@@ -228,6 +229,7 @@ class _Hidden:
 
 
 def _is_variable(x: object) -> bool:
+    """Whether a node is a variable of nnx."""
     return isinstance(x, nnx.Variable)
 
 
@@ -237,16 +239,17 @@ def _is_place(x: object) -> bool:
 
 
 def _variables(tree: PyTree) -> list[Any]:
+    """The variables of a tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
 
 
-def _held(variable: Any) -> Any:
+def _value_of(variable: Any) -> Any:
     """What a variable holds: an array, or ``()`` at a place without one."""
     (value,) = jax.tree.leaves(variable, is_leaf=lambda x: x is not variable)
     return value
 
 
-def _through(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
+def _map_parameters(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
     """``fun`` of the parameters of a module; other variables come out as the same objects.
 
     Where two modules share a parameter, they share the result.
@@ -266,18 +269,18 @@ def _through(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
-    """A raw tree whose variables have types that say which of them train; :func:`_of_model` is the inverse."""
+    """A raw tree whose variables have types that say which of them train; :func:`_to_model_types` is the inverse."""
 
     def typed(node: Any, label: Any) -> Any:
         if not _is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
-        return kind.from_metadata(_held(node), {**node.get_metadata(), _PLAIN: type(node)})
+        return kind.from_metadata(_value_of(node), {**node.get_metadata(), _PLAIN: type(node)})
 
     return jax.tree.map(typed, raw, labels(raw), is_leaf=_is_variable)
 
 
-def _of_model(raw: PyTree) -> PyTree:
+def _to_model_types(raw: PyTree) -> PyTree:
     """The raw tree with variables of the model's own types."""
 
     def plain(node: Any) -> Any:
@@ -285,6 +288,6 @@ def _of_model(raw: PyTree) -> PyTree:
             return node
         metadata = dict(node.get_metadata())
         own = nnx.Param if isinstance(node, Free | Fixed) else type(node)  # as `nnx.update` forgets metadata
-        return metadata.pop(_PLAIN, own).from_metadata(_held(node), metadata)
+        return metadata.pop(_PLAIN, own).from_metadata(_value_of(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=_is_variable)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 from reparax._axes.names import axis_names
-from reparax._tree.paths import named, path_text
+from reparax._tree.paths import flatten_with_names, path_text
 from reparax.testing import check_laws, gradients, right_inverse
 
 UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
@@ -40,7 +40,7 @@ def lengths(w: np.ndarray, axis: int) -> np.ndarray:
 
 def arrays(tree: Any) -> dict[str, Array]:
     """Each array by its path, in which boxes do not show."""
-    paths, leaves, _ = named(tree)
+    paths, leaves, _ = flatten_with_names(tree)
     return {path_text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 

@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
-from reparax._tree.paths import named
+from reparax._tree.paths import flatten_with_names
 
 pytestmark = pytest.mark.thorough
 
@@ -233,7 +233,7 @@ def results(p: rpx.Parametrization, raw: Any) -> Any:
 def apart(tree: Any, axis: int) -> Any:
     """The numbers of a tree of the model as plain dicts, each layer by itself."""
     flat: dict[tuple[str, ...], Any] = {}
-    for path, x in zip(*named(tree)[:2], strict=True):
+    for path, x in zip(*flatten_with_names(tree)[:2], strict=True):
         if path[0] == "layers":
             # A value has the stacked axis where the array has it, or as near to it as it has axes.
             layers = np.moveaxis(np.asarray(x), min(axis, x.ndim - 1), 0)
@@ -272,7 +272,7 @@ def assert_close(got: Any, want: Any) -> None:
 
 def without_drawn_start(tree: Any) -> Any:
     """A plain tree without the values that start at random."""
-    flat = {path: x for path, x in zip(*named(tree)[:2], strict=True) if "spectrum" not in path}
+    flat = {path: x for path, x in zip(*flatten_with_names(tree)[:2], strict=True) if "spectrum" not in path}
     return unflatten_dict(flat)
 
 
@@ -350,7 +350,7 @@ def test_scanned_layers_draw_independently(model: Scanned) -> None:
     @jax.vmap
     def drawn(key: Array) -> Any:
         ones, zeros = (jax.tree.map(like, model.params) for like in (jnp.ones_like, jnp.zeros_like))
-        paths, leaves, _ = named((dropout.apply(ones, key), noise.apply(zeros, key)))
+        paths, leaves, _ = flatten_with_names((dropout.apply(ones, key), noise.apply(zeros, key)))
         return [x for path, x in zip(paths, leaves, strict=True) if path[-2:] in NORMED]
 
     kept, normal = (np.moveaxis(x, model.axis + 1, 0) for x in drawn(jax.random.split(jax.random.key(5), 500)))

@@ -3,7 +3,7 @@
 import pytest
 from public import PUBLIC
 
-from reparax._core.kinds import words
+from reparax._core.kinds import snake_case
 
 KINDS = {
     "AlmostOrthogonal": "almost_orthogonal",
@@ -110,4 +110,4 @@ def test_the_kinds_of_our_stages_are_what_checkpoints_hold():
     ],
 )
 def test_words_and_acronyms_of_a_class_name(name, kind):
-    assert words(name) == kind
+    assert snake_case(name) == kind

@@ -21,7 +21,7 @@ from public import PUBLIC
 
 import reparax as rpx
 from reparax._stage.matrices import RowsAndColumns
-from reparax._tree.paths import named, path_text
+from reparax._tree.paths import flatten_with_names, path_text
 
 X = jnp.ones((1, 3, 6))
 
@@ -271,7 +271,7 @@ def of_layers(stage: Any, name: str) -> Any:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
-    paths, leaves, _ = named(models[name])
+    paths, leaves, _ = flatten_with_names(models[name])
     assert {path_text(path): x.shape for path, x in zip(paths, leaves, strict=True) if eqx.is_array(x)} == ARRAYS[name]
 
 
@@ -374,7 +374,7 @@ def test_other_stages_of_matrices_take_matrices_alone(models: dict[str, Any], st
 
 def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
     """That the arrays of two trees are the same, but at some paths, where none of them are."""
-    for path, x, y in zip(*named(want)[:2], named(got)[1], strict=True):
+    for path, x, y in zip(*flatten_with_names(want)[:2], flatten_with_names(got)[1], strict=True):
         assert np.array_equal(x, y) == (path_text(path) not in paths), path_text(path)
 
 
@@ -412,7 +412,11 @@ def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) ->
     assert_same_but(KERNELS["haiku layers"], jax.jit(rpx.WeightDropout(0.5).apply)(params, key), params)
     assert_same_but(list(ARRAYS["haiku layers"]), jax.jit(rpx.VarNoise(0.1).apply)(params, key), params)
     raw = jax.eval_shape(rpx.SpectralNorm(columns=-1).init, models["linen attention"], key)
-    markers = {path_text(path).partition("/@")[0] for path in named(raw)[0] if any(name[0] == "@" for name in path)}
+    markers = {
+        path_text(path).partition("/@")[0]
+        for path in flatten_with_names(raw)[0]
+        if any(name[0] == "@" for name in path)
+    }
     assert markers == set(FLAX_KERNELS)
 
 

@@ -8,7 +8,7 @@ from errors import raises
 from geometry.networks import NETWORKS
 from grids import mostly_thorough
 
-from reparax._tree.paths import named, path_text
+from reparax._tree.paths import flatten_with_names, path_text
 from reparax.geometry import Role, axis_groups, roles
 
 
@@ -26,7 +26,7 @@ def promotion():
 def test_each_axis_of_each_weight_has_its_role(name):
     fun, params, args, table = NETWORKS[name]()
     types = jax.eval_shape(lambda *args: args, params, *args)
-    paths, found, _ = named(roles(fun)(*types), lambda x: isinstance(x, Role))
+    paths, found, _ = flatten_with_names(roles(fun)(*types), lambda x: isinstance(x, Role))
     for path, role in zip(map(path_text, paths), found, strict=True):
         want = [axes for pattern, axes in table.items() if re.fullmatch(pattern, path)]
         assert axes(role) == (want[0] if want else ((), (), ())), (path, role)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from one_array import normal
 
 import reparax as rpx
-from reparax._tree.paths import named, path_text
+from reparax._tree.paths import flatten_with_names, path_text
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075)
@@ -176,7 +176,7 @@ def _arrays(tree: Any) -> list[Array]:
 
 
 def _by_path(tree: Any) -> dict[str, Array]:
-    paths, leaves, _ = named(eqx.filter(tree, eqx.is_array))
+    paths, leaves, _ = flatten_with_names(eqx.filter(tree, eqx.is_array))
     return {path_text(path): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
@@ -302,7 +302,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
     seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)
-    paths, found, _ = named(seen, lambda x: isinstance(x, rpx.seen.Seen))
+    paths, found, _ = flatten_with_names(seen, lambda x: isinstance(x, rpx.seen.Seen))
     arrays = _by_path(case.params)
     entries = {path: entry for path, entry in zip(map(path_text, paths), found, strict=True) if path in arrays}
     first = [path for path, x in arrays.items() if x.shape in ((3, 4), (4, 3))]

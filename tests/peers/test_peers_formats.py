@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from reparax.quantized._packing import unpacked
+from reparax.quantized._packing import unpack
 
 torch = pytest.importorskip("torch")
 qwix = pytest.importorskip("qwix")
@@ -31,7 +31,7 @@ def ours(p, w):
     """Codes, other raw values, and the array, all with the axes of torch."""
     raw = p.init({"w": jnp.asarray(w.T)})
     held = dict(raw["w"]["@stored"]["@fixed"])
-    codes = np.asarray(unpacked(held.pop("q"), p._format.numbers.bits, 0)).T
+    codes = np.asarray(unpack(held.pop("q"), p._format.numbers.bits, 0)).T
     return codes, {name: np.asarray(x).T for name, x in held.items()}, np.asarray(p.apply(raw)["w"]).T
 
 

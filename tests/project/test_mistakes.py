@@ -16,7 +16,7 @@ from errors import raises
 from public import PUBLIC
 
 import reparax as rpx
-from reparax._core.names import OF_OTHERS, places
+from reparax._core.names import OF_OTHERS, how_to_write
 from reparax._core.words import OF_OTHERS as ARGUMENTS
 from reparax._tree.raw import holds_markers
 from reparax.testing import check_laws
@@ -1049,4 +1049,4 @@ def test_the_words_of_others_lead_to_words_that_exist():
     assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
     for name, text in OF_OTHERS.items():
         assert name not in PUBLIC
-        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(places(vars(rpx)).values()), text
+        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write(vars(rpx)).values()), text

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from reparax._axes.names import keywords, stated
-from reparax._axes.origin import Follow, inherit
-from reparax._tree.paths import Names, PyTree, has_ancestor, is_box, is_empty, items, named, path_text
+from reparax._axes.names import name_keywords, stated_axes
+from reparax._axes.origin import Follow, inherit_entries
+from reparax._tree.paths import Names, PyTree, flatten_with_names, has_ancestor, is_box, is_empty, items, path_text
 from reparax._tree.raw import holds_markers
 
 
@@ -37,23 +37,23 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
 
     ``follow`` says which axis of the parameter each axis of a raw value is. :func:`gather_boxes` is the way back.
     """
-    paths, nodes, treedef = named(raw, _holds_values)
+    paths, nodes, treedef = flatten_with_names(raw, _holds_values)
     if not any(map(_holds_values, nodes)):
         return raw
     boxes = {path_text(path): node for path, node in items(params, is_box) if is_box(node)}
-    entries = {path: _padded(box) for path, box in boxes.items() if _names(box) is not None}
-    taken = inherit(follow, params, entries) if entries else {}
+    entries = {path: _name_each_axis(box) for path, box in boxes.items() if _stated_entries(box) is not None}
+    taken = inherit_entries(follow, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
         if not jax.tree.leaves(box):
-            return jax.tree.map(lambda _: box.replace(()), _held(box), is_leaf=is_empty)
-        ends, values, inside = named(_held(box))
-        if _names(box) is None:
+            return jax.tree.map(lambda _: box.replace(()), _value_in(box), is_leaf=is_empty)
+        ends, values, inside = flatten_with_names(_value_in(box))
+        if _stated_entries(box) is None:
             return inside.unflatten([box.replace(value) for value in values])
         names = [PartNames(taken[*path, *end]) for end in ends]
         for part in names:
-            part.whole = _names(box)
-        return inside.unflatten([_renamed(box, *part) for part in zip(values, names, strict=True)])
+            part.whole = _stated_entries(box)
+        return inside.unflatten([_rebox(box, *part) for part in zip(values, names, strict=True)])
 
     return treedef.unflatten(
         [around_each(path, node) if _holds_values(node) else node for path, node in zip(paths, nodes, strict=True)]
@@ -80,51 +80,56 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     for box in filter(_is_part, parts):
         if _is_unnamed_variable(box) or _is_hollow(box):
             return box.replace(values)
-        if isinstance(names := _names(box), PartNames):
-            return _renamed(box, values, names.whole)
+        if isinstance(names := _stated_entries(box), PartNames):
+            return _rebox(box, values, names.whole)
     return values
 
 
 def _is_part(x: Any) -> bool:
-    return is_box(x) and (_names(x) is not None or _is_unnamed_variable(x))
+    """Whether ``x`` is a box that states something about its axes, or a variable of nnx that states nothing."""
+    return is_box(x) and (_stated_entries(x) is not None or _is_unnamed_variable(x))
 
 
 def _is_unnamed_variable(box: Any) -> bool:
-    return has_ancestor(box, "Variable") and stated(box) is None
+    """Whether a box is a variable of nnx that states nothing about its axes."""
+    return has_ancestor(box, "Variable") and stated_axes(box) is None
 
 
 def _holds_values(x: Any) -> bool:
-    return _is_part(x) and holds_markers(_held(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
+    """Whether ``x`` is a box around a marker dict; one of linen counts only if the dict holds arrays."""
+    return _is_part(x) and holds_markers(_value_in(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
 
 
 def _content(part: Any) -> Any:
     """The content of a box; the empty node if it holds no array."""
-    return {} if _is_hollow(part) else _held(part)
+    return {} if _is_hollow(part) else _value_in(part)
 
 
 def _is_hollow(box: Any) -> bool:
-    return isinstance(_held(box), tuple)
+    """Whether a box holds the empty node of a place without a value of its own."""
+    return isinstance(_value_in(box), tuple)
 
 
-def _held(box: Any) -> Any:
+def _value_in(box: Any) -> Any:
+    """The one value in a box."""
     (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
     return value
 
 
-def _names(box: Any) -> Any:
+def _stated_entries(box: Any) -> Any:
     """What a box states for each axis, a name or mesh axes; None if it states nothing."""
-    names = stated(box)
+    names = stated_axes(box)
     return names if isinstance(names, tuple | PartitionSpec) else None
 
 
-def _padded(box: Any) -> tuple[Any, ...]:
+def _name_each_axis(box: Any) -> tuple[Any, ...]:
     """A name for each axis. Trailing names may be missing; under ``jax.vmap`` there may be extra names."""
-    names, axes = tuple(_names(box)), _held(box).ndim
+    names, axes = tuple(_stated_entries(box)), _value_in(box).ndim
     return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 
-def _renamed(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
+def _rebox(box: Any, value: Any, names: tuple[Any, ...]) -> Any:
     """The same box with a new value and new names."""
     if has_ancestor(box, "Variable"):
-        return box.replace(value, **dict.fromkeys(keywords(box), names))
+        return box.replace(value, **dict.fromkeys(name_keywords(box), names))
     return box.replace(value=value, names=names)

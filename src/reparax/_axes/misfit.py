@@ -31,9 +31,9 @@ class Misfit:
     def __str__(self) -> str:
         lines = ", ".join(dict.fromkeys(use.line for use in self.role.uses))
         return (
-            f"{self.stage} takes {self.field}={_shown(self.got)} at {self.path!r} of shape {self.role.shape}, which "
-            f"the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked axes "
-            f"{self.role.stacked} ({lines}). Write {self.field}={_shown(self.expected)}, or "
+            f"{self.stage} takes {self.field}={_show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
+            f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
+            f"axes {self.role.stacked} ({lines}). Write {self.field}={_show_axes(self.expected)}, or "
             f"`p.on(rpx.roles(loss)(params, batch))`."
         )
 
@@ -47,5 +47,6 @@ class Misfits(tuple[Misfit, ...]):
         return "\n".join(map(str, self)) or "All axes fit."
 
 
-def _shown(axes: Numbers) -> str:
+def _show_axes(axes: Numbers) -> str:
+    """A single axis as a number, several in a tuple."""
     return repr(axes[0] if len(axes) == 1 else axes)

@@ -6,19 +6,19 @@ import jax
 
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, has_ancestor, is_box
-from reparax._tree.raw import aligned
+from reparax._tree.raw import is_aligned
 
 AxisNames = tuple[str | None, ...]
 
 
-def stated(box: Any) -> Any:
+def stated_axes(box: Any) -> Any:
     """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
     if not has_ancestor(box, "Variable"):
         return getattr(box, "names", None)
-    return box.get_metadata().get(keywords(box)[0])
+    return box.get_metadata().get(name_keywords(box)[0])
 
 
-def keywords(variable: Any) -> list[str]:
+def name_keywords(variable: Any) -> list[str]:
     """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
     found = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
     return found or ["out_sharding"]
@@ -29,7 +29,7 @@ def axis_names(box: Any) -> AxisNames | None:
 
     The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
     """
-    names = getattr(stated(box), "spec", stated(box))  # of a NamedSharding
+    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
     return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
 
 
@@ -38,7 +38,7 @@ def names_of_places(tree: Flat) -> dict[Names, AxisNames | None]:
     nodes = jax.tree.leaves(tree.frame.skeleton, is_leaf=is_box)
     own = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
     known = dict(zip(tree.frame.places, own, strict=True))
-    return {place: known[tree.root(place)] if aligned(place) else None for place in tree.arrays}
+    return {place: known[tree.root(place)] if is_aligned(place) else None for place in tree.arrays}
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:

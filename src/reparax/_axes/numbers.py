@@ -78,7 +78,7 @@ def check_channels(axes: Any, who: str, name: str) -> Axes | None:
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
     found = check_axes(axes, who, name)
-    if any(axis < 0 for axis in _each(found) if isinstance(axis, int)):
+    if any(axis < 0 for axis in _as_tuple(found) if isinstance(axis, int)):
         raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
     return found
 
@@ -104,10 +104,10 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
         if isinstance(axis, int):
             return [axis]
         if names is None or names.count(axis) > 1 or axis in WORDS:
-            return [int(number) for number in _each(number_axes(axis, names))]
+            return [int(number) for number in _as_tuple(number_axes(axis, names))]
         return [i for i, name in enumerate(names) if name == axis]
 
-    return tuple(sorted(number for axis in _each(axes) for number in numbers(axis)))
+    return tuple(sorted(number for axis in _as_tuple(axes) for number in numbers(axis)))
 
 
 def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
@@ -119,7 +119,7 @@ def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | N
       ValueError: If arrays have axis names, and none has the name of an axis.
     """
     there = {name: None for each in names for name in each or ()}
-    for axis in _each(axes):
+    for axis in _as_tuple(axes):
         if isinstance(axis, str) and there and axis not in there:
             known = ", ".join(repr(name) for name in there if name is not None) or "none"
             raise ValueError(
@@ -129,37 +129,44 @@ def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | N
 
 
 def _is_axis(value: object) -> bool:
+    """Whether a value is one axis: a whole number, or a text other than ``"each"`` and ``"last"``."""
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_whole(value)
 
 
 def _is_each(axes: object) -> bool:
+    """Whether axes are given as ``"each"``; a comparison with an array would not be a bool."""
     return isinstance(axes, str) and axes == EACH
 
 
 def _is_last(axes: object) -> bool:
+    """Whether axes are given as ``"last"``."""
     return isinstance(axes, str) and axes == LAST
 
 
-def _each(axes: Axes) -> tuple[Axis, ...]:
+def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
+    """The axes in a tuple, a single one too."""
     return axes if isinstance(axes, tuple) else (axes,)
 
 
 def has_names(axes: Axes | None) -> bool:
     """Whether any axis is given by name."""
-    return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _each(axes))
+    return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
 
 
 def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
     """Whether any of these axes is given by what the network does with it."""
-    return any(isinstance(axis, str) and axis in words for axis in _each(axes))
+    return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
-def in_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
+def words_to_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
     """``axes`` with numbers in place of words."""
-    return tuple(n for axis in _each(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,)))
+    return tuple(
+        n for axis in _as_tuple(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
+    )
 
 
 def _refuse_word(axis: str) -> None:
+    """Raises an error for a word, which only the program of the network turns into axes."""
     if axis in WORDS:
         raise ValueError(
             f"only the program of the network says which axes are its {axis!r}. Write "
@@ -186,13 +193,13 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
             )
         return names.index(axis) - len(names)
 
-    several = tuple(map(number, _each(axes)))
+    several = tuple(map(number, _as_tuple(axes)))
     return several if isinstance(axes, tuple) else several[0]
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
     """The axes as numbers, in their order; names are refused."""
-    several = _each(axes)
+    several = _as_tuple(axes)
     for axis in several:
         if isinstance(axis, str):
             _refuse_word(axis)
@@ -211,7 +218,7 @@ def out_of_bounds(axes: Any, w: Array, name: str) -> str | None:
                 f"the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
                 f"out with `where`."
             )
-        axes = as_number(axes)
+        axes = last_to_number(axes)
     if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         if len(set(count_from_front(axes, w))) == len(list_axes(axes)):
             return None
@@ -222,7 +229,7 @@ def out_of_bounds(axes: Any, w: Array, name: str) -> str | None:
     )
 
 
-def as_number(axes: Axes | None) -> Any:
+def last_to_number(axes: Axes | None) -> Any:
     """``axes`` with a number in place of ``"last"``."""
     return -1 if _is_last(axes) else axes
 
@@ -231,7 +238,7 @@ def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
     """``axes`` counted from the front; all of them for ``"each"`` and for None."""
     if axes is None or axes == EACH:
         return tuple(range(w.ndim))
-    return tuple(sorted(axis % w.ndim for axis in list_axes(as_number(axes))))
+    return tuple(sorted(axis % w.ndim for axis in list_axes(last_to_number(axes))))
 
 
 def position(axis: Axis, w: Array) -> int:
@@ -253,7 +260,7 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
     return tuple(axis for axis in range(w.ndim) if axis not in kept)
 
 
-def unstacked(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
+def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
     """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w`` counted from the front."""
     own = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
     return tuple(sorted(own[axis] for axis in list_axes(axes)))

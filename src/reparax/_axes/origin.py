@@ -14,18 +14,21 @@ from typing import Any
 import jax
 
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text, types_of_result
-from reparax._tree.raw import parameter
+from reparax._tree.raw import parameter_path
 
 Init = Callable[[PyTree], PyTree]
-Places = tuple[int | None, ...]
-Origins = dict[Names, tuple[Names, Places]]
+FollowedAxes = tuple[int | None, ...]
+"""For each axis of an array the axis of its source that it follows; None if it follows none."""
+Origins = dict[Names, tuple[Names, FollowedAxes]]
 """For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
 Follow = Callable[[PyTree], tuple[PyTree, Origins]]
 Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
 Shapes = dict[Names, tuple[int, ...]]
 
 
-def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]) -> dict[Names, tuple[Any, ...]]:
+def inherit_entries(
+    follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
+) -> dict[Names, tuple[Any, ...]]:
     """For each raw array of ``params``, the entries of the parameter axes that its axes follow.
 
     Args:
@@ -37,7 +40,7 @@ def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
       For the path of each raw array, an entry for each axis; None if an axis follows none.
     """
 
-    def of(source: Names, places: Places) -> tuple[Any, ...]:
+    def of(source: Names, places: FollowedAxes) -> tuple[Any, ...]:
         given = entries.get(path_text(source))
         return tuple(None if given is None or place is None else given[place] for place in places)
 
@@ -46,14 +49,14 @@ def inherit(follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
 
 def keep_origins(tree: PyTree) -> Origins:
     """The origins of arrays that do not change."""
-    return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes(tree).items()}
+    return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes_of(tree).items()}
 
 
 def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     """The origins of arrays through two steps: their sources have the origins ``earlier``."""
 
-    def of(source: Names, places: Places) -> tuple[Names, Places]:
-        if source not in earlier:
+    def of(source: Names, places: FollowedAxes) -> tuple[Names, FollowedAxes]:
+        if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
             return source, (None,) * len(places)
         first, axes = earlier[source]
         return first, tuple(None if place is None else axes[place] for place in places)
@@ -61,22 +64,23 @@ def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     return {path: of(*origin) for path, origin in origins.items()}
 
 
-def probe(init: Init, tree: PyTree) -> Origins:
+def probe_origins(init: Init, tree: PyTree) -> Origins:
     """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
-    traces = list(_traces(init, tree))
+    traces = list(_trace_doublings(init, tree))
     before, after = ([trace[i] for trace in traces] for i in range(2))
-    own = {path: _growths(before, path) for path in before[0]}
-    main = {parameter(path): path for path in reversed(own)}
+    own = {path: _growth_of_axes(before, path) for path in before[0]}
+    main = {parameter_path(path): path for path in reversed(own)}
 
-    def of(path: Names) -> tuple[Names, Places]:
+    def of(path: Names) -> tuple[Names, FollowedAxes]:
         within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in own]
-        source = within[0] if within else main.get(parameter(path), ())
-        return source, _places(own.get(source, []), _growths(after, path))
+        source = within[0] if within else main.get(parameter_path(path), ())
+        return source, _match_growths(own.get(source, []), _growth_of_axes(after, path))
 
     return {path: of(path) for path in after[0]}
 
 
-def _growths(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
+def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
+    """How each axis of the array at ``path`` grows between traces."""
     return [_growth(lengths) for lengths in zip(*(shapes[path] for shapes in traces), strict=True)]
 
 
@@ -85,7 +89,7 @@ def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
-def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> Places:
+def _match_growths(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
     """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
     places: list[int | None] = []
     for axis, growth in enumerate(axes):
@@ -96,13 +100,13 @@ def _places(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]])
     return tuple(places)
 
 
-def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
+def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
     """The shapes of parameters and raw arrays: the original ones, and those after each doubling that works."""
     leaves, treedef = jax.tree.flatten(params)
 
     def trace(doubled: Collection[Length]) -> tuple[Shapes, Shapes]:
-        grown = treedef.unflatten([_grown(x, doubled) if is_array(x) else x for x in leaves])
-        return _shapes(grown), _shapes(types_of_result(init, grown))
+        grown = treedef.unflatten([_double(x, doubled) if is_array(x) else x for x in leaves])
+        return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
 
     first = trace(())
     yield first
@@ -124,17 +128,21 @@ def _traces(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
 
 
 def _lengths(shape: Sequence[int]) -> list[Length]:
+    """The length of each axis, with the number of earlier axes that have the same."""
     return [(n, shape[:axis].count(n)) for axis, n in enumerate(shape)]
 
 
-def _grown(x: Any, doubled: Collection[Length]) -> jax.ShapeDtypeStruct:
+def _double(x: Any, doubled: Collection[Length]) -> jax.ShapeDtypeStruct:
+    """The type of ``x`` with these of its lengths doubled."""
     sizes = (2 * length[0] if length in doubled else length[0] for length in _lengths(x.shape))
     return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
 
-def _shapes(tree: PyTree) -> Shapes:
+def _shapes_of(tree: PyTree) -> Shapes:
+    """The shape of each array of a tree, by its place."""
     return {path: x.shape for path, x in items(tree) if is_array(x)}
 
 
 def _ranks(traced: tuple[Shapes, Shapes]) -> dict[Names, int]:
+    """The number of axes of each raw array of a trace."""
     return {path: len(shape) for path, shape in traced[1].items()}

@@ -106,7 +106,7 @@ class Role:
         return tuple(i for i, n in enumerate(self.shape) if i not in known and n != 1)
 
 
-def numbered(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
+def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
     own = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
     inputs, outputs, stacks = (

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from reparax._axes.origin import Follow, Init, inherit
-from reparax._tree.paths import Names, PyTree, describe, is_array, items, named, path_text, types_of_result
+from reparax._axes.origin import Follow, Init, inherit_entries
+from reparax._tree.paths import Names, PyTree, describe, flatten_with_names, is_array, items, path_text, types_of_result
 from reparax._tree.raw import FIXED
 
 AnyMesh = Mesh | AbstractMesh
@@ -24,11 +24,14 @@ def shardings_of_raw(
     """
     params = specs if like is None else like
     arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
-    cuts = {path: _cuts(f"{who} at {path!r}", x, arrays[path], mesh) for path, x in _found(who, specs, arrays).items()}
-    taken = inherit(follow, params, cuts)
-    paths, leaves, treedef = named(types_of_result(init, params))
+    cuts = {
+        path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
+        for path, x in _specs_by_path(who, specs, arrays).items()
+    }
+    taken = inherit_entries(follow, params, cuts)
+    paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
     kinds = [memory if FIXED in path else None for path in paths]
-    fits = [_fitting(taken[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
+    fits = [_even_spec(taken[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
     return treedef.unflatten(
         [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]
     )
@@ -79,23 +82,23 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
             return known[own] if shapes[own] == x.shape else whole
         within = (path[i:j] for i in range(len(path)) for j in range(len(path), i, -1))
         own = next((part for part in within if part in shapes), None)
-        return whole if own is None else _like(known[own], shapes[own], x)
+        return whole if own is None else _sharding_of_codes(known[own], shapes[own], x)
 
-    paths, leaves, treedef = named(state)
+    paths, leaves, treedef = flatten_with_names(state)
     return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-def _like(sharding: NamedSharding, shape: tuple[int, ...], x: Any) -> NamedSharding:
+def _sharding_of_codes(sharding: NamedSharding, shape: tuple[int, ...], x: Any) -> NamedSharding:
     """The sharding of an array, for its codes or scales, which are those of the matrix of its last axis."""
     cuts = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     cuts = (cuts[0], cuts[-1]) if len(shape) > 2 else cuts
-    fits = _fitting(cuts, x.shape, sharding.mesh) if len(cuts) == x.ndim else PartitionSpec()
+    fits = _even_spec(cuts, x.shape, sharding.mesh) if len(cuts) == x.ndim else PartitionSpec()
     return NamedSharding(sharding.mesh, fits)
 
 
-def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of ``specs`` for each array, by path."""
-    found = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec(x) is not None}
+    found = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if found and not arrays:
         raise ValueError(
             f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
@@ -118,15 +121,15 @@ def _found(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _spec(x: Any) -> PartitionSpec | None:
+def _spec_of(x: Any) -> PartitionSpec | None:
     """The spec that ``x`` is or carries."""
     sharding = getattr(x, "sharding", x)
     return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
 
 
-def _cuts(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
+def _checked_entries(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
     """The entry of a spec for each axis of ``x``, after checking that it fits."""
-    spec = _spec(given)
+    spec = _spec_of(given)
     if spec is None:
         raise ValueError(
             f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(given)} without a mesh. "
@@ -143,22 +146,24 @@ def _cuts(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
         if used.count(name) > 1:
             raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
     for axis, entry in enumerate(spec):
-        if x.shape[axis] % _parts(entry, mesh):
+        if x.shape[axis] % _count_parts(entry, mesh):
             raise ValueError(
-                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_parts(entry, mesh)} parts, which would not "
-                f"be equal. Do not shard that axis."
+                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts, which "
+                f"would not be equal. Do not shard that axis."
             )
     return (*spec, *(None,) * (x.ndim - len(spec)))
 
 
 def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec: several, one, or none."""
     return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
 
 
-def _parts(entry: Any, mesh: AnyMesh) -> int:
+def _count_parts(entry: Any, mesh: AnyMesh) -> int:
+    """The number of parts into which an entry of a spec cuts an axis."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(entry))
 
 
-def _fitting(cuts: tuple[Any, ...], shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+def _even_spec(cuts: tuple[Any, ...], shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """The spec of a raw array, without the axes that cannot be split evenly."""
-    return PartitionSpec(*(None if n % _parts(cut, mesh) else cut for cut, n in zip(cuts, shape, strict=True)))
+    return PartitionSpec(*(None if n % _count_parts(cut, mesh) else cut for cut, n in zip(cuts, shape, strict=True)))

@@ -17,10 +17,10 @@ from jax.core import Tracer
 from reparax._data.seen import Seen
 from reparax._tree.raw import OTHER_CHAIN
 
-Places = tuple[int, ...]
+AxisNumbers = tuple[int, ...]
 
 
-def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., Any]:
+def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
     """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
     if not stacked:
         return formula
@@ -29,22 +29,22 @@ def map_stacked(stacked: Places, formula: Callable[..., Any]) -> Callable[..., A
         each = jax.vmap(each)
 
     def mapped(*args: Any) -> Any:
-        fronts = jax.tree.map(partial(_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
+        fronts = jax.tree.map(partial(_move_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return jax.tree.map(partial(_to_place, stacked), each(*fronts))
+        return jax.tree.map(partial(_move_back, stacked), each(*fronts))
 
     return mapped
 
 
-def stacked_sizes(w: Any, stacked: Places) -> tuple[int, ...]:
+def stacked_sizes(w: Any, stacked: AxisNumbers) -> tuple[int, ...]:
     """The number of arrays stacked along each axis."""
     return tuple(w.shape[place] for place in stacked)
 
 
-def lacks_axes(w: Any, stacked: Places) -> str | None:
+def lacks_axes(w: Any, stacked: AxisNumbers) -> str | None:
     """What is wrong with the stacked axes for ``w``, or None."""
     if all(place < w.ndim for place in stacked):
         return None
@@ -54,32 +54,34 @@ def lacks_axes(w: Any, stacked: Places) -> str | None:
     )
 
 
-def one_stacked(w: Any, stacked: Places) -> Any:
+def one_stacked(w: Any, stacked: AxisNumbers) -> Any:
     """The type of one of the stacked arrays; ``w`` itself if none are stacked."""
     if not stacked:
         return w
     return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
 
 
-def each_stacked(w: Any, stacked: Places) -> Iterator[Any]:
+def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
     """Each of the stacked arrays; only the type of one if the numbers are not known, or if there are no arrays."""
     if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
         yield one_stacked(w, stacked)
     else:
-        yield from _to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
+        yield from _move_to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
 
 
-def _to_front(stacked: Places, x: Any) -> Any:
+def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
+    """``x`` with the stacked axes first; of statistics, those of each index."""
     if isinstance(x, Seen):
         return x.of_index(stacked)
-    return jnp.moveaxis(x, _places(stacked, x.ndim), range(len(stacked)))
+    return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 
-def _to_place(stacked: Places, x: Array) -> Array:
-    return jnp.moveaxis(x, range(len(stacked)), _places(stacked, x.ndim))
+def _move_back(stacked: AxisNumbers, x: Array) -> Array:
+    """``x``, whose first axes are the stacked ones, with these in their own positions."""
+    return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
 
-def _places(stacked: Places, ndim: int) -> Places:
+def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")

@@ -11,18 +11,18 @@ import jax
 
 from reparax._axes.boxes import gather_boxes, spread_boxes, spread_like
 from reparax._axes.shardings import AnyMesh, shardings_of_raw
-from reparax._core.calls import call, checked_key, needed_key, parts_of, require_no_references, verb, with_any_key
+from reparax._core.calls import call_name, checked_key, needed_key, parts_of, require_no_references, verb, with_any_key
 from reparax._core.config import dump_stages, expression
 from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
-from reparax._core.operators import other_than_stages, refuse_others
-from reparax._core.over_roles import over_roles
+from reparax._core.operators import other_than_stages_error, refuse_other_operators
+from reparax._core.over_roles import visit_with_roles
 from reparax._core.plan import open_all
-from reparax._core.planner import Planner, planner
+from reparax._core.planner import Planner, planner_of
 from reparax._core.recompute import recompute
-from reparax._core.update import advanced
+from reparax._core.update import advance
 from reparax._core.value import Static
-from reparax._core.verbs import closed, followed, rebased, total_log_det, total_penalty
+from reparax._core.verbs import close_raw, follow_axes, rebase_raw, total_log_det, total_penalty
 from reparax._data.sights import by_place
 from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest
@@ -101,16 +101,16 @@ class Parametrization(Static, ABC):
         """
         if key is None and self.random_start:
             raise ValueError(
-                f"{call(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"{call_name(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
         require_no_references(self, "init", params)
         then = "Call `init` once, with the whole chain, and pass its result to `apply`."
-        require_no_raw(call(self, "init"), params, then)
+        require_no_raw(call_name(self, "init"), params, then)
         checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
-        sights = by_place(call(self, "init"), tree, seen)
+        sights = by_place(call_name(self, "init"), tree, seen)
         return spread_boxes(
-            functools.partial(followed, self._parts),
+            functools.partial(follow_axes, self._parts),
             params,
             nest(open_all(self._parts, tree, Keys(checked), sights)),
         )
@@ -129,7 +129,7 @@ class Parametrization(Static, ABC):
           ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
         """
         require_no_references(self, "apply", raw)
-        effective = recompute(functools.partial(closed, self._parts), gather_boxes(raw), needed_key(self, key))
+        effective = recompute(functools.partial(close_raw, self._parts), gather_boxes(raw), needed_key(self, key))
         require_no_marks(self, effective)
         return effective
 
@@ -152,7 +152,7 @@ class Parametrization(Static, ABC):
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        tree = advanced(call(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        tree = advance(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -166,7 +166,7 @@ class Parametrization(Static, ABC):
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain.
         """
-        return spread_like(raw, nest(rebased(self._parts, flatten(gather_boxes(raw)))))
+        return spread_like(raw, nest(rebase_raw(self._parts, flatten(gather_boxes(raw)))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -212,7 +212,7 @@ class Parametrization(Static, ABC):
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
-        return any(planner(stage).does("update") for stage in self._parts)
+        return any(planner_of(stage).does("update") for stage in self._parts)
 
     @property
     def random_start(self) -> bool:
@@ -254,7 +254,7 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        require_no_raw(call(self, "owners"), params, "Pass `params`.")
+        require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
         owners = {slot.path: slot.path for slot in flatten(params).types.slots().values()}
         for layer in reversed(lineage_of(self, types_of_result(with_any_key(self.init), params)).layers):
             owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
@@ -287,7 +287,9 @@ class Parametrization(Static, ABC):
           >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
-        return compose(tuple(over_roles(call(self, "on"), self._parts, roles, lambda own, *given: own.on(*given))))
+        return compose(
+            tuple(visit_with_roles(call_name(self, "on"), self._parts, roles, lambda own, *given: own.on(*given)))
+        )
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -297,7 +299,7 @@ class Parametrization(Static, ABC):
     def __rshift__(self, later: Parametrization) -> Parametrization:
         got: Any = later
         if not isinstance(got, Parametrization):
-            raise other_than_stages(self, ">>", got)
+            raise other_than_stages_error(self, ">>", got)
         return compose((self, got))
 
     def __len__(self) -> int:
@@ -334,7 +336,7 @@ class Parametrization(Static, ABC):
           ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
             dtype or stage.
         """
-        require_no_differences(call(self, "check"), raw, like, with_any_key(self.init))
+        require_no_differences(call_name(self, "check"), raw, like, with_any_key(self.init))
 
     @verb
     def shardings(
@@ -361,11 +363,13 @@ class Parametrization(Static, ABC):
           >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
-        follow = functools.partial(followed, self._parts)
-        return shardings_of_raw(call(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory)
+        follow = functools.partial(follow_axes, self._parts)
+        return shardings_of_raw(
+            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory
+        )
 
 
-refuse_others(Parametrization)
+refuse_other_operators(Parametrization)
 
 
 class Chain(Parametrization):

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from reparax._core.config import required
+from reparax._core.config import required_arguments
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
 from reparax._data.seen import ANY
@@ -22,7 +22,7 @@ def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     return functools.partial(init, key=jax.random.key(0), seen=ANY)
 
 
-def call(p: Any, method: str) -> str:
+def call_name(p: Any, method: str) -> str:
     """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
     text = " >> ".join(map(repr, p._parts)) or repr(p)
     return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
@@ -34,8 +34,9 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
         return
     path = next(path_text(path) for path, x in items(tree) if is_reference(x))
     raise TypeError(
-        f"{call(p, method)} takes a tree of arrays, but got a reference whose content changes in place at {path!r}. "
-        f"Pass its content: `nnx.with_vars(model, hijax=False)` for nnx variables with hijax=True, or `ref[...]`."
+        f"{call_name(p, method)} takes a tree of arrays, but got a reference whose content changes in place at "
+        f"{path!r}. Pass its content: `nnx.with_vars(model, hijax=False)` for nnx variables with hijax=True, or "
+        f"`ref[...]`."
     )
 
 
@@ -44,7 +45,7 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
     if key is None or is_one_key(key):
         return key
     tree = "params" if method == "init" else "raw"
-    return check_key(key, call(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
+    return check_key(key, call_name(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 
 
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
@@ -54,7 +55,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
         return None
     if key is None:
         raise ValueError(
-            f"{call(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+            f"{call_name(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
             f"Pass a key, or evaluate with `p.deterministic`."
         )
     return checked_key(p, "apply", key)
@@ -63,7 +64,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
 def parts_of(part: Any) -> tuple[Any, ...]:
     """The stages of a chain, or of a stage alone."""
     if not isinstance(part, Static):
-        raise TypeError(f"Chain takes parametrizations, but got {other_than_a_stage(part)}")
+        raise TypeError(f"Chain takes parametrizations, but got {describe_non_stage(part)}")
     stage: Any = part
     return stage._parts
 
@@ -78,10 +79,10 @@ def require_chains(usage: str, *got: object) -> None:
             raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")
 
 
-def other_than_a_stage(x: Any) -> str:
+def describe_non_stage(x: Any) -> str:
     """What came in place of a stage, and what to write."""
     if isinstance(x, type) and issubclass(x, Static):
-        return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required(x))})`."
+        return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):
         return (
             "a function. Make a stage of it, `rpx.numbers.Elementwise(function, its_inverse)`, or call it on the "
@@ -93,10 +94,10 @@ def other_than_a_stage(x: Any) -> str:
 
 def verb(method: Callable[P, R]) -> Callable[P, R]:
     """A method of chains that users call."""
-    return shows_usage(method, _wrong_call)
+    return shows_usage(method, _explain_wrong_call)
 
 
-def _wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def _explain_wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a method of chains, ``self`` included; None if they fit it."""
     name, write = method.__name__, f"p.{usage(method, skip=1)}"
     if not args or not isinstance(args[0], Static):
@@ -104,4 +105,4 @@ def _wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
             f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."
         )
     wrong = misfit(method, args[1:], kwargs, skip=1)
-    return None if wrong is None else f"{call(args[0], name)} {wrong} Write `{write}`."
+    return None if wrong is None else f"{call_name(args[0], name)} {wrong} Write `{write}`."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from reparax._core.known import everywhere, holds_array, plain
+from reparax._core.known import as_python, holds_array, map_nested
 from reparax._tree.paths import describe
 
 FORMAT = 1
@@ -39,36 +39,39 @@ def class_name(cls: type) -> str:
     return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
 
 
-def arguments(stage: Any) -> dict[str, Any]:
+def changed_arguments(stage: Any) -> dict[str, Any]:
     """The constructor arguments of ``stage`` that differ from their defaults, in the order of code."""
-    values = {field: getattr(stage, field.name) for field in declared(stage)}
-    return {field.name: value for field, value in values.items() if not _same(value, field.default)}
+    values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
+    return {field.name: value for field, value in values.items() if not _is_default(value, field.default)}
 
 
-def declared(stage: Any) -> list[dataclasses.Field[Any]]:
+def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
     """The arguments by position, then those by name; those that all stages take come last."""
     fields = [field for field in dataclasses.fields(stage) if field.repr]
     return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
 
 
-def required(stage: Any) -> set[str]:
+def required_arguments(stage: Any) -> set[str]:
     """The names of the constructor arguments that have no default."""
     return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
 
 
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (not holds_array(value) and value == plain(default))
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value is the default; an array is only as the same object."""
+    return value is default or (not holds_array(value) and value == as_python(default))
 
 
 def _is_public(module: str) -> bool:
-    return _package(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
+    """Whether a module is a public one of jax whose functions have names in JSON."""
+    return _package_of(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
 
 
-def _package(module: str) -> str:
+def _package_of(module: str) -> str:
+    """The first two names of a module: ``jax.numpy`` of ``jax.numpy.linalg``."""
     return ".".join(module.split(".")[:2])
 
 
-def _public(module: str, name: str) -> Any:
+def _find_public(module: str, name: str) -> Any:
     """The public array function or scalar type of that name in a module, or None."""
     found = vars(sys.modules[module]).get(name)
     is_other_class = isinstance(found, type) and not isinstance(found, type(jnp.float32))
@@ -80,8 +83,8 @@ def function_name(function: Callable[..., Any]) -> str | None:
     """The public name of a JAX array function, such as ``jax.numpy.transpose``; None for any other function."""
     name = str(getattr(function, "__name__", ""))
     modules = [module for module in list(sys.modules) if _is_public(module)]
-    for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package(module)), module)):
-        if _public(module, name) is function:
+    for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package_of(module)), module)):
+        if _find_public(module, name) is function:
             return f"{module}.{name}"
     return None
 
@@ -109,11 +112,12 @@ def expression(stage: object) -> str:
     def text(name: str, value: object) -> str:
         return code(value) if name in named else f"{name}={code(value)}"
 
-    named = required(stage)
-    return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in arguments(stage).items())})"
+    named = required_arguments(stage)
+    return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in changed_arguments(stage).items())})"
 
 
 def _encode(stage: object, name: str, value: Any) -> Any:
+    """What stands for an argument of ``stage`` in JSON; raises an error if nothing can."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -121,7 +125,7 @@ def _encode(stage: object, name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return [_encode(stage, name, item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"class": class_name(type(value)), **_fields(value)}
+        return {"class": class_name(type(value)), **_encode_arguments(value)}
     if callable(value) and (public := function_name(value)) is not None:
         return {"function": public}
     if isinstance(value, Tracer):
@@ -135,22 +139,24 @@ def _encode(stage: object, name: str, value: Any) -> Any:
     )
 
 
-def _fields(stage: Any) -> dict[str, Any]:
-    return {name: _encode(stage, name, value) for name, value in arguments(stage).items()}
+def _encode_arguments(stage: Any) -> dict[str, Any]:
+    """What stands in JSON for each argument that is not its default."""
+    return {name: _encode(stage, name, value) for name, value in changed_arguments(stage).items()}
 
 
 def dump_stages(stages: Sequence[Any]) -> str:
     """JSON for a sequence of stages."""
-    entries = [{"class": class_name(type(stage)), **_fields(stage)} for stage in stages]
+    entries = [{"class": class_name(type(stage)), **_encode_arguments(stage)} for stage in stages]
     return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
 
 
 def _decode(value: Any) -> Any:
+    """The argument of a stage that :func:`_encode` wrote."""
     match value:
         case list():
             return tuple(_decode(item) for item in value)
         case {"class": str()}:
-            return _build(value)
+            return _build_stage(value)
         case {"function": str() as name}:
             return find_function(name)
         case {"float": "inf" | "-inf" | "nan" as text}:
@@ -169,7 +175,7 @@ def find_function(name: str) -> Any:
         )
     try:
         importlib.import_module(module)
-        found = _public(module, attribute)
+        found = _find_public(module, attribute)
     except ImportError:
         found = None
     if found is None:
@@ -191,15 +197,16 @@ def name_functions(value: Any) -> Any:
         name = function_name(item) if callable(item) else None
         return item if name is None else _Name(name)
 
-    return everywhere(named, value)
+    return map_nested(named, value)
 
 
 def find_functions(value: Any) -> Any:
     """The inverse of :func:`name_functions`."""
-    return everywhere(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
+    return map_nested(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
 
 
-def _build(entry: Mapping[str, Any]) -> Any:
+def _build_stage(entry: Mapping[str, Any]) -> Any:
+    """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
     name = entry["class"]
     if name not in _classes:
         raise ValueError(
@@ -207,7 +214,7 @@ def _build(entry: Mapping[str, Any]) -> Any:
             f"Import the module that defines it."
         )
     cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
-    if (wrong := _misfit(cls, arguments)) is not None:
+    if (wrong := _explain_wrong_names(cls, arguments)) is not None:
         raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
     try:
         return cls(**arguments)
@@ -217,21 +224,23 @@ def _build(entry: Mapping[str, Any]) -> Any:
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
-def _misfit(cls: Any, arguments: Mapping[str, Any]) -> str | None:
+def _explain_wrong_names(cls: Any, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with the argument names; None if they fit."""
-    taken = [field.name for field in declared(cls)]
+    taken = [field.name for field in declared_fields(cls)]
     if unknown := [name for name in arguments if name not in taken]:
         return f"it takes {', '.join(taken)}, but not {unknown[0]}"
-    missing = [name for name in taken if name in required(cls) and name not in arguments]
+    missing = [name for name in taken if name in required_arguments(cls) and name not in arguments]
     return f"it needs {missing[0]} too" if missing else None
 
 
 def load_stages(text: str) -> list[Any]:
     """The stages that :func:`dump_stages` wrote as ``text``."""
     try:
-        match _parsed(text):
-            case {"reparax": version, "stages": [*entries]} if _is_known(version) and all(map(_is_entry, entries)):
-                return [_build(entry) for entry in entries]
+        match _parse(text):
+            case {"reparax": version, "stages": [*entries]} if _is_this_format(version) and all(
+                map(_is_entry, entries)
+            ):
+                return [_build_stage(entry) for entry in entries]
             case _:
                 raise ValueError(
                     f"from_json needs a text from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
@@ -240,15 +249,18 @@ def load_stages(text: str) -> list[Any]:
         raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error
 
 
-def _is_known(version: Any) -> bool:
+def _is_this_format(version: Any) -> bool:
+    """Whether a version is that of this format."""
     return not isinstance(version, bool) and version == FORMAT  # True equals 1
 
 
 def _is_entry(entry: Any) -> bool:
+    """Whether an entry names the class of a stage."""
     return isinstance(entry, dict) and isinstance(entry.get("class"), str)
 
 
-def _parsed(text: str) -> Any:
+def _parse(text: str) -> Any:
+    """What a text says as JSON; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, TypeError):

@@ -21,7 +21,7 @@ LOOPED = 2**14
 compilation; an array that draws in a loop uses one core only, in every step."""
 
 
-def randoms(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Array]:
+def draw_for_sites(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Array]:
     """For the index of each random site of a layer its key; for noise its draw."""
     counting = [i for i, site in enumerate(layer.sites) if site.seed is not None]
     seeds = [layer.sites[i].seed for i in counting]
@@ -29,7 +29,7 @@ def randoms(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Ar
     groups: dict[Any, list[int]] = {}
     for i in counting:
         if layer.sites[i].is_random:
-            groups.setdefault(_group_of(i, layer.sites[i], arrays), []).append(i)
+            groups.setdefault(_group_key(i, layer.sites[i], arrays), []).append(i)
     found: dict[int, Array] = {}
     for number in sorted(set(numbers.values())):
         own = [[i for i in group if numbers[i] == number] for group in groups.values()]
@@ -38,12 +38,12 @@ def randoms(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Ar
         for group in filter(None, own):
             assert batch is not None
             each = jax.lax.slice_in_dim(batch, start, start + len(group))
-            found |= zip(group, _drawn([layer.sites[i] for i in group], arrays, each), strict=True)
+            found |= zip(group, _draw_group([layer.sites[i] for i in group], arrays, each), strict=True)
             start += len(group)
     return found
 
 
-def _drawn(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> list[Array]:
+def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> list[Array]:
     """The keys of sites that draw alike, or their noise: in a loop, if there are several."""
     first, array = group[0].stage, arrays[group[0].spots["w"].place] if group[0].is_noise else None
     if array is None:
@@ -54,7 +54,7 @@ def _drawn(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> li
     return [jax.lax.squeeze(part, [0]) for part in parts]
 
 
-def _group_of(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
+def _group_key(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
     """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
     if not site.is_noise:
         return i
@@ -67,6 +67,7 @@ def _group_of(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
 
 
 def _is_large(w: Array) -> bool:
+    """Whether an array draws alone: it has more than ``LOOPED`` numbers, or nobody knows how many."""
     return any(map(export.is_symbolic_dim, w.shape)) or w.size > LOOPED
 
 
@@ -79,7 +80,7 @@ def merge_noise(layers: Sequence[Any]) -> list[Any]:
         for site in layer.sites:
             touched = [*site.reads.values(), *(x for spot in site.spots.values() for x in spot.values.values())]
             before = last.get(touched[0]) if site.is_noise else None
-            both = None if before is None else _joined(made[before[0]][before[1]], site)
+            both = None if before is None else _join_noises(made[before[0]][before[1]], site)
             for place in touched:
                 last.pop(place, None)
             if before is not None and both is not None:
@@ -93,7 +94,7 @@ def merge_noise(layers: Sequence[Any]) -> list[Any]:
     return [replace(layer, sites=sites, absorbed=seeds) for layer, sites, seeds in parts]
 
 
-def _joined(first: Any, second: Any) -> Any:
+def _join_noises(first: Any, second: Any) -> Any:
     """The first site with the noise of both, or None if each needs a draw of its own.
 
     A class must define ``merged`` itself: a subclass may have another formula, so it does not inherit the method.

@@ -39,7 +39,7 @@ class Keys:
         """A batch of keys, one for each array, for a stage of this kind and number; None without a key."""
         if self._key is None or not paths:
             return None
-        return _fold(_fold(self._key, [f"{kind}@{number}"])[0], paths)
+        return _fold_texts(_fold_texts(self._key, [f"{kind}@{number}"])[0], paths)
 
     def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
         """A key for each pair of number and path; None for each without a key."""
@@ -47,11 +47,11 @@ class Keys:
         for number in {number for number, _ in sites}:
             own = [site for site in sites if site[0] == number]
             batch = self.of_arrays(kind, number, [path for _, path in own])
-            found |= {} if batch is None else dict(zip(own, _each(batch), strict=True))
+            found |= {} if batch is None else dict(zip(own, _each_key(batch), strict=True))
         return [found.get(site) for site in sites]
 
 
-def _each(batch: jax.Array) -> Iterable[jax.Array]:
+def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
     """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
     return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
 
@@ -68,7 +68,7 @@ def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
         size = jax.random.key_data(jax.random.key(0)).shape[-1]
         typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
     if not isinstance(typed, jax.Array) or not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{who} needs a PRNG key, but got {_shown(key)}. Make one with `jax.random.key(seed)`.")
+        raise TypeError(f"{who} needs a PRNG key, but got {_describe_key(key)}. Make one with `jax.random.key(seed)`.")
     if typed.ndim > 0:
         raise ValueError(
             f"{who} takes one key, but got a batch of keys of shape {typed.shape}. Map over them: `{in_batches}`."
@@ -105,34 +105,37 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
     return key
 
 
-def _shown(value: Any) -> str:
+def _describe_key(value: Any) -> str:
+    """What came in place of a key: the dtype and shape of an array, else the type, and a plain value."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
     number = isinstance(value, int | float | str | np.generic)
     return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
 
 
-def _fold(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
     digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
     if isinstance(key, Tracer):
-        return _folded_literals(key, tuple(map(tuple, words.tolist())))
-    return _folded(key, *(np.ascontiguousarray(column) for column in words.T))
+        return _fold_literals(key, tuple(map(tuple, words.tolist())))
+    return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
 
 
 @functools.partial(inlined, static_argnums=1)
-def _folded_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
+def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
     """The keys of pairs of words, traced once for the same pairs.
 
     The words are literals in the program: a constant array would become an input, and gradients would keep it.
     """
     columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
-    return _folded(key, *(jax.lax.concatenate(column, 0) for column in columns))
+    return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
 
 
 @inlined
-def _folded(key: jax.Array, high: Any, low: Any) -> jax.Array:
+def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
+    """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
+
     def one(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 

@@ -14,7 +14,7 @@ _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Where a word of a class name begins: My|LSTM|Norm."""
 
 
-def words(name: str) -> str:
+def snake_case(name: str) -> str:
     """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
     return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
 
@@ -24,13 +24,13 @@ def kind_of_class(cls: type) -> str:
     if "kind" in cls.__dict__:
         return check_kind(cls, cls.__dict__["kind"])
     kind = derive_kind(cls)
-    return kind if inspect.isabstract(cls) else _distinct(cls, kind)
+    return kind if inspect.isabstract(cls) else _check_derived_kind(cls, kind)
 
 
 def derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
-    kind = words(cls.__name__.strip("_"))
-    other, package = _taken(cls, kind), cls.__module__.partition(".")[0]
+    kind = snake_case(cls.__name__.strip("_"))
+    other, package = _other_class(cls, kind), cls.__module__.partition(".")[0]
     elsewhere = other is not None and other.__module__.partition(".")[0] != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
 
@@ -41,16 +41,16 @@ def check_kind(cls: type, kind: object) -> str:
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
         )
-    if (other := _taken(cls, kind)) is not None:
+    if (other := _other_class(cls, kind)) is not None:
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(other)}. Give it another `kind`."
         )
     return kind
 
 
-def _distinct(cls: type, kind: str) -> str:
+def _check_derived_kind(cls: type, kind: str) -> str:
     """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
-    other = _taken(cls, kind)
+    other = _other_class(cls, kind)
     if other is None and _is_name(kind):
         return kind
     why = "is not a valid kind" if other is None else f"is the kind of {class_name(other)}"
@@ -61,16 +61,17 @@ def _distinct(cls: type, kind: str) -> str:
 
 
 def _is_name(kind: str) -> bool:
+    """Whether a kind has no sign that means something in a path, and is not ``fixed``."""
     return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
 
 
-def _taken(cls: type, kind: str) -> type | None:
+def _other_class(cls: type, kind: str) -> type | None:
     """Another class of that kind, unless it is an earlier definition of ``cls``."""
     other = registered_kind(kind)
-    return None if other is None or _place(other) == _place(cls) else other
+    return None if other is None or _where_defined(other) == _where_defined(cls) else other
 
 
-def _place(cls: type) -> tuple[str, str]:
+def _where_defined(cls: type) -> tuple[str, str]:
     """Where ``cls`` is defined: its file and its name there. A script may also be imported as a module."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

@@ -20,21 +20,22 @@ _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 )
 
 
-def everywhere(change: Callable[[Any], Any], value: Any) -> Any:
+def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
     """``change(value)``; for a tuple, list or dict, ``change`` of each item in it."""
     if type(value) is tuple or type(value) is list:
-        return type(value)(everywhere(change, item) for item in value)
+        return type(value)(map_nested(change, item) for item in value)
     if type(value) is dict:
-        return {everywhere(change, key): everywhere(change, item) for key, item in value.items()}
+        return {map_nested(change, key): map_nested(change, item) for key, item in value.items()}
     return change(value)
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """``value`` with each known scalar of numpy or JAX in it as a Python number, bool or string."""
-    return everywhere(_plain, value)
+    return map_nested(_scalar_as_python, value)
 
 
-def _plain(value: Any) -> Any:
+def _scalar_as_python(value: Any) -> Any:
+    """A known scalar as a Python number, bool or string; all else as it is."""
     if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
         value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
     # Tuples with NaN are equal only if it is the same object, so all NaN become this one.

@@ -2,7 +2,8 @@
 
 A *site* is a stage on one array, or on several that it joins, with everything decided: numbers and axes, the places of
 the raw values, the path by which it draws. The sites of one stage are a *layer*. Each verb (``init``, ``apply``,
-``update``, ...) is one loop over the sites of each layer, and all these loops are here.
+``update``, ...) is one loop over the sites of each layer. All loops over sites are here; those over stages are in
+``plan.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.draws import randoms
+from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import add_up
@@ -77,7 +78,7 @@ class Site(ABC):
 
     Attributes:
       stage: The formulas, with the numbers and axes of this site.
-      at: The paths of its arrays, as errors show them.
+      label: The paths of its arrays, as errors show them.
       spots: For each array its spot.
       seed: The path on which draws depend, counted also where the site draws nothing; None if it is not counted.
       number: The number of its markers among those of their kind on an array.
@@ -87,7 +88,7 @@ class Site(ABC):
     """
 
     stage: Any
-    at: str
+    label: str
     spots: Mapping[str, Spot]
     seed: str | None = None
     number: int = 1
@@ -115,8 +116,8 @@ class Site(ABC):
         """The raw values of the arrays, of which ``seen`` says what they are multiplied with."""
 
     @abstractmethod
-    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
-        """The arrays of raw values; ``drawn`` is the key of a random site, or for noise the draw."""
+    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+        """The arrays of raw values, with the key of a random site, or for noise the draw."""
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         """The values that change in one training step."""
@@ -135,11 +136,12 @@ class Site(ABC):
     def held(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         spots = self.spots.items()
-        found = {name: {value: _taken(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
-        return found | {name: {"": _taken(arrays, place)} for name, place in self.reads.items()}
+        found = {name: {value: _read_value(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
+        return found | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
 
 
-def _taken(arrays: Mapping[Names, Any], place: Names) -> Any:
+def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
+    """The array at a place; a fixed value passes no gradient."""
     x = jnp.asarray(arrays[place])
     return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
 
@@ -160,9 +162,9 @@ class Layer:
     sites: Sequence[Site]
     absorbed: Sequence[str] = ()
 
-    def at(self, site: Site) -> str:
+    def who_at(self, site: Site) -> str:
         """How errors name a site."""
-        return f"{self.who} at {site.at}" if site.at else self.who
+        return f"{self.who} at {site.label}" if site.label else self.who
 
     @property
     def spots(self) -> list[tuple[Any, Spot]]:
@@ -184,7 +186,7 @@ class Layer:
         for i, site in enumerate(opening):
             arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
             known = {name: seen[spot.place] for name, spot in site.spots.items() if spot.place in seen}
-            with locate_errors(self.at(site)):
+            with locate_errors(self.who_at(site)):
                 values = site.open(arrays, own.get(i), known)
             swaps += [([s.place], s.opened(values[name], site.stage.raw_values)) for name, s in site.spots.items()]
         return tree.swapped(swaps)
@@ -207,9 +209,9 @@ class Layer:
     def close(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with the arrays instead of raw values."""
         known, swaps = dict(tree.arrays), list[Swap]()
-        drawn = randoms(self, known, keys)
+        drawn = draw_for_sites(self, known, keys)
         for i, site in enumerate(self.sites):
-            with locate_errors(self.at(site)):
+            with locate_errors(self.who_at(site)):
                 made = site.close(site.held(known), drawn.get(i))
             new = {spot.place: made[name] for name, spot in site.spots.items()}
             known |= new
@@ -230,18 +232,18 @@ class Layer:
         drawn = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
         arrays = dict(tree.arrays)
         for i, site in enumerate(self.sites):
-            with locate_errors(self.at(site)):
+            with locate_errors(self.who_at(site)):
                 slopes = {name: grads.arrays[s.place] for name, s in site.spots.items()} if grads else {}
                 new = site.update(site.held(tree.arrays), slopes, drawn[i] if drawn else None)
-                arrays |= _at_places(site, new)
+                arrays |= _values_by_place(site, new)
         return Flat(tree.frame, arrays)
 
     def rebase(self, tree: Flat) -> Flat:
         """The tree with the values relative to a base at the current point."""
         arrays = dict(tree.arrays)
         for site in self.sites:
-            with locate_errors(self.at(site)):
-                arrays |= _at_places(site, site.rebase(site.held(tree.arrays)))
+            with locate_errors(self.who_at(site)):
+                arrays |= _values_by_place(site, site.rebase(site.held(tree.arrays)))
         return Flat(tree.frame, arrays)
 
     def penalty(self, tree: Flat) -> Array:
@@ -253,14 +255,15 @@ class Layer:
         return self._total("log_det", tree, is_free)
 
     def _total(self, formula: str, tree: Flat, counts: Callable[[Names], bool]) -> Array:
+        """The sum of a formula over the sites of which ``counts`` holds for the place of an array."""
         found: list[Array] = []
         for site in self.sites:
             if any(counts(spot.place) for spot in site.spots.values()):
-                with locate_errors(self.at(site)):
+                with locate_errors(self.who_at(site)):
                     found.append(jnp.sum(site.number_of(formula, site.held(tree.arrays))))
         return add_up(found)
 
 
-def _at_places(site: Site, values: Held) -> dict[Names, Any]:
+def _values_by_place(site: Site, values: Held) -> dict[Names, Any]:
     """New values at the places of the old ones."""
     return {site.spots[name].values[value]: x for name, held in values.items() for value, x in held.items()}

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any
 
 from reparax._axes.boxes import gather_boxes
-from reparax._core.calls import call, require_no_references
+from reparax._core.calls import call_name, require_no_references
 from reparax._core.layers import Layer
 from reparax._core.plan import decide
-from reparax._core.planner import planner
+from reparax._core.planner import planner_of
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, items, path_text
 from reparax._tree.raw import OTHER_CHAIN, kind_of, outer_markers
@@ -80,9 +80,9 @@ def require_no_marks(p: Iterable[Any], effective: PyTree, otherwise: str = CONVE
         path, mark = next(iter(marks.items()))
         if makers := [stage for stage in p if stage.kind == kind_of(mark)]:
             for stage in makers:
-                planner(stage).require_own(flatten(effective).types, path)
+                planner_of(stage).require_own(flatten(effective).types, path)
             raise ValueError(
-                f"{call(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                f"{call_name(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                 f"or an older version of reparax made it. {otherwise}"
             )
-        raise ValueError(f"{call(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        raise ValueError(f"{call_name(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")

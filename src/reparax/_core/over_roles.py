@@ -9,34 +9,34 @@ import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.roles import Role
-from reparax._core.planner import Planner, planner
-from reparax._core.verbs import opened
+from reparax._core.planner import Planner, planner_of
+from reparax._core.verbs import open_params
 from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 
 
-def over_roles(
+def visit_with_roles(
     who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Planner, Flat, Mapping[Names, Role]], Any]
 ) -> list[Any]:
     """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    state, found, new = _start(who, roles), list[Any](), list[Any]()
+    state, found, new = _start_with_roles(who, roles), list[Any](), list[Any]()
     for stage in reversed(stages):
         for each in reversed(new):
             state = state.opened(each)
-        new = list(visit(planner(stage), flatten(state.tree), state.known()))
+        new = list(visit(planner_of(stage), flatten(state.tree), state.roles_of_arrays()))
         found[:0] = new
     return found
 
 
 def raw_roles(who: str, stages: Sequence[Any], roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
     """The types of the raw tree of a chain, and the role of each array in it that follows an array of the network."""
-    state = _start(who, roles)
+    state = _start_with_roles(who, roles)
     for stage in reversed(stages):
         state = state.opened(stage)
-    return state.tree, state.known()
+    return state.tree, state.roles_of_arrays()
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,11 @@ class _Opened:
     first: Mapping[Names, Role]
 
     def opened(self, stage: Any) -> "_Opened":
-        tree, new = planner(stage).follow(self.tree, functools.partial(opened, (stage,)))
+        """The tree after ``init`` of one more stage, which is in front of the others."""
+        tree, new = planner_of(stage).follow(self.tree, functools.partial(open_params, (stage,)))
         return _Opened(tree, compose_origins(new, self.origins), self.first)
 
-    def known(self) -> dict[Names, Role]:
+    def roles_of_arrays(self) -> dict[Names, Role]:
         """The role of each raw array, from that of its parameter."""
         known = dict[Names, Role]()
         for place, x in items(self.tree):
@@ -80,8 +81,8 @@ def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
     return found
 
 
-def _start(who: str, roles: PyTree) -> _Opened:
-    """The types of the parameters."""
+def _start_with_roles(who: str, roles: PyTree) -> _Opened:
+    """The parameters, by their types and roles, before any stage."""
     known = roles_of(who, roles)
 
     def type_of(role: Any) -> Any:

@@ -1,4 +1,7 @@
-"""The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered."""
+"""The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered.
+
+``run``, ``open_all`` and ``walk`` then run it, stage after stage.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -10,8 +13,8 @@ from jax import ShapeDtypeStruct, export
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
 from reparax._core.layers import Layer, Sights
-from reparax._core.planner import planner
-from reparax._core.value import exactly
+from reparax._core.planner import planner_of
+from reparax._core.value import exact_text
 from reparax._tree.flat import Flat, Frame
 from reparax._tree.paths import Names, is_empty
 
@@ -23,14 +26,14 @@ def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer],
     """
     layers: list[Layer] = []
     for stage in stages:
-        layers.append(planner(stage).plan(method, tree))
+        layers.append(planner_of(stage).plan(method, tree))
         tree = layers[-1].types_after(tree)
     return layers, tree
 
 
 def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     """The tree after ``apply`` of each stage."""
-    for layer in _remembered(tuple(stages), tree.types):
+    for layer in _apply_layers(tuple(stages), tree.types):
         tree = layer.close(tree, keys)
     return tree
 
@@ -38,7 +41,7 @@ def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
 def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Flat:
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
-        layer = planner(stage).plan_init(tree)
+        layer = planner_of(stage).plan_init(tree)
         before, tree = tree, layer.open(tree, keys, seen)
         seen = layer.opened_sights(seen, before, tree)
     return tree
@@ -47,29 +50,31 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
 def walk(method: str, stages: Sequence[Any], tree: Flat) -> Iterator[tuple[Layer, Flat]]:
     """The layer of each stage without randomness, with the tree before it."""
     for stage in stages:
-        layer = planner(stage).plan(method, tree.types)
+        layer = planner_of(stage).plan(method, tree.types)
         yield layer, tree
         tree = layer.close(tree, Keys(None))
 
 
-def _remembered(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
+def _apply_layers(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
     # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
     leaves = tuple(x if isinstance(x, ShapeDtypeStruct) else () if is_empty(x) else None for x in tree.arrays.values())
-    unsure = any(planner(stage).asks_functions for stage in stages) or any(map(_has_symbols, leaves))
+    unsure = any(planner_of(stage).asks_functions for stage in stages) or any(map(_has_symbols, leaves))
     # A traced hyperparameter cannot be hashed, nor can some boxes; an error shows the leaves that are there.
     with suppress(Exception):
         if not unsure:
-            return _decided_once(stages, tuple(map(exactly, stages)), tree.frame, tuple(tree.arrays), leaves)
+            return _decide_once(stages, tuple(map(exact_text, stages)), tree.frame, tuple(tree.arrays), leaves)
     return merge_noise(decide("apply", stages, tree)[0])
 
 
 @lru_cache(maxsize=256)
-def _decided_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
+def _decide_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
+    """The layers for ``apply``; ``shown`` is part of what it remembers by, as equal stages may differ in it."""
     del shown  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
     return merge_noise(decide("apply", stages, Flat(frame, arrays))[0])
 
 
 def _has_symbols(x: Any) -> bool:
+    """Whether the type of an array has a length that is symbolic."""
     return isinstance(x, ShapeDtypeStruct) and any(map(export.is_symbolic_dim, x.shape))

@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from reparax._axes.misfit import Misfit
-from reparax._axes.origin import Origins, probe
+from reparax._axes.origin import Origins, probe_origins
 from reparax._axes.roles import Role
-from reparax._core.calls import call
+from reparax._core.calls import call_name
 from reparax._core.layers import Layer, Site
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree, types_of_result
@@ -24,11 +24,12 @@ class Planner(ABC):
     def who(self, method: str) -> str:
         """The name of a call in errors."""
         if method not in self._calls:
-            self._calls[method] = call(self.stage, method)
+            self._calls[method] = call_name(self.stage, method)
         return self._calls[method]
 
     @cached_property
     def _calls(self) -> dict[str, str]:
+        """The names of calls so far, by method."""
         return {}
 
     def layer(self, method: str, sites: Sequence[Site]) -> Layer:
@@ -49,7 +50,7 @@ class Planner(ABC):
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
-        return types_of_result(init, tree), probe(init, tree)
+        return types_of_result(init, tree), probe_origins(init, tree)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
         """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
@@ -77,7 +78,7 @@ class Planner(ABC):
         return False
 
 
-def planner(stage: Any) -> Planner:
+def planner_of(stage: Any) -> Planner:
     """The planner of a stage."""
     return stage._planner(stage)
 

@@ -26,16 +26,16 @@ DRAW = "reparax_normal"
 
 def normal(key: Array, w: Array) -> Array:
     """Standard normal numbers of the shape and dtype of ``w``; complex ones have variance 1 too."""
-    return reparax_normal(key, w.shape, w.dtype, _sharding(w))
+    return reparax_normal(key, w.shape, w.dtype, _sharding_of_draw(w))
 
 
 def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
     """Multiples of 2^-23 in [0, 1) in the shape of ``w``, with size 1 along the axes in ``shared``."""
     shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
-    return _uniform(key, shape, jnp.dtype(jnp.float32), _sharding(w, shared))
+    return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared))
 
 
-def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
+def _sharding_of_draw(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
     """The sharding of ``w``, replicated along the axes that share one draw."""
     sharding = jax.typeof(w).sharding
     spec = [None if axis in shared else name for axis, name in enumerate(sharding.spec)]
@@ -43,25 +43,25 @@ def _sharding(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
+def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     """Numbers in [0, 1): random mantissa bits give a number in [1, 2), and 1 is subtracted."""
     if key.ndim:
-        return jax.lax.map(lambda one: _uniform(one, shape, dtype, sharding), key)
+        return jax.lax.map(lambda one: _draw_uniform(one, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
-    words = _words(key, shape, digits.bits, sharding)
+    words = _draw_words(key, shape, digits.bits, sharding)
     one = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
-    return _apart(jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1))
+    return _keep_apart(jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1))
 
 
-def _words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
+def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Random words of 32 or 64 bits."""
     if threefry.handles(key, shape):
         return threefry.bits(key, shape, width, sharding)
     return jax.random.bits(key, shape, f"uint{width}", out_sharding=sharding)
 
 
-def _apart(x: Array) -> Array:
+def _keep_apart(x: Array) -> Array:
     """``x``; a vector is drawn before it is read, as what reads a bias repeats it for each row of data.
 
     XLA of JAX 0.11 and newer fuses the draw into that on a CPU, and takes minutes to compile it.
@@ -80,7 +80,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         real, imaginary = (reparax_normal(one, shape, part, sharding) for one in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
-        return _apart(quantile.normal(_words(key, shape, 32, sharding)))
+        return _keep_apart(quantile.normal(_draw_words(key, shape, 32, sharding)))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
-    uniform = _uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
+    uniform = _draw_uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

@@ -9,29 +9,29 @@ import jax.numpy as jnp
 
 from reparax._core.keys import Keys
 from reparax._core.plan import run
-from reparax._core.planner import planner
-from reparax._core.verbs import Stages, means
+from reparax._core.planner import planner_of
+from reparax._core.verbs import Stages, mean_stages
 from reparax._numerics.arithmetic import inexact_places, is_inexact
 from reparax._tree.flat import Flat, graft, nest
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 from reparax._tree.raw import outer_markers
 
 
-def advanced(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
+def advance(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
         if stage.advances:
-            before = run(means(stages[:i]), tree, Keys(None))
-            reads = grads is not None and planner(stage).reads_grads
-            slopes = _grads_at(who, stages[i:], before, grads) if reads else None
-            after = planner(stage).plan("update", before.types).update(before, keys, slopes)
+            before = run(mean_stages(stages[:i]), tree, Keys(None))
+            reads = grads is not None and planner_of(stage).reads_grads
+            slopes = _grads_after_first(who, stages[i:], before, grads) if reads else None
+            after = planner_of(stage).plan("update", before.types).update(before, keys, slopes)
             tree = graft("update", tree, before, after, free=stage.moves_weights)
     return tree
 
 
-def _grads_at(who: str, stages: Stages, before: Flat, grads: PyTree) -> Flat:
+def _grads_after_first(who: str, stages: Stages, before: Flat, grads: PyTree) -> Flat:
     """The gradient with respect to the output of the first stage, from that of the effective tree."""
-    tree, later = run(means(stages[:1]), before, Keys(None)), means(stages[1:])
+    tree, later = run(mean_stages(stages[:1]), before, Keys(None)), mean_stages(stages[1:])
     return _pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
 
 
@@ -40,16 +40,16 @@ def _pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyT
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
     def effective(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
-        paths, made, _ = named(later(replace(tree, arrays={**tree.arrays, **arrays})))
+        paths, made, _ = flatten_with_names(later(replace(tree, arrays={**tree.arrays, **arrays})))
         places = inexact_places(made)
         return [made[i] for i in places], [path_text(paths[i]) for i in places]
 
     made, pulled, paths = jax.vjp(effective, moving, has_aux=True)
-    own = pulled(_matched(who, paths, made, grads))[0]
+    own = pulled(_match_grads(who, paths, made, grads))[0]
     return replace(tree, arrays={place: own.get(place, 0.0) for place in tree.arrays})
 
 
-def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list[Any]:
+def _match_grads(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list[Any]:
     """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
     if marks := outer_markers(grads):
         path, mark = next(iter(marks.items()))
@@ -57,7 +57,7 @@ def _matched(who: str, paths: list[str], made: list[Any], grads: PyTree) -> list
             f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
         )
-    names, leaves, _ = named(grads)
+    names, leaves, _ = flatten_with_names(grads)
     given = {path_text(path): g for path, g in zip(names, leaves, strict=True)}
 
     def found(path: str, w: Any) -> Any:

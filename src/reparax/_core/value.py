@@ -12,9 +12,9 @@ from typing import Any, ClassVar, dataclass_transform
 import jax
 
 from reparax._axes.numbers import check_optional_axes
-from reparax._core.config import declared, find_functions, name_functions, register_class
+from reparax._core.config import declared_fields, find_functions, name_functions, register_class
 from reparax._core.kinds import kind_of_class
-from reparax._core.known import holds_array, plain
+from reparax._core.known import as_python, holds_array
 from reparax._core.words import instead_of
 from reparax._tree.raw import register_kind
 from reparax._tree.values import Values, check_values
@@ -95,7 +95,7 @@ class Static:
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.
-            own = {each.name: each.metadata[argument] for each in _fields(cls) if argument in each.metadata}
+            own = {each.name: each.metadata[argument] for each in _fields_of(cls) if argument in each.metadata}
             cls._checks = {**cls._checks, **own}
             cls.__init__ = _with_plain_values(cls.__init__)
             # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
@@ -116,7 +116,7 @@ class Static:
         ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
         known = {name for c, own in ours.items() if own for name in vars(c)}
         added = {name for c, own in ours.items() if not own for name in vars(c)} - known
-        shown = {*self._for_users, *(each.name for each in _fields(self)), *added}
+        shown = {*self._for_users, *(each.name for each in _fields_of(self)), *added}
         return [name for name in super().__dir__() if name in shown or name.startswith("_")]
 
     def __post_init__(self) -> None:
@@ -130,13 +130,13 @@ class Static:
 
     def __hash__(self) -> int:
         try:
-            return hash((type(self), *(getattr(self, each.name) for each in _fields(self) if each.compare)))
+            return hash((type(self), *(getattr(self, each.name) for each in _fields_of(self) if each.compare)))
         except TypeError:
             return hash((type(self), self._compared()))  # which names the field that holds an array
 
     def _compared(self) -> tuple[Any, ...]:
         """The values that equality and hash compare."""
-        values = {each.name: getattr(self, each.name) for each in _fields(self) if each.compare}
+        values = {each.name: getattr(self, each.name) for each in _fields_of(self) if each.compare}
         if holds_array(values):
             name = next(name for name, value in values.items() if holds_array(value))
             raise TypeError(
@@ -147,11 +147,11 @@ class Static:
 
     # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
     def __getstate__(self) -> dict[str, Any]:
-        held = {each.name: getattr(self, each.name) for each in _fields(self) if hasattr(self, each.name)}
+        held = {each.name: getattr(self, each.name) for each in _fields_of(self) if hasattr(self, each.name)}
         return name_functions({**getattr(self, "__dict__", {}), **held})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in plain(find_functions(state)).items():
+        for name, value in as_python(find_functions(state)).items():
             if not isinstance(getattr(type(self), name, None), property):  # older versions stored what is computed now
                 object.__setattr__(self, name, value)
 
@@ -161,6 +161,7 @@ class Static:
 
     @classmethod
     def _restored(cls, state: Any) -> Any:
+        """The stage of a pickle, whose state ``__getstate__`` gave."""
         stage = object.__new__(cls)
         _state_method(cls, "__setstate__")(stage, state)
         return stage
@@ -172,10 +173,10 @@ class Static:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
-def exactly(stage: Static) -> str:
+def exact_text(stage: Static) -> str:
     """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
-    values = [(each.name, getattr(stage, each.name)) for each in _fields(stage)]
-    return repr([(name, exactly(value) if isinstance(value, Static) else repr(value)) for name, value in values])
+    values = [(each.name, getattr(stage, each.name)) for each in _fields_of(stage)]
+    return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
 
 
 def _state_method(cls: type, name: str) -> Any:
@@ -184,7 +185,8 @@ def _state_method(cls: type, name: str) -> Any:
     return getattr(Static, name) if method.__module__ == "dataclasses" else method
 
 
-def _fields(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
+def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a stage, or of its class, as ``dataclasses`` has them."""
     return dataclasses.fields(stage)
 
 
@@ -194,10 +196,10 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         _require_arguments(type(self), args, kwargs)
-        init(self, *plain(args), **plain(kwargs))
+        init(self, *as_python(args), **as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
-        held = {each.name: getattr(self, each.name) for each in _fields(self) if hasattr(self, each.name)}
-        for name, value in plain(held).items():
+        held = {each.name: getattr(self, each.name) for each in _fields_of(self) if hasattr(self, each.name)}
+        for name, value in as_python(held).items():
             object.__setattr__(self, name, value)
 
     return initialize
@@ -205,24 +207,25 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
 def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses unknown and missing arguments, and those by position that must have their names."""
-    unnamed = [each for each in _fields(cls) if each.init and not each.kw_only]
+    unnamed = [each for each in _fields_of(cls) if each.init and not each.kw_only]
     if len(args) > len(unnamed):
-        named = ", ".join(f"{each.name}=" for each in declared(cls) if each.kw_only)
+        named = ", ".join(f"{each.name}=" for each in declared_fields(cls) if each.kw_only)
         others = f"Write the others by name: {named}." if named else getattr(cls, "_instead", "It has no others.")
         raise TypeError(
             f"{cls.__name__} takes {len(unnamed)} of its arguments by position, but got {len(args)}. {others}"
         )
-    taken = [each.name for each in declared(cls) if each.init]
-    if unknown := [name for name in kwargs if name not in {each.name for each in _fields(cls) if each.init}]:
+    taken = [each.name for each in declared_fields(cls) if each.init]
+    if unknown := [name for name in kwargs if name not in {each.name for each in _fields_of(cls) if each.init}]:
         raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], taken)}")
     given = {*(each.name for each in unnamed[: len(args)]), *kwargs}
     if missing := [
-        each.name for each in _fields(cls) if each.init and each.name not in given and _has_no_default(each)
+        each.name for each in _fields_of(cls) if each.init and each.name not in given and _has_no_default(each)
     ]:
         raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
 
 
 def _has_no_default(each: dataclasses.Field[Any]) -> bool:
+    """Whether a field must be given."""
     return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
 
 
@@ -239,5 +242,6 @@ def _refuse_init(cls: type) -> None:
 
 
 def _declaration(parameter: inspect.Parameter) -> str:
+    """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
     known = parameter.annotation is not inspect.Parameter.empty
     return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if known else 'int'}"

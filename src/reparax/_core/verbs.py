@@ -9,7 +9,7 @@ import jax
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
-from reparax._core.planner import planner
+from reparax._core.planner import planner_of
 from reparax._data.seen import ANY
 from reparax._data.sights import by_place
 from reparax._numerics.arithmetic import add_up
@@ -20,39 +20,39 @@ from reparax._tree.raw import FIXED
 Stages = Sequence[Any]
 
 
-def opened(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
+def open_params(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
     """The raw tree of a tree of arrays, without the boxes of new ones."""
     tree = flatten(params)
     return nest(open_all(stages, tree, Keys(key), by_place("init", tree, ANY)))
 
 
-def closed(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+def close_raw(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:
     """The effective tree of a raw one."""
     return nest(run(stages, flatten(raw), Keys(key)))
 
 
-def followed(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
+def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
     """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
     tree, origins = params, keep_origins(params)
     for stage in reversed(stages):
-        tree, own = planner(stage).follow(tree, functools.partial(opened, (stage,)))
+        tree, own = planner_of(stage).follow(tree, functools.partial(open_params, (stage,)))
         origins = compose_origins(own, origins)
     return tree, origins
 
 
-def rebased(stages: Stages, tree: Flat) -> Flat:
+def rebase_raw(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
-        if planner(stage).does("rebase"):
-            before = run(means(stages[:i]), tree, Keys(None))
-            after = planner(stage).plan("rebase", before.types).rebase(before)
+        if planner_of(stage).does("rebase"):
+            before = run(mean_stages(stages[:i]), tree, Keys(None))
+            after = planner_of(stage).plan("rebase", before.types).rebase(before)
             tree = graft("rebase", tree, before, after, free=True)
     return tree
 
 
 def total_penalty(stages: Stages, tree: Flat) -> jax.Array:
     """The sum of the penalties."""
-    return add_up([layer.penalty(before) for layer, before in walk("penalty", means(stages), tree)])
+    return add_up([layer.penalty(before) for layer, before in walk("penalty", mean_stages(stages), tree)])
 
 
 def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
@@ -63,8 +63,8 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
     def is_free(place: Names) -> bool:
         return any(each[: len(place)] == place for each in places)
 
-    for layer, before in walk("log_det", means(stages), tree):
-        if not planner(layer.stage).does("log_det"):
+    for layer, before in walk("log_det", mean_stages(stages), tree):
+        if not planner_of(layer.stage).does("log_det"):
             raise ValueError(
                 f"{layer.stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
@@ -74,6 +74,6 @@ def total_log_det(stages: Stages, tree: Flat) -> jax.Array:
     return add_up(found)
 
 
-def means(stages: Stages) -> list[Any]:
+def mean_stages(stages: Stages) -> list[Any]:
     """The stages without randomness."""
     return [part for stage in stages for part in stage.deterministic._parts]

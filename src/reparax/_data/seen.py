@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax._tree.sizes import readable, size_in_bytes
+from reparax._tree.sizes import readable_size, size_in_bytes
 
 MOMENTS = ("full", "diagonal", "largest")
 """What :func:`inputs` may collect."""
@@ -216,7 +216,7 @@ class Seen:
     def columns(self) -> tuple[str, str]:
         """How many inputs along which axes, and how many bytes; and what else reads the array."""
         ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}{_without(read)}" for read in self.reads]
-        size = readable(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
+        size = readable_size(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
         return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.uncounted + self.why)
 
     def read(self, moments: str, w: Any, axes: Collection[int] | None = None) -> Read:

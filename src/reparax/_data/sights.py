@@ -5,7 +5,7 @@ from typing import Any
 
 from reparax._data.seen import ANY, Seen
 from reparax._tree.flat import Flat
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 
 
 def by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
@@ -35,7 +35,7 @@ def takes_data(stage: Any) -> bool:
 
 
 def _entries(who: str, seen: PyTree) -> dict[Names, Seen]:
-    paths, nodes, _ = named(seen, _is_seen)
+    paths, nodes, _ = flatten_with_names(seen, _is_seen)
     if odd := [x for x in nodes if not _is_seen(x)]:
         raise TypeError(
             f"{who} takes a tree of `rpx.seen.Seen` as seen, but got {_kind(odd[0])}. Pass the result of "

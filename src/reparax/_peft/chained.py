@@ -20,7 +20,7 @@ from reparax._peft.method import (
     Values,
     Written,
     acting,
-    known,
+    known_number,
     one_of_all,
     require,
 )
@@ -122,7 +122,7 @@ class Chained(Method):
             name: jax.eval_shape(lambda x, part=part: part.write(target, x), like[part.place][1]).shape
             for name, part in self.parts.items()
         }
-        tensors = {**tensors, **{name: _part(tensors[name], wanted[name]) for name in self.banks}}
+        tensors = {**tensors, **{name: _part_of_bank(tensors[name], wanted[name]) for name in self.banks}}
         require(tensors, wanted)
         values = {place: make(target, like[place][1], config) for place, make in self.constants.items()}
         values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
@@ -134,7 +134,7 @@ class Chained(Method):
         settings = self.config(target, {type(stage).kind: stage for stage in made})
         config = {**self.defaults, **settings}
         wanted = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
-        got, want = _plain(made), _plain(wanted)
+        got, want = _settings_of_stages(made), _settings_of_stages(wanted)
         if got.keys() != want.keys() or not all(np.allclose(got[each], want[each], rtol=1e-6) for each in want):
             both = (" >> ".join(map(repr, each)) for each in (made, wanted))
             raise ValueError(f"PEFT has no equivalent of {next(both)}, only of {next(both)}")
@@ -147,7 +147,7 @@ class Chained(Method):
         return {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
 
 
-def _part(bank: np.ndarray, shape: Shape) -> np.ndarray:
+def _part_of_bank(bank: np.ndarray, shape: Shape) -> np.ndarray:
     """The part of a shared tensor for one module, if it has as many axes."""
     return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
 
@@ -176,12 +176,13 @@ def _types(stages: Stages, shape: Shape) -> dict[str, tuple[str, jax.ShapeDtypeS
     return {path_text(tuple(x for x in names if x != FIXED)): (path_text(names), type_) for names, type_ in found}
 
 
-def _plain(stages: Iterable[Any]) -> dict[str, list[float]]:
+def _settings_of_stages(stages: Iterable[Any]) -> dict[str, list[float]]:
     """The stages, without those on the base, and the numbers of each."""
-    return dict(_plain_stage(stage) for stage in stages if not isinstance(stage, Freeze | Stored))
+    return dict(_settings_and_numbers(stage) for stage in stages if not isinstance(stage, Freeze | Stored))
 
 
-def _plain_stage(stage: Any) -> tuple[str, list[float]]:
+def _settings_and_numbers(stage: Any) -> tuple[str, list[float]]:
+    """The kind and the settings of a stage, as text by which equal stages are equal, and its numbers."""
     # PEFT stores no penalties.
     unused = ("where", "outside", "strength")
     kept = {each.name: getattr(stage, each.name) for each in fields(stage) if each.name not in unused}
@@ -192,5 +193,5 @@ def _plain_stage(stage: Any) -> tuple[str, list[float]]:
         kept["axis"] %= 2
     if "alpha" in kept and kept["alpha"] is None:
         kept["alpha"] = kept["rank"]
-    numbers = [known(kept.pop(name)) for name in ("alpha", "factor", "scale") if name in kept]
+    numbers = [known_number(kept.pop(name)) for name in ("alpha", "factor", "scale") if name in kept]
     return f"{stage.kind} {kept}", numbers

@@ -18,8 +18,8 @@ def of_adapter(
     arrays: Mapping[str, np.ndarray], method: Method, config: Mapping[str, Any], adapter: str | None
 ) -> dict[str, np.ndarray]:
     """The tensors of one adapter, by the names that its file has; those of a file as they are."""
-    patterns = [re.compile(pattern) for pattern in _patterns(method)]
-    found = {name: match for name in arrays if (match := _first(patterns, name))}
+    patterns = [re.compile(pattern) for pattern in _name_patterns(method)]
+    found = {name: match for name in arrays if (match := _first_match(patterns, name))}
     names = sorted({match[2] for match in found.values()})
     if not names and adapter is None:
         return dict(arrays)
@@ -30,18 +30,20 @@ def of_adapter(
         has = f"adapters named {listed}" if names else "no adapter's name, as in a file"
         raise ValueError(f"from_peft got adapter={shown(adapter)}, but the tensors hold {has}. Correct `adapter`.")
     chosen = adapter or names[0]
-    if bare := next((name for name in arrays if name not in found and _ends(name, method)), None):
+    if bare := next((name for name in arrays if name not in found and _ends_like_method(name, method)), None):
         raise ValueError(
             f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and {next(iter(found))!r} of "
             f"a model in memory. Read them one by one."
         )
     own = {match[1] + match[3]: arrays[name] for name, match in found.items() if match[2] == chosen}
     modules = {name.removesuffix(f".{end}") for name in own for end in method.suffixes if name.endswith(f".{end}")}
-    beside = {name: whole for name in arrays if name not in found and (whole := _beside(name, chosen, modules, config))}
+    beside = {
+        name: whole for name in arrays if name not in found and (whole := _name_beside(name, chosen, modules, config))
+    }
     return own | {whole: arrays[name] for name, whole in beside.items()}
 
 
-def _patterns(method: Method) -> Iterator[str]:
+def _name_patterns(method: Method) -> Iterator[str]:
     """What the names of adapters' tensors are, in three parts, of which the second is the adapter's name."""
     for end in method.suffixes:
         head, dot, last = end.rpartition(".")
@@ -53,15 +55,17 @@ def _patterns(method: Method) -> Iterator[str]:
         yield r"(.*\.ln_tuning_layers)\.([^.]+)(\.(?:weight|bias))"
 
 
-def _first(patterns: list[re.Pattern[str]], name: str) -> re.Match[str] | None:
+def _first_match(patterns: list[re.Pattern[str]], name: str) -> re.Match[str] | None:
+    """The match of the first expression that fits a whole name, or None."""
     return next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
 
 
-def _ends(name: str, method: Method) -> bool:
+def _ends_like_method(name: str, method: Method) -> bool:
+    """Whether a name ends as the tensors of a method do."""
     return any(name.endswith(f".{end}") for end in method.suffixes)
 
 
-def _beside(name: str, adapter: str, modules: set[str], config: Mapping[str, Any]) -> str | None:
+def _name_beside(name: str, adapter: str, modules: set[str], config: Mapping[str, Any]) -> str | None:
     """The name in a file of a tensor that trains beside the adapter: of a whole module, or a bias; or None."""
     if whole := re.fullmatch(_WHOLE, name):
         return whole[1] + whole[3] if whole[2] == adapter else None

@@ -15,7 +15,7 @@ from reparax._peft.method import (
     Written,
     ranks_and_alphas,
     require,
-    unscaled,
+    split_scale,
 )
 from reparax._peft.settings import OF_PRODUCTS, Setting
 from reparax._peft.target import Target
@@ -35,7 +35,11 @@ class LoHaMethod(Method):
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         ins = target.inputs_shape(rank)
-        shapes = {f"hada_w{i}_{end}": s for i in (1, 2) for end, s in (("a", _outs(target, rank)), ("b", _flat(ins)))}
+        shapes = {
+            f"hada_w{i}_{end}": s
+            for i in (1, 2)
+            for end, s in (("a", _output_shape(target, rank)), ("b", _matrix_shape(ins)))
+        }
         require(tensors, shapes)
         stages = (LowRank(rank, outside=target.outside(rank), **target.sides), Hadamard(), Scale(alpha / rank), Delta())
         values = {
@@ -49,7 +53,7 @@ class LoHaMethod(Method):
         return Adapted(stages, values)
 
     def write(self, target: Target, node: Marked) -> Written:
-        both, factor = unscaled(node)
+        both, factor = split_scale(node)
         found: dict[str, Array] = {}
         ranks: list[int] = []
         for name, i in (("x", 1), ("y", 2)):
@@ -64,9 +68,11 @@ class LoHaMethod(Method):
         return ranks_and_alphas(self, modules)
 
 
-def _outs(target: Target, rank: int) -> tuple[int, int]:
+def _output_shape(target: Target, rank: int) -> tuple[int, int]:
+    """The shape of a factor of the outputs."""
     return target.shape[target.out], rank
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, int]:
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A shape as that of a matrix: its first axis, and all others."""
     return shape[0], math.prod(shape[1:])

@@ -18,7 +18,7 @@ from reparax._peft.method import (
     Written,
     ranks_and_alphas,
     require,
-    unscaled,
+    split_scale,
 )
 from reparax._peft.settings import FLAG, NUMBER, OF_PRODUCTS, Setting
 from reparax._peft.target import Target
@@ -50,11 +50,11 @@ class LoKrMethod(Method):
         shapes: dict[str, tuple[int, int]] = {}
         for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
             if own in tensors:
-                shapes[own] = _two(tensors[own])
+                shapes[own] = _require_matrix(tensors[own])
                 values[f"{place}/{name}"] = target.flip(jnp.asarray(tensors[own]))
                 continue
             ends = (f"{own}_a", f"{own}_b")
-            sizes = [_two(tensors[end]) if end in tensors else (0, 0) for end in ends]
+            sizes = [_require_matrix(tensors[end]) if end in tensors else (0, 0) for end in ends]
             shapes |= dict(zip(ends, ((sizes[0][0], rank), (rank, sizes[1][1])), strict=True))
             require({end: x for end, x in tensors.items() if end in ends}, {end: shapes[end] for end in ends})
             left, right = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
@@ -62,14 +62,16 @@ class LoKrMethod(Method):
             low.append(LowRank(rank, where=f"/.*@kronecker/{name}"))
             values |= {f"{place}/{name}/@low_rank/{end}": x for end, x in zip("uv", factors, strict=True)}
         require(tensors, shapes)
-        whole = [values[f"{place}/{x}"].shape if f"{place}/{x}" in values else _made(values, place, x) for x in "ab"]
+        whole = [
+            values[f"{place}/{x}"].shape if f"{place}/{x}" in values else _product_shape(values, place, x) for x in "ab"
+        ]
         got = (whole[0][0] * whole[1][0], whole[0][1] * whole[1][1])
         if got != target.shape:
             raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {got}")
         return Adapted((*low, Kronecker(whole[0]), Scale(alpha / rank), Delta()), values)
 
     def write(self, target: Target, node: Marked) -> Written:
-        kronecker, factor = unscaled(node)
+        kronecker, factor = split_scale(node)
         found: dict[str, Array] = {}
         ranks: list[int] = []
         sizes: list[tuple[int, ...]] = []
@@ -109,13 +111,15 @@ class LoKrMethod(Method):
         return flags | ranks_and_alphas(self, modules)
 
 
-def _two(x: np.ndarray) -> tuple[int, int]:
+def _require_matrix(x: np.ndarray) -> tuple[int, int]:
+    """The shape of a factor; raises an error if it is no matrix."""
     if x.ndim != 2:
         raise ValueError(f"expected matrices as factors, got one of shape {x.shape}")
     return x.shape
 
 
-def _made(values: Values, place: str, name: str) -> tuple[int, int]:
+def _product_shape(values: Values, place: str, name: str) -> tuple[int, int]:
+    """The shape of a factor that is a product of two."""
     u, v = (values[f"{place}/{name}/@low_rank/{end}"] for end in "uv")
     return u.shape[0], v.shape[1]
 
@@ -126,12 +130,12 @@ def _common_factor(modules: Mapping[str, Written]) -> int:
     largest = max(size for both in sizes.values() for size in both[0])
     for factor in (-1, *range(1, largest + 1)):
         pairs = (pair for both in sizes.values() for pair in zip(*both, strict=True))
-        if all(_factors(first * second, factor) == (first, second) for first, second in pairs):
+        if all(_split_size(first * second, factor) == (first, second) for first, second in pairs):
             return factor
     raise ValueError(f"PEFT chooses the sizes of factors with one decompose_factor, but got {sizes}")
 
 
-def _factors(size: int, factor: int) -> tuple[int, int]:
+def _split_size(size: int, factor: int) -> tuple[int, int]:
     """Two factors of ``size``, chosen like PEFT: the first is ``factor``, or both are as close as possible."""
     if factor > 0 and size % factor == 0:
         return factor, size // factor

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import as_number
+from reparax._axes.numbers import last_to_number
 from reparax._peft import rows
 from reparax._peft.method import (
     Adapted,
@@ -16,7 +16,7 @@ from reparax._peft.method import (
     Method,
     Tensors,
     Written,
-    known,
+    known_number,
     one_of_all,
     ranks_and_alphas,
     require,
@@ -77,14 +77,14 @@ class LoRAMethod(Method):
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         divisor = "sqrt" if config.get("use_rslora") else "rank"
         if TOKENS in tensors:
-            return rows.TOKENS.read(target, {DELTA: tensors[TOKENS]}, _tokens(target, config), alpha, rank)
+            return rows.TOKENS.read(target, {DELTA: tensors[TOKENS]}, _token_settings(target, config), alpha, rank)
         if BIAS in tensors:
             require(tensors, {BIAS: target.shape})
             scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
             return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
         if target.experts:
             return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
-        names, ones = _names(target), target.ones
+        names, ones = _factor_names(target), target.ones
         out = target.shape[target.out]
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
         magnitude = (1, out, *ones) if ones else (out,)
@@ -106,7 +106,7 @@ class LoRAMethod(Method):
     def write(self, target: Target, node: Marked) -> Written:
         if isinstance(node.stage, Delta):
             scale = node.inner("x", Scale)
-            return Written({BIAS: scale.values["x"]}, known(getattr(scale.stage, "factor", None)))
+            return Written({BIAS: scale.values["x"]}, known_number(getattr(scale.stage, "factor", None)))
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         target.expert().require_rows(stage)
@@ -115,16 +115,16 @@ class LoRAMethod(Method):
         if norm is not None:
             _require_outputs(target, norm.stage)
         a, b = lora.values["a"], lora.values["b"]
-        names, ones = _names(target), target.ones
+        names, ones = _factor_names(target), target.ones
         if target.experts:
-            tensors = _written_experts(a, b)
+            tensors = _write_experts(a, b)
         else:
             tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
         if norm is not None:
             g = norm.values["g"].astype(a.dtype)
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
         rank, alpha, root = stage.rank, stage.alpha, stage.divisor == "sqrt"
-        factor = 1.0 if alpha is None else known(alpha) / (math.sqrt(rank) if root else rank)
+        factor = 1.0 if alpha is None else known_number(alpha) / (math.sqrt(rank) if root else rank)
         flags = {"root": root and alpha is not None, "use_dora": norm is not None, "lora_bias": False}
         return Written(tensors, factor, rank, flags)
 
@@ -157,11 +157,12 @@ def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], l
     return Adapted((replace(lora, stacked=0, **each.sides),), values)
 
 
-def _written_experts(a: Array, b: Array) -> dict[str, Array]:
+def _write_experts(a: Array, b: Array) -> dict[str, Array]:
+    """Factors of a stack of experts as PEFT has them: the inverse of :func:`_read_experts`."""
     return {"lora_A.weight": a.mT.reshape(-1, a.shape[1]), "lora_B.weight": b.T.reshape(b.shape[-1], -1)}
 
 
-def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
+def _token_settings(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the tokens that train beside LoRA: their numbers for each table, or for the one that there is."""
     given = config.get("trainable_token_indices") or {}
     named = given if isinstance(given, Mapping) else {"": given}
@@ -170,10 +171,12 @@ def _tokens(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_outputs(target: Target, norm: Any) -> None:
-    axis = as_number(norm.axis)
+    """Requires lengths of outputs, the only ones that PEFT has."""
+    axis = last_to_number(norm.axis)
     if not isinstance(axis, int) or axis % len(target.shape) != target.out:
         raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {norm!r}")
 
 
-def _names(target: Target) -> tuple[str, str]:
+def _factor_names(target: Target) -> tuple[str, str]:
+    """PEFT's names of both factors."""
     return ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")

@@ -17,7 +17,7 @@ from reparax._core.algebra import Parametrization
 from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import Setting
 from reparax._peft.target import Target
-from reparax._torch.entries import require_known, unstacked
+from reparax._torch.entries import require_known, unstack_stage
 from reparax.adapters import Rotated
 from reparax.matrices import Blocks
 from reparax.numbers import Scale
@@ -55,14 +55,14 @@ class Marked:
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
-        stage = unstacked(self.stage, len(target.index))
+        stage = unstack_stage(self.stage, len(target.index))
         if target.experts and not inside:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
                     f"together. Give it `stacked`, with the axis of experts"
                 )
-            stage = unstacked(stage, 1)
+            stage = unstack_stage(stage, 1)
         if getattr(stage, "stacked", ()) != () and not inside:
             raise ValueError(
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "
@@ -175,18 +175,18 @@ def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
         raise ValueError("; ".join(lines))
 
 
-def known(x: Any) -> float:
+def known_number(x: Any) -> float:
     """A hyperparameter, which must be known to be written."""
     if isinstance(x, Tracer):
         raise ValueError("its number is traced, but only known numbers can be written")
     return float(x)
 
 
-def unscaled(node: Marked) -> tuple[Marked, float]:
+def split_scale(node: Marked) -> tuple[Marked, float]:
     """The node of the difference without its scale, and the scale."""
     held = node.values["x"]
     if isinstance(held, Marked) and isinstance(held.stage, Scale):
-        return held.inner("x", Parametrization), known(held.stage.factor)
+        return held.inner("x", Parametrization), known_number(held.stage.factor)
     return node.inner("x", Parametrization), 1.0
 
 
@@ -204,22 +204,23 @@ def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root:
     ranks = {module: each.rank or 1 for module, each in modules.items()}
     shares = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
     alphas = {module: (each.factor or 0.0) * shares[module] for module, each in modules.items()}
-    return _usual("r", "rank_pattern", ranks) | _usual(str(method.alpha), "alpha_pattern", alphas)
+    return _most_common("r", "rank_pattern", ranks) | _most_common(str(method.alpha), "alpha_pattern", alphas)
 
 
-def _usual(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
+def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
     """The most common number, and by name the numbers of the other modules."""
-    whole = {module: _whole(x) for module, x in numbers.items()}
+    whole = {module: _as_whole(x) for module, x in numbers.items()}
     common = Counter(whole.values()).most_common(1)[0][0]
-    others = {_pattern(module, list(numbers)): x for module, x in whole.items() if x != common}
+    others = {_module_pattern(module, list(numbers)): x for module, x in whole.items() if x != common}
     return {name: common, patterns: dict(sorted(others.items()))}
 
 
-def _whole(x: float) -> int | float:
+def _as_whole(x: float) -> int | float:
+    """A number as an int if it is one but for rounding."""
     near = round(x, 9)
     return int(near) if float(near).is_integer() else near
 
 
-def _pattern(module: str, modules: list[str]) -> str:
+def _module_pattern(module: str, modules: list[str]) -> str:
     """A pattern for one module only; PEFT would match a plain name with suffixes too."""
     return f"^{module}" if any(other.endswith(f".{module}") for other in modules) else module

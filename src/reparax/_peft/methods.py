@@ -5,7 +5,7 @@ from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
 from reparax._peft.lokr import LoKrMethod
 from reparax._peft.lora import LoRAMethod
-from reparax._peft.method import Marked, Method, Whole, unscaled
+from reparax._peft.method import Marked, Method, Whole, split_scale
 from reparax._peft.oft import OFTMethod
 from reparax._peft.rows import ROWS
 from reparax.adapters import Delta, Gain, Hadamard, LoRA, Rotated
@@ -42,9 +42,9 @@ def method_of(node: Marked) -> Method:
             return METHODS["LORA"]
         case Delta(relative=False) if getattr(node.values["x"], "ndim", None) == 1:
             return METHODS["BEFT"]
-        case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Kronecker):
+        case Delta(relative=False) if isinstance(split_scale(node)[0].stage, Kronecker):
             return METHODS["LOKR"]
-        case Delta(relative=False) if isinstance(unscaled(node)[0].stage, Hadamard):
+        case Delta(relative=False) if isinstance(split_scale(node)[0].stage, Hadamard):
             return METHODS["LOHA"]
         case stage:
             raise ValueError(f"PEFT has no equivalent of {stage!r}")

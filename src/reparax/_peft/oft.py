@@ -11,13 +11,13 @@ from jax import Array
 
 from reparax._numerics.linalg import identity, product
 from reparax._peft.method import Adapted, Marked, Method, Tensors, Written, one_of_all, require
-from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of, whole
+from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of, whole_number
 from reparax._peft.target import Target
 from reparax.adapters import CayleyNeumann, Rotated
 from reparax.matrices import Orthogonal
 
 # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
-TERMS = whole(1, 100)
+TERMS = whole_number(1, 100)
 
 
 class OFTMethod(Method):
@@ -50,7 +50,7 @@ class OFTMethod(Method):
         blocks = rows // max(size, 1)
         require(tensors, {"oft_R.weight": (1 if shared else blocks, size * (size - 1) // 2)})
         if config.get("coft"):
-            free = _within(free, config["eps"])
+            free = _clip_to_ball(free, config["eps"])
         rotated = Rotated(blocks, shared=shared, **target.sides)
         if config.get("use_cayley_neumann"):
             terms = config["num_cayley_neumann_terms"]
@@ -67,7 +67,7 @@ class OFTMethod(Method):
         held: Any = node.values["r"]
         rotated: Any = node.stage
         series = isinstance(getattr(held, "stage", None), CayleyNeumann)
-        free = _of_series(held) if series else _of_rotations(node.inner("r", Orthogonal))
+        free = _matrices_of_series(held) if series else _matrices_of_rotations(node.inner("r", Orthogonal))
         rows = target.shape[target.ins[0]]
         flags = {"oft_block_size": rows // rotated.blocks, "r": rotated.blocks, "block_share": rotated.shared}
         flags |= {"num_cayley_neumann_terms": held.stage.degree + 1 if series else 5, "use_cayley_neumann": series}
@@ -80,14 +80,15 @@ class OFTMethod(Method):
         return config | {size: one_of_all(modules, size)}
 
 
-def _within(free: np.ndarray, radius: float) -> np.ndarray:
+def _clip_to_ball(free: np.ndarray, radius: float) -> np.ndarray:
     """The free numbers where PEFT moves them before each use: in a ball around zero for each block."""
     lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
     most = radius / math.sqrt(free.shape[0])
     return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
 
 
-def _of_series(held: Marked) -> Array:
+def _matrices_of_series(held: Marked) -> Array:
+    """The skew-symmetric matrices of series of degree 3 or more, whose base must be the identity."""
     stage: Any = held.stage
     base = held.values["base"]
     if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
@@ -95,7 +96,7 @@ def _of_series(held: Marked) -> Array:
     return held.values["x"]
 
 
-def _of_rotations(held: Marked) -> Array:
+def _matrices_of_rotations(held: Marked) -> Array:
     """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
     stage: Any = held.stage
     x, base = held.values["x"], held.values["base"]

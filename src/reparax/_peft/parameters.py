@@ -11,7 +11,7 @@ from reparax._peft.target import Target
 from reparax._peft.targets import WRAPPED, plain_name
 
 
-def wrapped(targets: Iterable[Target]) -> dict[str, str]:
+def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
     found: dict[str, str] = {}
     for module, own in _by_module(targets).items():
@@ -23,7 +23,7 @@ def named_by_parameter(
     names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
     """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
-    owners = {wrapper: tensor for tensor, wrapper in wrapped(_chosen(config, targets)).items()}
+    owners = {wrapper: tensor for tensor, wrapper in wrapper_names(_choose_parameters(config, targets)).items()}
     found, used = dict[str, str](), set[str]()
     for name in names:
         end = next((end for end in ends if name.endswith(f".{end}")), None)
@@ -39,7 +39,7 @@ def named_by_parameter(
     return found
 
 
-def _chosen(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
+def _choose_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
     """The parameters that are adapted by themselves."""
     ends = tuple(f".{name}" for name in config.get("target_parameters") or ())
     chosen = [each for each in targets.values() if f".{each.tensor}".endswith(ends)]

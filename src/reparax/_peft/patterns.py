@@ -17,7 +17,7 @@ def pattern_of(paths: Iterable[str], known: Collection[str]) -> str:
 def _of_one_length(paths: list[str], known: Collection[str]) -> str:
     """The expression for paths of the same number of names: any name, if that selects no other path."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
-    names = [_either(column) for column in columns]
+    names = [_any_of(column) for column in columns]
 
     def exact(pattern: str) -> bool:
         return {path for path in known if re.fullmatch(pattern, path)} == set(paths)
@@ -32,5 +32,6 @@ def _of_one_length(paths: list[str], known: Collection[str]) -> str:
     return short if exact(short) else plain
 
 
-def _either(names: list[str]) -> str:
+def _any_of(names: list[str]) -> str:
+    """An expression for any of these names, and nothing else."""
     return re.escape(names[0]) if len(names) == 1 else f"({'|'.join(map(re.escape, names))})"

@@ -25,11 +25,11 @@ from reparax._peft.settings import ANY, check_settings, in_a_name
 from reparax._peft.target import Target
 from reparax._peft.targets import is_unused, targets_of
 from reparax._stage.where import all_but
-from reparax._torch.entries import Index, join, require_known, restacked
+from reparax._torch.entries import Index, require_known, restack_stage, stack_parts
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
@@ -102,7 +102,7 @@ def from_peft(
              [2., 2.],
              [2., 2.]], dtype=float32)
     """
-    method = _method(config)
+    method = _find_method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_no_attention(arrays)
@@ -115,13 +115,13 @@ def from_peft(
     for tensor, held in found.adapted.items():
         target = targets[tensor]
         try:
-            each.setdefault(target.path, {})[target.index] = _layer(method, target, held | found.banks, config)
+            each.setdefault(target.path, {})[target.index] = _read_layer(method, target, held | found.banks, config)
         except ValueError as error:
             found.lines.append(f"{target.path}: {error}")
     counts = Counter(target.path for target in targets.values())
-    found.lines.extend([] if found.lines else _incomplete(counts, {**each, **found.whole}))
-    layers = {} if found.lines else {path: _stacked(path, parts) for path, parts in each.items()}
-    whole = {} if found.lines else {path: join(parts) for path, parts in found.whole.items()}
+    found.lines.extend([] if found.lines else _incomplete_stacks(counts, {**each, **found.whole}))
+    layers = {} if found.lines else {path: _stack_stages(path, parts) for path, parts in each.items()}
+    whole = {} if found.lines else {path: stack_parts(parts) for path, parts in found.whole.items()}
     if found.lines or not (layers or (whole and not method.suffixes)):
         lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
@@ -129,12 +129,13 @@ def from_peft(
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
     frozen = Freeze(where=all_but(pattern_of(whole, counts))) if whole else Freeze()
-    p = Chain((frozen, *ties, *_joined(layers, counts), *gains))
+    p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _placed(with_any_key(p.init)(like), values | whole)
+    return p, _place_values(with_any_key(p.init)(like), values | whole)
 
 
-def _method(config: Any) -> Method:
+def _find_method(config: Any) -> Method:
+    """The method that a configuration names; raises an error for one that is not known here."""
     if not isinstance(config, Mapping) or "peft_type" not in config:
         raise ValueError(
             "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. Read "
@@ -173,13 +174,14 @@ class _Found:
 
     @classmethod
     def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> _Found:
+        """The tensors, sorted by their names."""
         found = cls()
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
             tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
             tensor = module if module in targets and targets[module].experts else tensor
-            if wrong := _no_numbers(x, whole=end in method.whole_numbers):
+            if wrong := _explain_numbers(x, whole=end in method.whole_numbers):
                 found.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:
                 found.banks[name.removeprefix("base_model.")] = x
@@ -201,14 +203,14 @@ class _Found:
             self.lines.append(f"{target.path}: {error}")
 
 
-def _no_numbers(x: np.ndarray, *, whole: bool) -> str | None:
+def _explain_numbers(x: np.ndarray, *, whole: bool) -> str | None:
     """What is wrong with the numbers of a tensor, or None."""
     if not jnp.issubdtype(x.dtype, jnp.integer if whole else jnp.floating):
         return f"expected {'whole' if whole else 'floating'} numbers, got {x.dtype}"
     return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
 
 
-def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
+def _incomplete_stacks(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
     """An error for each stack of which some layers are missing."""
     return [
         f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Do not stack these"
@@ -217,7 +219,7 @@ def _incomplete(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, An
     ]
 
 
-def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
+def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     """The stages on a stack, from those on its layers."""
     if () in layers:
         return layers[()]
@@ -229,19 +231,22 @@ def _stacked(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
                 f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers {first} "
                 f"and {index} have {both}. Do not stack these."
             )
-    values = {name: join({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values}
-    return Adapted(tuple(restacked(stage, len(first)) for stage in one.stages), values)
+    values = {
+        name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values
+    }
+    return Adapted(tuple(restack_stage(stage, len(first)) for stage in one.stages), values)
 
 
-def _layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+def _read_layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+    """The adapter of one parameter, from its tensors."""
     target = target.by_axes(held.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    rank = _by_pattern(method, config, "r", "rank_pattern", target.owner)
-    alpha = _by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
+    rank = _number_by_pattern(method, config, "r", "rank_pattern", target.owner)
+    alpha = _number_by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
     return method.read(target, held, config, float(alpha or 0), rank or 1)
 
 
-def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+def _number_by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
     given = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
     for pattern, number in (given or {}).items():
@@ -250,7 +255,7 @@ def _by_pattern(method: Method, config: Mapping[str, Any], name: str | None, pat
     return None if name is None else config.get(name)
 
 
-def _joined(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
+def _join_stages(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
@@ -277,9 +282,9 @@ def _gains_of_biases(
     return ([Tie(ties)], [*gains]) if ties else ([], [])
 
 
-def _placed(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
+def _place_values(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
     """``raw`` with these values at their paths, cast to its dtypes."""
-    paths, leaves, treedef = named(raw)
+    paths, leaves, treedef = flatten_with_names(raw)
     texts = list(map(path_text, paths))
     new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]
     return treedef.unflatten(new)

@@ -10,7 +10,7 @@ from jax import Array
 
 from reparax._numerics.linalg import identity
 from reparax._peft.chained import Chained, Part, column, inputs, swapped, turned
-from reparax._peft.method import Written, known
+from reparax._peft.method import Written, known_number
 from reparax._peft.settings import INDICES, NUMBER, RANK, SEED, one_of
 from reparax._peft.target import Target
 from reparax.adapters import Coefficients, Delta, Gain, LoRA, Reflected, Rotated, Slices
@@ -23,12 +23,12 @@ _TINY = 1e-5
 """What PEFT adds to the rank, by which it divides."""
 
 
-def _whole(target: Target) -> tuple[int, int]:
+def _inputs_and_outputs(target: Target) -> tuple[int, int]:
     """The numbers of inputs and outputs."""
     return target.shape[target.ins[0]], target.shape[target.out]
 
 
-def _size(shape: tuple[int, ...], axis: int) -> int:
+def _size_of_axis(shape: tuple[int, ...], axis: int) -> int:
     """The size of a tensor's axis."""
     if len(shape) <= axis or shape[axis] == 0:
         raise ValueError(f"expected a tensor of {axis + 1} or more axes that has numbers, got shape {shape}")
@@ -40,11 +40,11 @@ ADALORA = Chained(
     {"lora_A": inputs("@lora/a/@gain/w"), "lora_E": column("@lora/a/@gain/g"), "lora_B": turned("@lora/b")},
     lambda target, shapes, config: (
         Gain(axis=-1, where="/.*@lora/a"),
-        LoRA(r := _size(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.sides),
+        LoRA(r := _size_of_axis(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.sides),
     ),
     lambda target, made: {
         "init_r": (r := made["lora"].rank),
-        "lora_alpha": round(known(made["lora"].alpha or r) / r * (r + _TINY), 9),
+        "lora_alpha": round(known_number(made["lora"].alpha or r) / r * (r + _TINY), 9),
         "total_step": 1,
     },
     {"lora_alpha": NUMBER, "lora_dropout": NUMBER},
@@ -55,6 +55,7 @@ ADALORA = Chained(
 
 
 def _alpha(config: Mapping[str, Any], rank: int) -> float:
+    """The alpha of a configuration; the rank, if that is not positive."""
     return config["lora_alpha"] if config["lora_alpha"] > 0 else rank
 
 
@@ -66,10 +67,13 @@ BOFT = Chained(
     },
     lambda target, shapes, config: (
         Orthogonal(stacked=0),
-        Rotated(_size(shapes["boft_R"], 1), **target.sides),
+        Rotated(_size_of_axis(shapes["boft_R"], 1), **target.sides),
         Gain(axis=target.out),
     ),
-    lambda target, made: {"boft_block_num": 0, "boft_block_size": _whole(target)[0] // made["rotated"].blocks},
+    lambda target, made: {
+        "boft_block_num": 0,
+        "boft_block_size": _inputs_and_outputs(target)[0] // made["rotated"].blocks,
+    },
     # With more factors, PEFT needs a kernel of its own for GPUs; without it, it reads one.
     {"boft_dropout": NUMBER, "boft_n_butterfly_factor": one_of((1,))},
     silent="boft_block_size boft_block_num",
@@ -81,11 +85,11 @@ C3A = Chained(
     {"c3a_kernel": swapped("@delta/x/@scale/x/@blocks/x/@circulant/x")},
     lambda target, shapes, config: (
         Circulant(stacked=(0, 1)),
-        Blocks((_size(shapes["c3a_kernel"], 1), _size(shapes["c3a_kernel"], 0)), **target.sides),
-        Scale(1 / _whole(target)[0]),
+        Blocks((_size_of_axis(shapes["c3a_kernel"], 1), _size_of_axis(shapes["c3a_kernel"], 0)), **target.sides),
+        Scale(1 / _inputs_and_outputs(target)[0]),
         Delta(),
     ),
-    lambda target, made: {"block_size": _whole(target)[0] // made["blocks"].shape[0]},
+    lambda target, made: {"block_size": _inputs_and_outputs(target)[0] // made["blocks"].shape[0]},
     silent="block_size block_size_pattern",
 )
 
@@ -118,7 +122,7 @@ DELORA = Chained(
         Sphere(along=1, where="/.*@low_rank/v/@gain/w"),
         Gain(axis=0, where="/.*@low_rank/u"),
         Gain(where="/.*@low_rank/v"),
-        _low_rank(target, r := _size(shapes["delora_A"], 0)),
+        _low_rank_stage(target, r := _size_of_axis(shapes["delora_A"], 0)),
         Scale(1 / r),
         Delta(),
     ),
@@ -128,9 +132,9 @@ DELORA = Chained(
 )
 
 
-def _frequencies(target: Target, like: Any, config: Mapping[str, Any]) -> Array:
+def _first_of_shuffle(target: Target, like: Any, config: Mapping[str, Any]) -> Array:
     """The rows and columns that ``torch.randperm`` gives first: the start of a shuffle by the Mersenne twister."""
-    (rows, columns), count = _whole(target), like.shape[0]
+    (rows, columns), count = _inputs_and_outputs(target), like.shape[0]
     if rows * columns >= 2**32 // 20:
         raise ValueError(f"torch shuffles more than {2**32 // 20} numbers in another way, got {rows * columns}")
     words = np.random.RandomState(config["random_loc_seed"]).randint(0, 2**32, count, np.uint32)
@@ -146,13 +150,18 @@ FOURIERFT = Chained(
     "FOURIERFT",
     {"fourierft_spectrum": Part("@coefficients/x")},
     lambda target, shapes, config: (
-        Coefficients(_size(shapes["fourierft_spectrum"], 0), "fourier", scale=config["scaling"], **target.sides),
+        Coefficients(
+            _size_of_axis(shapes["fourierft_spectrum"], 0), "fourier", scale=config["scaling"], **target.sides
+        ),
     ),
-    lambda target, made: {"n_frequency": made["coefficients"].count, "scaling": known(made["coefficients"].scale)},
+    lambda target, made: {
+        "n_frequency": made["coefficients"].count,
+        "scaling": known_number(made["coefficients"].scale),
+    },
     {"scaling": NUMBER, "random_loc_seed": SEED, "bias": one_of(("none", "all", "fourier_only"))},
     silent="n_frequency n_frequency_pattern",
     defaults={"scaling": 150.0, "random_loc_seed": 777},
-    constants={"@coefficients/index": _frequencies},
+    constants={"@coefficients/index": _first_of_shuffle},
     of_stage={"basis": "fourier"},
 )
 
@@ -179,21 +188,22 @@ GRALORA = Chained(
     lambda target, made: {
         "gralora_k": (blocks := made["blocks"].shape[0]),
         "r": (r := made["low_rank"].rank * blocks),
-        "alpha": round(known(made["scale"].factor) * r, 9),
+        "alpha": round(known_number(made["scale"].factor) * r, 9),
     },
     {"r": RANK, "alpha": NUMBER, "gralora_k": RANK, "gralora_dropout": NUMBER},
     defaults={"r": 32, "alpha": 64, "gralora_k": 2},
 )
 
 
-def _low_rank(target: Target, rank: int) -> LowRank:
+def _low_rank_stage(target: Target, rank: int) -> LowRank:
+    """The stage for a product of factors of this rank, with the rows and columns of the parameter."""
     return LowRank(rank, outside=target.outside(rank), **target.sides)
 
 
 HIRA = Chained(
     "HIRA",
     {"hira_A": inputs("@delta/x/@low_rank/u"), "hira_B": turned("@delta/x/@low_rank/v")},
-    lambda target, shapes, config: (_low_rank(target, _size(shapes["hira_A"], 0)), Delta(relative=True)),
+    lambda target, shapes, config: (_low_rank_stage(target, _size_of_axis(shapes["hira_A"], 0)), Delta(relative=True)),
     lambda target, made: {"r": made["low_rank"].rank},
     {"hira_dropout": NUMBER},
     silent="rank_pattern",
@@ -203,14 +213,14 @@ HIRA = Chained(
 HRA = Chained(
     "HRA",
     {"hra_u": Part("@reflected/u")},
-    lambda target, shapes, config: (Reflected(_size(shapes["hra_u"], 1), **target.sides),),
+    lambda target, shapes, config: (Reflected(_size_of_axis(shapes["hra_u"], 1), **target.sides),),
     lambda target, made: {"r": made["reflected"].count},
 )
 
 
-def _repeats(target: Target, block: tuple[int, ...]) -> tuple[int, int]:
+def _count_repeats(target: Target, block: tuple[int, ...]) -> tuple[int, int]:
     """How often a block is repeated for inputs and for outputs."""
-    whole = _whole(target)
+    whole = _inputs_and_outputs(target)
     if len(block) != 2 or any(not part or size % part for size, part in zip(whole, block, strict=True)):
         raise ValueError(f"Kronecker takes equal blocks, but PEFT has one of shape {block} for a matrix of {whole}")
     return whole[0] // block[0], whole[1] // block[1]
@@ -221,12 +231,12 @@ MISS = Chained(
     {"miss_block": Part("@delta/x/@kronecker/b")},
     lambda target, shapes, config: (
         Freeze(where="/.*@kronecker/a"),
-        Kronecker(_repeats(target, shapes["miss_block"]), **target.sides),
+        Kronecker(_count_repeats(target, shapes["miss_block"]), **target.sides),
         Delta(),
     ),
     lambda target, made: {
-        "r": _whole(target)[0] // made["kronecker"].shape[0],
-        "mini_r": _whole(target)[1] // columns if (columns := made["kronecker"].shape[1]) > 1 else 1,
+        "r": _inputs_and_outputs(target)[0] // made["kronecker"].shape[0],
+        "mini_r": _inputs_and_outputs(target)[1] // columns if (columns := made["kronecker"].shape[1]) > 1 else 1,
         "init_weights": "mini" if columns > 1 else True,
     },
     {"miss_dropout": NUMBER, "init_weights": one_of((True, False, "mini"))},
@@ -235,10 +245,12 @@ MISS = Chained(
 )
 
 
-def _entries(target: Target, x: Any) -> Array:
+def _to_matrix_entries(target: Target, x: Any) -> Array:
     """Rows and columns of a weight (out, in) as those of its matrix (in, out)."""
-    if ((x < 0) | (x >= np.array(_whole(target)[::-1])[:, None])).any():
-        raise ValueError(f"expected places in a matrix of shape {_whole(target)[::-1]}, got others in shira_indices")
+    if ((x < 0) | (x >= np.array(_inputs_and_outputs(target)[::-1])[:, None])).any():
+        raise ValueError(
+            f"expected places in a matrix of shape {_inputs_and_outputs(target)[::-1]}, got others in shira_indices"
+        )
     return jnp.asarray(x, jnp.int32).T[:, ::-1]
 
 
@@ -246,9 +258,9 @@ SHIRA = Chained(
     "SHIRA",
     {
         "shira_weight": Part("@coefficients/x"),
-        "shira_indices": Part("@coefficients/index", _entries, lambda _, x: x[:, ::-1].T),
+        "shira_indices": Part("@coefficients/index", _to_matrix_entries, lambda _, x: x[:, ::-1].T),
     },
-    lambda target, shapes, config: (Coefficients(_size(shapes["shira_weight"], 0), **target.sides),),
+    lambda target, shapes, config: (Coefficients(_size_of_axis(shapes["shira_weight"], 0), **target.sides),),
     lambda target, made: {"r": made["coefficients"].count // sum(target.shape)},
     silent="mask_type random_seed",
     whole_numbers=("shira_indices",),
@@ -256,9 +268,9 @@ SHIRA = Chained(
 )
 
 
-def _flat_entries(target: Target, x: Any) -> Array:
+def _split_flat_entries(target: Target, x: Any) -> Array:
     """Places in a flat weight (out, in) as rows and columns of its matrix (in, out)."""
-    ins, outs = _whole(target)
+    ins, outs = _inputs_and_outputs(target)
     if ((x < 0) | (x >= ins * outs)).any():
         raise ValueError(f"expected places below {ins * outs}, got others in supertuning_indices")
     return jnp.asarray(np.stack([x % ins, x // ins], axis=-1), jnp.int32)
@@ -282,10 +294,12 @@ SUPERTUNING = _Supertuning(
     {
         "supertuning_values": Part("@coefficients/x"),
         "supertuning_indices": Part(
-            "@coefficients/index", _flat_entries, lambda target, x: x[:, 1] * _whole(target)[0] + x[:, 0]
+            "@coefficients/index",
+            _split_flat_entries,
+            lambda target, x: x[:, 1] * _inputs_and_outputs(target)[0] + x[:, 0],
         ),
     },
-    lambda target, shapes, config: (Coefficients(_size(shapes["supertuning_values"], 0), **target.sides),),
+    lambda target, shapes, config: (Coefficients(_size_of_axis(shapes["supertuning_values"], 0), **target.sides),),
     lambda target, made: {"entries": (made["coefficients"].count, math.prod(target.shape))},
     {"r": one_of(())},  # which adds LoRA
     silent="sparsity select_top lora_alpha lora_dropout save_precomputed_indices",
@@ -299,20 +313,20 @@ def of_entries(target: Target, stage: Any) -> Chained:
     return SUPERTUNING if stage.count % sum(target.shape) else SHIRA
 
 
-def _tokens(target: Target) -> int:
+def _token_axis(target: Target) -> int:
     """The axis of tokens: the inputs of a table, and the outputs of a head."""
     return target.ins[0] if target.table else target.out
 
 
-def _by_token(target: Target, x: Any) -> Array:
+def _swap_token_axis(target: Target, x: Any) -> Array:
     """Rows for tokens as slices of ours, or back."""
-    return jnp.asarray(x) if _tokens(target) == 0 else jnp.asarray(x).T
+    return jnp.asarray(x) if _token_axis(target) == 0 else jnp.asarray(x).T
 
 
 TOKENS = Chained(
     "TRAINABLE_TOKENS",
-    {"trainable_tokens_delta": Part("@slices/x", _by_token, _by_token)},
-    lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=_tokens(target)),),
+    {"trainable_tokens_delta": Part("@slices/x", _swap_token_axis, _swap_token_axis)},
+    lambda target, shapes, config: (Slices(tuple(config["token_indices"]), axis=_token_axis(target)),),
     lambda target, made: {"token_indices": made["slices"].index},
     {"token_indices": INDICES},
     defaults={"token_indices": ()},
@@ -330,7 +344,7 @@ VERA = Chained(
     lambda target, shapes, config: (
         Freeze(where="/@lora/[ab]/@gain/w"),
         Gain(axis=-1, where="/@lora/[ab]"),
-        LoRA(_size(shapes["vera_lambda_d"], 0), **target.sides),
+        LoRA(_size_of_axis(shapes["vera_lambda_d"], 0), **target.sides),
     ),
     lambda target, made: {"r": made["lora"].rank, "save_projection": True, "projection_prng_key": 0},
     # Without the projection, the file lacks the factors.

@@ -40,7 +40,7 @@ def by_pattern(each: Setting) -> Setting:
     )
 
 
-def whole(least: int, most: int) -> Setting:
+def whole_number(least: int, most: int) -> Setting:
     """A setting that is a whole number."""
     return Setting(
         lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
@@ -53,6 +53,7 @@ def in_a_name(pattern: str) -> str:
 
 
 def _is_pattern(text: object) -> bool:
+    """Whether a value is a regular expression that Python compiles."""
     try:
         return isinstance(text, str) and bool(re.compile(text))
     except (re.error, RecursionError, OverflowError):
@@ -60,10 +61,12 @@ def _is_pattern(text: object) -> bool:
 
 
 def _is_names(value: Any) -> bool:
+    """Whether a value is an expression, or a list of names."""
     return _is_pattern(value) or (isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value))
 
 
 def _is_indices(value: Any) -> bool:
+    """Whether a value is a list of whole numbers from 0 to 2^31 - 1."""
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 

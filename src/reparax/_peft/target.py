@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from reparax._axes.numbers import list_axes
-from reparax._torch.axis_order import EXPERTS, of_expert, order, permute, read_layout, write_layout
+from reparax._torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax._torch.entries import Entry
 
 
@@ -39,7 +39,7 @@ class Target(Entry):
 
     def expert(self) -> "Target":
         """One matrix of a stack of experts."""
-        return replace(self, shape=self.shape[1:], layout=of_expert(self.layout)) if self.experts else self
+        return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.experts else self
 
     @property
     def adapted(self) -> str:
@@ -49,7 +49,7 @@ class Target(Entry):
     @property
     def out(self) -> int:
         """The axis of the outputs, in our array."""
-        return order(self.adapted, len(self.shape))[0]
+        return axis_order(self.adapted, len(self.shape))[0]
 
     @property
     def ins(self) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._peft.lora import BIAS
-from reparax._peft.method import Marked, Method, Whole, Written, known
+from reparax._peft.method import Marked, Method, Whole, Written, known_number
 from reparax._peft.methods import METHODS, method_of
-from reparax._peft.parameters import wrapped
+from reparax._peft.parameters import wrapper_names
 from reparax._peft.refused import ATTENTION
 from reparax._peft.rows import SHIRA, SUPERTUNING, TOKENS, of_entries
 from reparax._peft.target import Target
@@ -71,13 +71,13 @@ def to_peft(
     with locate_errors("to_peft"):
         lineage = lineage_of(weights.deterministic, raw)
         targets = targets_of(lineage.effective, names, layouts, roles)
-        nodes, free, lines = _places(lineage, targets)
+        nodes, free, lines = _sort_places(lineage, targets)
     written: dict[str, tuple[Method, Written]] = {}
     for tensor, node in nodes.items():
         try:
             _require_no_attention(targets[tensor], targets)
             _require_bias(targets[tensor], node, targets, nodes)
-            written |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write(node, targets[tensor])}
+            written |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write_node(node, targets[tensor])}
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written.values()}
@@ -102,7 +102,7 @@ def to_peft(
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
     method = METHODS[methods.pop()]
     with locate_errors("to_peft"):
-        wrappers = wrapped(targets[tensor] for tensor in written if targets[tensor].experts)
+        wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].experts)
     try:
         modules = _with_biases({tensor: each for tensor, (_, each) in written.items()}, targets)
         own = method.configure(modules)
@@ -113,11 +113,11 @@ def to_peft(
     config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
     if "fan_in_fan_out" in method.settings:
         config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
-    beside, kept = _beside(config, free, targets, {targets[tensor].module for tensor in written})
-    tensors = _named(method, {wrappers.get(name, name): each for name, each in modules.items()})
+    beside, kept = _tensors_beside(config, free, targets, {targets[tensor].module for tensor in written})
+    tensors = _name_all_tensors(method, {wrappers.get(name, name): each for name, each in modules.items()})
     if method.name == "LORA" and tokens:
         tables = {targets[name].module: each for name, each in tokens.items()}
-        tensors |= _named(method, {f"{name}.token_adapter": each for name, each in tables.items()})
+        tensors |= _name_all_tensors(method, {f"{name}.token_adapter": each for name, each in tables.items()})
         config |= {"trainable_token_indices": {name: [*each.flags["token_indices"]] for name, each in tables.items()}}
     if method.name == Whole.name:
         kept = {"target_modules": kept["modules_to_save"]}
@@ -134,13 +134,13 @@ def _with_biases(written: Mapping[str, Written], targets: Mapping[str, Target]) 
             raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
         weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
-            x = x * (known(bias.factor) / known(weight.factor))
+            x = x * (known_number(bias.factor) / known_number(weight.factor))
         tensors, flags = {**weight.tensors, BIAS: x}, {**weight.flags, "lora_bias": True}
         modules[module] = replace(weight, tensors=tensors, flags=flags)
     return modules
 
 
-def _named(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
+def _name_all_tensors(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
     """The tensors of all modules by their names, and those that they share."""
     tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
     for bank in method.banks:
@@ -153,14 +153,16 @@ def _named(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarr
     return tensors
 
 
-def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, Marked], dict[str, Array], list[str]]:
+def _sort_places(
+    lineage: Lineage, targets: Mapping[str, Target]
+) -> tuple[dict[str, Marked], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
     nodes: dict[str, Marked] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
-            node = _node(lineage, lineage.places[target.path])
+            node = _node_at(lineage, lineage.places[target.path])
             if not isinstance(node, Marked) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
@@ -171,15 +173,16 @@ def _places(lineage: Lineage, targets: Mapping[str, Target]) -> tuple[dict[str, 
     return nodes, free, lines
 
 
-def _node(lineage: Lineage, place: Names) -> Marked | Array:
+def _node_at(lineage: Lineage, place: Names) -> Marked | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
     if place not in lineage.made:
         return lineage.raw.arrays[place]
     made = lineage.made[place]
-    return Marked(made.stage, {name: _node(lineage, at) for name, at in made.values.items()})
+    return Marked(made.stage, {name: _node_at(lineage, at) for name, at in made.values.items()})
 
 
 def _is_bias_gain(node: Marked, target: Target) -> bool:
+    """Whether a node is the gain of a parameter of one axis, such as a bias."""
     return isinstance(node.stage, Gain) and len(target.shape) == 1
 
 
@@ -205,11 +208,13 @@ def _require_bias(target: Target, node: Marked, targets: Mapping[str, Target], n
 
 
 def _is_on_outputs(node: Marked, target: Target) -> bool:
+    """Whether a node is a gain along the outputs of a weight."""
     axis: Any = node.stage.axis if isinstance(node.stage, Gain) else None
     return len(target.shape) > 1 and isinstance(axis, int) and axis % len(target.shape) == target.out
 
 
-def _write(node: Marked, target: Target) -> tuple[Method, Written]:
+def _write_node(node: Marked, target: Target) -> tuple[Method, Written]:
+    """The method of an adapted parameter, and what PEFT stores of it; raises an error if PEFT would not find it."""
     method = of_entries(target, node.stage) if (made := method_of(node)) is SHIRA else made
     method.require_layout(target)
     written = method.write(target, node)
@@ -228,7 +233,7 @@ def _is_bias(tensor: str) -> bool:
     return tensor.rpartition(".")[2] == "bias"
 
 
-def _beside(
+def _tensors_beside(
     config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
@@ -250,13 +255,15 @@ def _beside(
             f"to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train "
             f"{', '.join(map(repr, sorted({targets[tensor].path for tensor in biases})))}. Freeze the others."
         )
-    tensors = {_inside(targets[name], adapted): np.asarray(targets[name].write_whole(x)) for name, x in free.items()}
+    tensors = {
+        _name_in_wrapper(targets[name], adapted): np.asarray(targets[name].write_whole(x)) for name, x in free.items()
+    }
     return tensors, ({"bias": kind} if config["peft_type"] == "LORA" else {}) | {
         "modules_to_save": sorted(saved) or None
     }
 
 
-def _inside(target: Target, adapted: set[str]) -> str:
+def _name_in_wrapper(target: Target, adapted: set[str]) -> str:
     """PEFT's name of a tensor, which it wraps if its module is adapted."""
     module, _, name = target.tensor.rpartition(".")
     return PREFIX + (f"{module}.base_layer.{name}" if module in adapted else target.tensor)

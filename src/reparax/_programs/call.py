@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
 from reparax._programs import jaxprs
-from reparax._tree.paths import describe, is_array, is_traceable, named, path_text
+from reparax._tree.paths import describe, flatten_with_names, is_array, is_traceable, path_text
 
 Argnums = int | Sequence[int] | None
 
@@ -45,7 +45,7 @@ class Arguments:
     @property
     def paths(self) -> list[str]:
         """For each array, the name of its argument and its path in that argument."""
-        names = named(self.treedef.unflatten(self.leaves))[0]
+        names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
         try:
             parameters = list(inspect.signature(self.fun).parameters)
         except (TypeError, ValueError):

@@ -39,7 +39,7 @@ class Arrangement:
         return split_key(key, stacked_sizes(w, self.stacked)) if self.stacked else key
 
 
-def arranged(stage: Any, names: AxisNames | None = None) -> Arrangement:
+def arrange(stage: Any, names: AxisNames | None = None) -> Arrangement:
     """The stage at an array with these axis names; names of stacked axes that it does not have are ignored.
 
     A number that varies is one that every stage accepts: shapes and dtypes do not depend on it. For the numbers of the

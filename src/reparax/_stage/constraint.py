@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from reparax._axes.numbers import find_axes
 from reparax._axes.stacked import one_stacked
-from reparax._core.calls import call
+from reparax._core.calls import call_name
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import is_inexact, widened
@@ -27,7 +27,7 @@ def is_known(w: Array) -> bool:
     return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
 
 
-def refuse_infinite(w: Array) -> str | None:
+def why_infinite(w: Array) -> str | None:
     """The error for an array with known numbers that are not all finite, or None."""
     with jax.ensure_compile_time_eval():  # a known array is checked also if `init` is called under `jax.jit`
         if not is_known(w) or _all_finite(w):
@@ -35,7 +35,7 @@ def refuse_infinite(w: Array) -> str | None:
     return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
 
 
-def near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
+def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
     """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
     units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
     return _within(widened(w), widened(projection), units)
@@ -43,16 +43,18 @@ def near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
 
 @inlined
 def _within(x: Array, projection: Array, units: float | Array) -> Array:
+    """Whether ``x`` is as near to its projection as ``units`` times the largest entry of ``x``."""
     distance = jnp.max(jnp.abs(projection - x), initial=0.0)
     return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
 
 
 @inlined
 def _all_finite(w: Array) -> Array:
+    """Whether no number is NaN or infinite."""
     return jnp.all(jnp.isfinite(w))
 
 
-def _numbers(w: Array) -> Array:
+def _as_floating(w: Array) -> Array:
     """``w`` as an array; integers and booleans as floating numbers."""
     w = jnp.asarray(w)
     return w if is_inexact(w) else w.astype(float)
@@ -62,20 +64,24 @@ def _numbers(w: Array) -> Array:
 
 
 def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``project`` for one array as one for stacked arrays too."""
+
     @functools.wraps(method)
     def project(self: Any, w: Array) -> Array:
-        w = _numbers(w)
-        at = self._at("project", w)
+        w = _as_floating(w)
+        at = self._arrange("project", w)
         return at.over(lambda w: method(at.one._alone, w))(w)
 
     return project
 
 
-def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
+def _contains_all(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``contains`` for one array as one for stacked arrays too, which all have to be in the image."""
+
     @functools.wraps(method)
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
-        w = _numbers(w)
-        at = self._at("contains", w)
+        w = _as_floating(w)
+        at = self._arrange("contains", w)
         found = at.over(lambda w: method(at.one._alone, w, tolerance))(w)
         return jnp.all(found) if at.stacked else found
 
@@ -83,10 +89,12 @@ def _all_contained(method: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``sample`` for one array as one for stacked arrays too, each with a key of its own."""
+
     @functools.wraps(method)
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         like = jnp.zeros(shape, dtype)  # only its shape is read
-        at = self._at("sample", like)
+        at = self._arrange("sample", like)
         return at.over(lambda w, key: method(at.one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
 
     return sample
@@ -129,12 +137,12 @@ class Constraint(Reparametrization):
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        for name, over_each in (("project", _project_each), ("contains", _all_contained), ("sample", _sample_each)):
+        for name, over_each in (("project", _project_each), ("contains", _contains_all), ("sample", _sample_each)):
             if name in vars(cls):
                 setattr(cls, name, over_each(vars(cls)[name]))
         super().__init_subclass__(**kwargs)
 
-    def _at(self, method: str, w: Any) -> Arrangement:
+    def _arrange(self, method: str, w: Any) -> Arrangement:
         """This stage at an array that a method got, whose axes it must know, as ``init`` must."""
         if self._varied:
             raise ValueError(
@@ -143,7 +151,7 @@ class Constraint(Reparametrization):
             )
         at = Arrangement(self, find_axes(self.stacked, None))
         if why := at.one._misplaced(one_stacked(w, at.stacked)):
-            raise ValueError(f"{call(at.one, method)}: {why}")
+            raise ValueError(f"{call_name(at.one, method)}: {why}")
         return at
 
     def flat_leaf(self, w: Array) -> Array:
@@ -160,7 +168,7 @@ class Constraint(Reparametrization):
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another."""
         return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
 
-    @_all_contained
+    @_contains_all
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether ``w`` lies in the image, as a boolean scalar.
 
@@ -169,7 +177,7 @@ class Constraint(Reparametrization):
           tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
             Default: ten times the machine epsilon times the length of the longest axis.
         """
-        return near(jnp.asarray(w), self.project(w), tolerance)
+        return is_near(jnp.asarray(w), self.project(w), tolerance)
 
     @_sample_each
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
@@ -183,13 +191,14 @@ class Constraint(Reparametrization):
         return self.project(jax.random.normal(key, shape, dtype))
 
     def _refuse(self, w: Array) -> str | None:
-        why = super()._refuse(w) or refuse_infinite(w)
+        why = super()._refuse(w) or why_infinite(w)
         if why is not None or self.outside == "project" or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
 
     def _refuse_outside(self, w: Array) -> str | None:
+        """Why ``init`` refuses a known point outside of the image, or None."""
         # With a traced bound, the answer is not known.
         if self.outside != "refuse" or not is_known(inside := self.contains(w)) or inside:
             return None
@@ -198,6 +207,7 @@ class Constraint(Reparametrization):
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
+        """Why ``init`` refuses known numbers where the map is flat, or None."""
         flat = self.flat_leaf(w)
         if not is_known(flat) or not jnp.any(flat):
             return None

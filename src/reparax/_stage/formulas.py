@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax import Array
 
-from reparax._axes.origin import Places, probe
+from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.remembered import once_per_type, remembered
+from reparax._stage.remembered import call_remembered, once_per_type
 from reparax._tree.markers import (
     Types,
     as_structs,
@@ -25,15 +25,15 @@ from reparax._tree.markers import (
 )
 
 
-def opened_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
     known = seen if at.stage._sees else None
     if known is not None:
         require_data(known)
-    values = once_per_type(_values, at, w, key, known)
+    values = once_per_type(_init_values, at, w, key, known)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
-        effective = remembered(_closed_type, at, types_under(values))
+        effective = call_remembered(_closed_type, at, types_under(values))
     except KeyError as error:
         given = ", ".join(map(repr, values))
         raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {given}.") from error
@@ -42,23 +42,23 @@ def opened_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | Non
     return values
 
 
-def closed_array(at: Arrangement, values: Mapping[str, Array]) -> Array:
+def close_array(at: Arrangement, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     stage = at.stage
     return at.over(stage.mean_leaf if stage.stochastic else partial(apply_formula, stage))(dict(values))
 
 
-def closed_at_random(at: Arrangement, values: Mapping[str, Array], key: Array) -> Array:
+def close_at_random(at: Arrangement, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
-    like = remembered(_closed_type, at, types_under(values))
+    like = call_remembered(_closed_type, at, types_under(values))
     drawn = at.over(partial(apply_formula, at.stage))(dict(values), at.keys(key, like))
     require_type("apply_leaf", drawn, like)
     return drawn
 
 
-def changed_type(at: Arrangement, w: Any) -> Any:
+def type_in_place(at: Arrangement, w: Any) -> Any:
     """The type of an array that a stage changes in place."""
-    return remembered(_changed_type, at, type_of_one(w)) if at.stage.changes_type else w
+    return call_remembered(_trace_in_place, at, type_of_one(w)) if at.stage.changes_type else w
 
 
 def type_of_one(w: Any) -> Types:
@@ -71,19 +71,19 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
 
     No shapes if they need numbers, or if the effective array has another type than the model's.
     """
-    effective = _effective(at, types)
+    effective = _effective_type(at, types)
     if has_symbols(types) or at.stage.changes_type:
         return effective, None
     try:
-        values = jax.eval_shape(lambda w: _values(at, w, None, ANY), effective)
+        values = jax.eval_shape(lambda w: _init_values(at, w, None, ANY), effective)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return effective, None
     return effective, {name: value.shape for name, value in values.items()}
 
 
-def followed_axes(at: Arrangement, types: Types) -> dict[str, Places]:
+def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe(lambda tree: {"w": _values(at, tree["w"], None, ANY)}, as_structs(types))
+    origins = probe_origins(lambda tree: {"w": _init_values(at, tree["w"], None, ANY)}, as_structs(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -93,7 +93,7 @@ def apply_formula(stage: Any, *args: Any) -> Array:
     return with_terms_recorded(stage.apply_leaf, stage.terms_leaf, *args) if recorded else stage.apply_leaf(*args)
 
 
-def _values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def _init_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array."""
     stage = at.stage
     keys = (at.keys(jax.random.key(0) if key is None else key, w),) if stage._draws else ()
@@ -105,10 +105,12 @@ def _values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> 
 
 def _closed_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of raw values of these types."""
-    return jax.eval_shape(lambda values: closed_array(at, values), as_structs(types))
+    return jax.eval_shape(lambda values: close_array(at, values), as_structs(types))
 
 
-def _changed_type(at: Arrangement, types: Types) -> Any:
+def _trace_in_place(at: Arrangement, types: Types) -> Any:
+    """Shape and dtype of what ``apply_leaf`` makes of an array of this type in place."""
+
     def changed(w: Array) -> Array:
         key = at.keys(jax.random.key(0), w) if at.stage.stochastic else None
         return at.over(at.stage.apply_leaf)(w, key)
@@ -116,7 +118,7 @@ def _changed_type(at: Arrangement, types: Types) -> Any:
     return jax.eval_shape(changed, as_structs(types)["w"])
 
 
-def _effective(at: Arrangement, types: Types) -> Any:
+def _effective_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
     held = as_structs(types)
     known = [held[name] for name, said in at.stage.raw_values.items() if said.main and said.aligned and name in held]

@@ -23,7 +23,7 @@ from reparax._core.value import argument
 from reparax._data.seen import Seen
 from reparax._stage.nodes import own_nodes
 from reparax._stage.several import Leaves, require_start
-from reparax._stage.where import check_where, nothing
+from reparax._stage.where import check_where, why_nothing
 from reparax._tree.flat import Flat
 from reparax._tree.markers import as_structs, locate_errors
 from reparax._tree.paths import Names, is_array
@@ -46,7 +46,7 @@ class _Group(Site):
         try:
             opened = map_stacked(self.stacked, lambda w, seen: start(w, seen=seen) if self.stage._sees else start(w))
             values = opened(arrays, dict(seen))
-            closed, names = _closed(self.stage, self.stacked), ("init_leaves", "apply_leaves")
+            closed, names = _apply_each(self.stage, self.stacked), ("init_leaves", "apply_leaves")
             require_start(self.stage, closed, names, values, arrays, shared=True)
         except KeyError as error:
             raise ValueError(
@@ -54,12 +54,12 @@ class _Group(Site):
             ) from error
         return values
 
-    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
-        del drawn
-        return _closed(self.stage, self.stacked)(values)
+    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+        del key_or_draw
+        return _apply_each(self.stage, self.stacked)(values)
 
 
-def _closed(stage: Any, stacked: tuple[int, ...]) -> Callable[..., Any]:
+def _apply_each(stage: Any, stacked: tuple[int, ...]) -> Callable[..., Any]:
     """The formula that gives the arrays, mapped over the stacked axes."""
     return map_stacked(stacked, stage.apply_leaves)
 
@@ -74,10 +74,10 @@ class _OnGroups(Planner):
         named = self._axis_names(tree)
         for group in self._groups("init", {place: slots[place].path for place in visible}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
-            with locate_errors(f"{self.who('init')} at {_at(slots, group)}"):
+            with locate_errors(f"{self.who('init')} at {_quote_paths(slots, group)}"):
                 stacked = self._stacked(group, named)
                 _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stacked)
-            sites.append(_Group(self.stage, _at(slots, group), spots, stacked=stacked))
+            sites.append(_Group(self.stage, _quote_paths(slots, group), spots, stacked=stacked))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
@@ -86,14 +86,14 @@ class _OnGroups(Planner):
         slots, named = closed.slots(), self._axis_names(closed)
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
             own = {name: nodes[place] for name, place in group.items()}
-            with locate_errors(f"{who} at {_at(slots, group)}"):
+            with locate_errors(f"{who} at {_quote_paths(slots, group)}"):
                 for node in own.values():
                     node.require_values()
                 held = {name: as_structs(node.types) for name, node in own.items()}
                 stacked = self._stacked(group, named)
-                types = jax.eval_shape(_closed(self.stage, stacked), held)
+                types = jax.eval_shape(_apply_each(self.stage, stacked), held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}
-            sites.append(_Group(self.stage, _at(slots, group), spots, stacked=stacked))
+            sites.append(_Group(self.stage, _quote_paths(slots, group), spots, stacked=stacked))
         return self.layer(method, sites)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
@@ -132,7 +132,7 @@ class _OnGroups(Planner):
             matches = {place: re.fullmatch(expression, path) for place, path in paths.items()}
             found = {place: match.groups() for place, match in matches.items() if match}
             if not found:
-                raise ValueError(f"{who} found no array for {name!r}: {nothing(expression, list(paths.values()))}")
+                raise ValueError(f"{who} found no array for {name!r}: {why_nothing(expression, list(paths.values()))}")
             for place, captured in found.items():
                 group = groups.setdefault(captured, {})
                 if name in group or place in taken:
@@ -196,7 +196,7 @@ class Joint(Parametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "arrays", _entries(self.arrays, type(self).__name__))
+        object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
@@ -211,7 +211,8 @@ class Joint(Parametrization):
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
 
-def _at(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
+def _quote_paths(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
+    """The paths of a group, as errors show them."""
     return ", ".join(repr(slots[place].path) for place in group.values())
 
 
@@ -226,7 +227,7 @@ def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None
         )
 
 
-def _entries(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
+def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
     """A dict as a tuple of its items, which is hashable."""
     items = tuple(arrays.items() if isinstance(arrays, Mapping) else arrays if isinstance(arrays, tuple) else ())
     for item in items or (None,):

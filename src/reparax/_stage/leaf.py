@@ -67,8 +67,8 @@ class Perturbation(Leafwise):
         own: Any = cls.__dict__.get("apply_leaf")
         if inspect.isfunction(own) and not takes(own, 3, unsure=True):
             raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(_required(own))}, but is called with (self, w, key). Take "
-                f"a key, also if the stage is not random."
+                f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w, "
+                f"key). Take a key, also if the stage is not random."
             )
 
     @abstractmethod
@@ -135,24 +135,24 @@ class Reparametrization(Leafwise):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
-            cls.apply_leaf = _sum_of_terms
-        formula, terms = (_written_in(cls, name) for name in ("apply_leaf", "terms_leaf"))
+            cls.apply_leaf = _apply_terms
+        formula, terms = (_class_that_writes(cls, name) for name in ("apply_leaf", "terms_leaf"))
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         inherited = terms is Reparametrization or not issubclass(terms, formula)
-        cls._declares_terms = not inherited and formula.apply_leaf is not _sum_of_terms
-        cls._update_reads = _read_by_update(cls)
+        cls._declares_terms = not inherited and formula.apply_leaf is not _apply_terms
+        cls._update_reads = _arguments_of_update(cls)
         starts = ("init_leaf", "draw_leaf")
         cls._sees = any("seen" in inspect.signature(getattr(cls, name)).parameters for name in starts)
-        if (further := _further(cls, "apply_leaf")) and not cls.stochastic:
+        if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
         own: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(own) and len(_required(own)) > 2:
+        if inspect.isfunction(own) and len(_required_arguments(own)) > 2:
             raise TypeError(
-                f"{cls.__name__}.init_leaf takes {', '.join(_required(own))}, but is called with (self, w). If the "
-                f"start is random, define draw_leaf(self, w, key) instead."
+                f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w). "
+                f"If the start is random, define draw_leaf(self, w, key) instead."
             )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -270,22 +270,22 @@ class Reparametrization(Leafwise):
         return self._draws
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
     """The names of the required arguments of a function."""
     given = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [each.name for each in given if each.kind in positional and each.default is inspect.Parameter.empty]
 
 
-def _further(cls: type[Any], method: str) -> list[str]:
+def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
     """The names of the required arguments of a method after the values."""
     bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
-    return _required(getattr(cls, method))[1 if bound else 2 :]
+    return _required_arguments(getattr(cls, method))[1 if bound else 2 :]
 
 
-def _read_by_update(cls: type[Any]) -> tuple[str, ...]:
+def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
     """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
-    if odd := [name for name in _further(cls, "update_leaf") if name not in ("grad", "key")]:
+    if odd := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
             f"{cls.__name__}.update_leaf takes {', '.join(odd)} after the values, but can have `grad` and `key`. "
             f"Rename the arguments."
@@ -293,10 +293,11 @@ def _read_by_update(cls: type[Any]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key"))
 
 
-def _written_in(cls: type[Any], method: str) -> type[Any]:
+def _class_that_writes(cls: type[Any], method: str) -> type[Any]:
     """The class from which ``cls`` inherits a method."""
     return next(each for each in cls.__mro__ if method in vars(each))
 
 
-def _sum_of_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
+def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
+    """``apply_leaf`` of a class that writes only ``terms_leaf``: the sum of the terms."""
     return summed(self.terms_leaf(*args, **kwargs))

@@ -11,7 +11,7 @@ from reparax._core.layers import Held, Site
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.formulas import closed_array, closed_at_random, opened_values
+from reparax._stage.formulas import close_array, close_at_random, open_values
 from reparax._stage.remembered import inlined_per_type, once_per_type
 from reparax._stage.several import require_fixed
 from reparax._tree.markers import require_type
@@ -45,9 +45,9 @@ class InPlace(OneArray):
         del key, seen
         return {"w": arrays}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         at, w, method = self.arrangement, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
-        key = None if drawn is None else at.keys(drawn, w)
+        key = None if key_or_draw is None else at.keys(key_or_draw, w)
         after = at.over(getattr(self.stage, method))(w, *(() if self.mean else (key,)))
         if not self.stage.changes_type:
             require_type(method, after, w)
@@ -62,10 +62,10 @@ class Noise(InPlace):
     def is_noise(self) -> bool:
         return not self.mean
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         if self.mean:
-            return super().close(values, drawn)
-        return {"w": inlined_per_type(type(self.stage).perturb, self.stage, values["w"]["w"], drawn)}
+            return super().close(values, key_or_draw)
+        return {"w": inlined_per_type(type(self.stage).perturb, self.stage, values["w"]["w"], key_or_draw)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,12 +77,12 @@ class FromValues(OneArray):
         return self.stage._draws
 
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        return {"w": opened_values(self.arrangement, arrays["w"], key, seen.get("w"))}
+        return {"w": open_values(self.arrangement, arrays["w"], key, seen.get("w"))}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        if drawn is None:
-            return {"w": once_per_type(closed_array, self.arrangement, values["w"])}
-        return {"w": once_per_type(closed_at_random, self.arrangement, values["w"], drawn)}
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        if key_or_draw is None:
+            return {"w": once_per_type(close_array, self.arrangement, values["w"])}
+        return {"w": once_per_type(close_at_random, self.arrangement, values["w"], key_or_draw)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage, at = self.stage, self.arrangement
@@ -108,6 +108,6 @@ class FromValues(OneArray):
 class Bare(FromValues):
     """A stage whose only raw value is the array itself, at its own place."""
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        del drawn
-        return {"w": closed_array(self.arrangement, values["w"])}
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
+        return {"w": close_array(self.arrangement, values["w"])}

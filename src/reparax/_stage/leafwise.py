@@ -14,10 +14,10 @@ from reparax._axes.numbers import (
     AXIS_CHECKS,
     EACH,
     Axes,
-    as_number,
     check_front_axes,
     count_from_front,
     has_names,
+    last_to_number,
     out_of_bounds,
 )
 from reparax._core.algebra import Parametrization
@@ -92,7 +92,7 @@ class Leafwise(Parametrization):
     def _misplaced(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
         held = {name: getattr(self, name) for name in self._axis_fields}
-        known = {name: as_number(axes) if self._last_of_any else axes for name, axes in held.items()}
+        known = {name: last_to_number(axes) if self._last_of_any else axes for name, axes in held.items()}
         reasons = (out_of_bounds(axes, w, name) for name, axes in known.items())
         return next(filter(None, reasons), None)
 
@@ -126,6 +126,7 @@ class Leafwise(Parametrization):
 
     @property
     def _all_axis_fields(self) -> tuple[str, ...]:
+        """The names of the fields of axes, with that of stacked ones."""
         return (*self._axis_fields, "stacked")
 
     def for_array(self, path: str, w: Any) -> Self:

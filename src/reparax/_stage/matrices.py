@@ -18,13 +18,14 @@ from jax import Array
 
 from reparax._axes.numbers import Axes, check_optional_axes, list_axes
 from reparax._axes.roles import OUTPUTS
+from reparax._axes.stacked import AxisNumbers
 from reparax._core.value import argument
 from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import value_of
 
-Places = tuple[int, ...]
+AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
 Sizes = tuple[int, ...]
 
 
@@ -64,10 +65,10 @@ class MatrixAxes(Reparametrization):
         once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
         return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
 
-    def axes_in_use(self, w: Array) -> dict[str, tuple[Places, str]]:
+    def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
-    def axes_of(self, ndim: int) -> tuple[Places, Places]:
+    def axes_of(self, ndim: int) -> AxisGroups:
         """The row axes and the column axes of an array."""
         given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
         rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
@@ -95,7 +96,7 @@ class RowsAndColumns(MatrixAxes):
         return replace(self, rows=None, columns=None) if named else self
 
     def _refuse(self, w: Array) -> str | None:
-        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(merged(w, *self.axes_of(w.ndim)))
+        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
         if why := super()._no_matrix(w):
@@ -124,12 +125,12 @@ class RowsAndColumns(MatrixAxes):
             else:
                 groups = self.axes_of(x.ndim)
                 others = tuple(each.as_matrix(*groups) if isinstance(each, Seen) else each for each in others)
-                made, sizes = formula(merged(x, *groups), *others), _sizes(x, groups)
+                made, sizes = formula(merge_axes(x, *groups), *others), _sizes_of_groups(x, groups)
             if isinstance(made, Mapping):
                 return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
             if isinstance(x, Mapping) and made.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
-            return _parted(made, groups, sizes) if made.ndim == 2 else made
+            return _part_axes(made, groups, sizes) if made.ndim == 2 else made
 
         return each
 
@@ -160,7 +161,7 @@ class RowsAndColumns(MatrixAxes):
         """Refuses raw values whose rows or columns differ from those of the base."""
         if (base := self._base(values)) is None:
             return
-        rows, columns = _sizes(base, self.axes_of(base.ndim))
+        rows, columns = _sizes_of_groups(base, self.axes_of(base.ndim))
         known = {"rows": rows, "columns": columns}
         for name in values:
             for axis, size in self._axis_sizes(name, values[name], counts).items():
@@ -182,23 +183,21 @@ class RowsAndColumns(MatrixAxes):
         if set(counts.values()) == {1}:
             return None
         if (base := self._base(values)) is not None:
-            return _sizes(base, self.axes_of(base.ndim))
+            return _sizes_of_groups(base, self.axes_of(base.ndim))
         found = {axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()}
         return found["rows"], found.get("columns", found["rows"])
 
-    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: tuple[Places, Places]) -> Array:
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: AxisGroups) -> Array:
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
-            return merged(value, *groups)
+            return merge_axes(value, *groups)
         parts = self._axis_sizes(name, value, counts)
         return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
 
-    def _parted_value(
-        self, name: str, value: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None
-    ) -> Array:
+    def _parted_value(self, name: str, value: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
         """A raw value with split axes, for the raw tree."""
         if value_of(self.raw_values, name).base:
-            return _parted(value, groups, sizes)
+            return _part_axes(value, groups, sizes)
         axes = value_of(self.raw_values, name).axes
         if sizes is None or not axes:
             return value
@@ -207,12 +206,13 @@ class RowsAndColumns(MatrixAxes):
         return value.reshape(shape)
 
 
-def _sizes(w: Array, groups: tuple[Places, Places]) -> tuple[Sizes, Sizes]:
+def _sizes_of_groups(w: Array, groups: AxisGroups) -> tuple[Sizes, Sizes]:
+    """The sizes of the axes of rows, and of those of columns."""
     rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
     return rows, columns
 
 
-def merged(w: Any, rows: Places, columns: Places) -> Any:
+def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
     """An array, or the type of one, as a matrix."""
     shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
     if isinstance(w, jax.ShapeDtypeStruct):
@@ -221,8 +221,8 @@ def merged(w: Any, rows: Places, columns: Places) -> Any:
     return w if order == (0, 1) else w.transpose(order).reshape(shape)
 
 
-def _parted(matrix: Array, groups: tuple[Places, Places], sizes: tuple[Sizes, Sizes] | None) -> Array:
-    """The inverse of :func:`merged`: the array for a matrix."""
+def _part_axes(matrix: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
+    """The inverse of :func:`merge_axes`: the array for a matrix."""
     rows, columns = groups
     whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
     order = (*rows, *columns)

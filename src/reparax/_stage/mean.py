@@ -10,7 +10,7 @@ from reparax._axes.origin import Origins
 from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer
-from reparax._core.planner import Planner, planner
+from reparax._core.planner import Planner, planner_of
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree
 
@@ -19,36 +19,37 @@ class _OfMean(Planner):
     """The planner of the stage, which decides for its mean too."""
 
     @property
-    def _inner(self) -> Planner:
-        return planner(self.stage.stage)
+    def _planner_of_stage(self) -> Planner:
+        """The planner of the stage."""
+        return planner_of(self.stage.stage)
 
-    reads_grads: ClassVar[Any] = property(lambda self: self._inner.reads_grads)
-    asks_functions: ClassVar[Any] = property(lambda self: self._inner.asks_functions)
+    reads_grads: ClassVar[Any] = property(lambda self: self._planner_of_stage.reads_grads)
+    asks_functions: ClassVar[Any] = property(lambda self: self._planner_of_stage.asks_functions)
 
     def plan_init(self, tree: Flat) -> Layer:
-        return self._inner.plan_init(tree)
+        return self._planner_of_stage.plan_init(tree)
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        return self._inner.plan("fold" if method == "apply" else method, tree).at_mean
+        return self._planner_of_stage.plan("fold" if method == "apply" else method, tree).at_mean
 
     def require_own(self, tree: Flat, path: str) -> None:
-        self._inner.require_own(tree, path)
+        self._planner_of_stage.require_own(tree, path)
 
     def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
-        return self._inner.on(tree, roles).deterministic
+        return self._planner_of_stage.on(tree, roles).deterministic
 
     def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
-        return self._inner.misfits(tree, roles)
+        return self._planner_of_stage.misfits(tree, roles)
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        return self._inner.follow(tree, init)
+        return self._planner_of_stage.follow(tree, init)
 
     def does(self, verb: str) -> bool:
-        return self._inner.does(verb)
+        return self._planner_of_stage.does(verb)
 
 
-def _of_stage(name: str) -> Any:
-    """What the stage says."""
+def _ask_stage(name: str) -> Any:
+    """A property that is the one of that name of ``stage``."""
     return property(lambda self: getattr(self.stage, name))
 
 
@@ -78,10 +79,10 @@ class Mean(Parametrization):
 
     stage: Parametrization
 
-    changes_type: ClassVar[Any] = _of_stage("changes_type")
-    straight_through: ClassVar[Any] = _of_stage("straight_through")
-    moves_weights: ClassVar[Any] = _of_stage("moves_weights")
-    random_start: ClassVar[Any] = _of_stage("random_start")
+    changes_type: ClassVar[Any] = _ask_stage("changes_type")
+    straight_through: ClassVar[Any] = _ask_stage("straight_through")
+    moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
+    random_start: ClassVar[Any] = _ask_stage("random_start")
     _planner: ClassVar[type[Planner]] = _OfMean
 
     def __post_init__(self) -> None:

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import Any
 
 from reparax._core.layers import Spot
-from reparax._tree.flat import Flat, nest, nested
-from reparax._tree.markers import Types, no_own_node, require_values, types_under
+from reparax._tree.flat import Flat, nest, nest_below
+from reparax._tree.markers import Types, no_own_node_error, require_values, types_under
 from reparax._tree.paths import Names
 from reparax._tree.raw import is_mark, kind_of
 
@@ -66,7 +66,7 @@ def own_nodes(who: str, kind: str, tree: Flat) -> tuple[dict[Names, Node], Flat]
     """
     nodes = find_nodes(tree, kind)
     if not nodes:
-        raise no_own_node(who, kind, nest(tree))
+        raise no_own_node_error(who, kind, nest(tree))
     return nodes, tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
 
 
@@ -88,6 +88,6 @@ def find_nodes(tree: Flat, kind: str) -> dict[Names, Node]:
     for node, inside in held.items():
         if node not in nested_marks:
             everything = [*inside, *beside.get(node, ())]
-            content = nested({place: tree.arrays[place] for place in everything}, node[:-1])
+            content = nest_below({place: tree.arrays[place] for place in everything}, node[:-1])
             found[node[:-1]] = Node(node[:-1], node[-1], inside, content)
     return found

@@ -7,8 +7,8 @@ from typing import Any
 
 from reparax._axes.misfit import Misfit
 from reparax._axes.names import AxisNames
-from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, in_numbers
-from reparax._axes.roles import INPUTS, STACKED, Role, numbered
+from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, words_to_numbers
+from reparax._axes.roles import INPUTS, STACKED, Role, axes_by_word
 from reparax._axes.stacked import one_stacked
 from reparax._core.algebra import compose
 from reparax._stage.selection import Selection
@@ -26,10 +26,10 @@ class OnRoles(Selection):
     def on(self, tree: Flat, roles: Roles) -> Any:
         stage, slots = self.stage, tree.slots(bases=self.stage._takes_base)
         paths = [slot.path for slot in slots.values()]
-        stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked(stage, slot, roles.get(at)))}
+        stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked_axes(stage, slot, roles.get(at)))}
         chosen = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
         asked = {place: _axes_at(self, slot, roles.get(place), names) for place, slot, names in chosen}
-        if parts := _parts(stage, [(slot, asked[place]) for place, slot, _ in chosen]):
+        if parts := _split_by_axes(stage, [(slot, asked[place]) for place, slot, _ in chosen]):
             return compose(tuple(type(self)(part).on(tree, roles) for part in parts))
         answers: dict[str, dict[str, Any]] = {}
         for place, slot, _ in chosen:
@@ -38,9 +38,9 @@ class OnRoles(Selection):
         for name, found in answers.items():
             for _, slot, _ in chosen:
                 found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
-        new = _with(stage, answers, paths, several=False)
+        new = _with_axes(stage, answers, paths, several=False)
         if [at for at, *_ in type(self)(new).present("on", tree)] != [at for at, *_ in chosen]:
-            new = _with(stage, answers, paths, several=True)
+            new = _with_axes(stage, answers, paths, several=True)
         return new
 
     def misfits(self, tree: Flat, roles: Roles) -> Iterator[Misfit]:
@@ -52,14 +52,14 @@ class OnRoles(Selection):
             if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
                 yield Misfit(repr(self.stage), slot.path, "stacked", at.stacked, role.stacked, role)
                 continue
-            numbers, one = numbered(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
+            numbers, one = axes_by_word(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
             for field, (axes, word) in at.one.axes_in_use(one).items():
                 got = tuple(axis - one.ndim for axis in axes)
                 if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
                     yield Misfit(repr(self.stage), slot.path, field, got, numbers[word], role)
 
 
-def _parts(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
+def _split_by_axes(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
     """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
 
     Axes by path are those of arrays, and both factors of one, for example, have its path.
@@ -70,10 +70,10 @@ def _parts(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[
         if axes not in known:
             known.append(axes)
         parts.setdefault(known.index(axes), []).append(slot)
-    return [_at_places(stage, slots) for slots in parts.values()] if len(parts) > 1 else []
+    return [_stage_at(stage, slots) for slots in parts.values()] if len(parts) > 1 else []
 
 
-def _at_places(stage: Any, slots: Sequence[Slot]) -> Any:
+def _stage_at(stage: Any, slots: Sequence[Slot]) -> Any:
     """The stage for these places alone."""
     paths, held = [slot.path for slot in slots], (stage._varied | stage._by_path).items()
     numbers = {name: given.of(paths) for name, given in held if isinstance(given, ByPath)}
@@ -86,11 +86,12 @@ def _with_stacked(planner: Selection, stacks: Mapping[str, Any], paths: Sequence
     return type(planner)(replace(planner.stage, stacked=by_path_or_one(every, paths, several=True)))
 
 
-def _with(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
+def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
+    """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
     return replace(stage, **{name: by_path_or_one(found, paths, several=several) for name, found in answers.items()})
 
 
-def _words(stage: Any) -> dict[str, Any]:
+def _fields_in_words(stage: Any) -> dict[str, Any]:
     """The fields of axes that are given in words, or that nobody set, with their words."""
     held = {name: getattr(stage, name) for name in stage._axis_fields}
     defaults = {each.name: each.default for each in fields(stage)}
@@ -102,7 +103,7 @@ def _asks_stacked(stage: Any) -> bool:
     """Whether the stacked axes are given in words, or are for the network to say."""
     if are_words(stage.stacked):
         return True
-    words = _words(stage)
+    words = _fields_in_words(stage)
     others = (getattr(stage, name) for name in stage._axis_fields if name not in words)
     # Axes by number count all axes of the array, as nobody set ``stacked``.
     by_number = any(axes not in (None, EACH, LAST, ()) for axes in others)
@@ -110,12 +111,12 @@ def _asks_stacked(stage: Any) -> bool:
     return stage.stacked == () and not counted and (bool(words) or not stage.entrywise)
 
 
-def _stacked(stage: Any, slot: Slot, role: Role | None) -> Any:
+def _stacked_axes(stage: Any, slot: Slot, role: Role | None) -> Any:
     """The stacked axes of an array, as the network or the stage says; none if it has none, or is not to be seen."""
     own = stage.at_path(slot.path)
     if own is None or not slot.visible or role is None or not _asks_stacked(own):
         return () if own is None else own.stacked
-    return _plain(role.stacked)
+    return _one_or_tuple(role.stacked)
 
 
 def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames | None) -> dict[str, Any]:
@@ -123,16 +124,16 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
     found, stage = dict[str, Any](), planner.stage.at_path(slot.path)
     known = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
-        found["stacked"] = _plain(known.stacked)
-    if not (words := _words(stage)):
+        found["stacked"] = _one_or_tuple(known.stacked)
+    if not (words := _fields_in_words(stage)):
         return found
     who = f"{planner.who('on')} at {slot.path!r}"
     stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, names)
-    if why := _unusable(known, stacked):
+    if why := _why_unusable(known, stacked):
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
-    numbers = numbered(known, stacked)
+    numbers = axes_by_word(known, stacked)
     for name, axes in words.items():
-        found[name] = _plain(in_numbers(axes, numbers))
+        found[name] = _one_or_tuple(words_to_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
                 f"{who}: {name} is one axis, but the network has {len(found[name])} for it, {found[name]} of shape "
@@ -141,7 +142,7 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
     return found
 
 
-def _unusable(role: Role, stacked: Collection[int]) -> str:
+def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
     if role.why:
         return f"the network does not multiply it with data ({role.why}). Give its axes by number"
@@ -152,5 +153,6 @@ def _unusable(role: Role, stacked: Collection[int]) -> str:
     return ""
 
 
-def _plain(axes: Sequence[Axis]) -> Any:
+def _one_or_tuple(axes: Sequence[Axis]) -> Any:
+    """A single axis as a number, several in a tuple."""
     return axes[0] if len(axes) == 1 else tuple(axes)

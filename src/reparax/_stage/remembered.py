@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from reparax._core.value import exactly
+from reparax._core.value import exact_text
 from reparax._data.seen import Seen
 from reparax._numerics.inlined import inlined
 from reparax._stage.arrangement import Arrangement
@@ -43,30 +43,33 @@ def _run_traced(
         hash(stage)
     except TypeError:  # a traced hyperparameter is not hashable
         return method(of, *args)
-    return traced(method, of, exactly(stage), *args)  # the formula may tell apart what equality does not
+    return traced(method, of, exact_text(stage), *args)  # the formula may tell apart what equality does not
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _traced_once(method: Callable[..., Any], of: Any, shown: str, *args: Any) -> Any:
+    """``method(of, *args)``, traced once for equal arguments, among them ``shown``, and called in programs."""
     del shown
     return method(of, *args)
 
 
 @partial(inlined, static_argnums=(0, 1, 2))
 def _traced_inline(method: Callable[..., Any], of: Any, shown: str, *args: Any) -> Any:
+    """``method(of, *args)``, traced once for equal arguments, among them ``shown``, and written out in programs."""
     del shown
     return method(of, *args)
 
 
-def remembered(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
+def call_remembered(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
     """``method(at, types)``, cached for equal arrangements."""
     try:
         hash(at)
     except TypeError:  # a traced hyperparameter is not hashable
         return method(at, types)
-    return _once(method, at, types)
+    return _call_cached(method, at, types)
 
 
 @lru_cache(maxsize=4096)
-def _once(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
+def _call_cached(method: Callable[[Arrangement, Types], Any], at: Arrangement, types: Types) -> Any:
+    """``method(at, types)``, computed once for equal arguments."""
     return method(at, types)

@@ -9,14 +9,14 @@ from reparax._axes.names import AxisNames, names_of_places, require_names_fit
 from reparax._axes.numbers import find_axes, require_axes
 from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
 from reparax._core.planner import Planner
-from reparax._stage.arrangement import Arrangement, arranged
+from reparax._stage.arrangement import Arrangement, arrange
 from reparax._stage.varied import ByArray, ByPath, without_unmatched
 from reparax._stage.where import (
     AllBut,
     Candidate,
     Selected,
     choose,
-    chose_nothing,
+    chose_nothing_error,
     is_bias_or_scale,
     is_table,
     require_known,
@@ -69,7 +69,7 @@ class Selection(Planner):
         candidates = list(map(candidate, slots))
         chosen = choose(who, self.stage.where, candidates, [tree.root(at) in tree.frame.state for at in slots])
         if not any(chosen) and not self.may_choose_nothing(candidates):
-            raise chose_nothing(who, self.stage.where, candidates, self.stage.stacked)
+            raise chose_nothing_error(who, self.stage.where, candidates, self.stage.stacked)
         differ, paths = self.stage._varied | self._by_path, [slot.path for slot in slots.values()]
         chosen = without_unmatched(who, differ, chosen, paths)
         flags = zip(slots, chosen, candidates, strict=True)
@@ -113,14 +113,14 @@ class Selection(Planner):
         """The stage at an array with these axis names, if its own numbers do not count."""
         alike = self.alike(path, names)
         if alike not in self._typical:
-            self._typical[alike] = arranged(self._at_path(path), names)
+            self._typical[alike] = arrange(self._at_path(path), names)
         return self._typical[alike]
 
     def arranged(self, path: str, w: Any, names: AxisNames | None) -> Arrangement:
         """The stage at one array."""
         if not self.stage._varied:
             return self.typical(path, names)
-        return arranged(self._at_path(path).for_array(path, w), names)
+        return arrange(self._at_path(path).for_array(path, w), names)
 
     def _at_path(self, path: str) -> Any:
         """The stage with the axes for one array."""
@@ -138,6 +138,7 @@ class Selection(Planner):
 
     @cached_property
     def _typical(self) -> dict[object, Arrangement]:
+        """The arrangements that are known so far, by what they depend on."""
         return {}
 
     def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:

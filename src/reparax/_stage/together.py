@@ -30,14 +30,15 @@ class _All(Site):
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
         del key, seen
         values = self.stage.init_arrays(dict(arrays))
-        require_start(self.stage, self._closed, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
+        require_start(self.stage, self._apply, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
         return values
 
-    def close(self, values: Held, drawn: Array | None) -> Mapping[str, Any]:
-        del drawn
-        return self._closed(values)
+    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+        del key_or_draw
+        return self._apply(values)
 
-    def _closed(self, values: Held) -> dict[str, Array]:
+    def _apply(self, values: Held) -> dict[str, Array]:
+        """The arrays of all values."""
         return self.stage.apply_arrays({place: dict(held) for place, held in values.items()})
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
@@ -57,7 +58,7 @@ class _OnAll(OnArrays):
         return rewrites(type(self.stage), f"{verb}_arrays")
 
     def plan_init(self, tree: Flat) -> Layer:
-        return _together(super().plan_init(tree))
+        return _join_sites(super().plan_init(tree))
 
     def plan(self, method: str, tree: Flat) -> Layer:
         layer = super().plan(method, tree)
@@ -65,12 +66,12 @@ class _OnAll(OnArrays):
             declared = {name for name, said in self.stage.raw_values.items() if not said.optional}
             if lacking := declared - set(site.spots["w"].values):
                 raise ValueError(
-                    f"{layer.at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
+                    f"{layer.who_at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
                 )
-        return _together(layer)
+        return _join_sites(layer)
 
 
-def _together(layer: Layer) -> Layer:
+def _join_sites(layer: Layer) -> Layer:
     """The layer with all arrays at one site."""
     spots = {path_text(site.spots["w"].place): site.spots["w"] for site in layer.sites}  # paths may be equal
     return replace(layer, sites=[_All(layer.stage, "", spots)])

@@ -12,7 +12,7 @@ import jax
 from reparax._core.config import code, register_class
 from reparax._core.value import Check
 from reparax._numerics.usage import takes
-from reparax._stage.where import check_where, nothing
+from reparax._stage.where import check_where, why_nothing
 
 Number = Any
 """A number: known, traced, or for each array its own, by expressions for paths or by a function of path and array."""
@@ -106,7 +106,7 @@ def per_array(check: Check) -> Check:
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):
-            return _by_path(value, who, name, check)
+            return _check_by_path(value, who, name, check)
         # A function of one argument is a schedule.
         takes_array = callable(value) and takes(value, 2, unsure=False)
         return ByArray(value, check, who, name) if takes_array else check(value, who, name)
@@ -122,7 +122,7 @@ class AxesByPath:
 
     def __call__(self, value: Any, who: str, name: str) -> Any:
         varies = isinstance(value, ByPath | Mapping)
-        return _by_path(value, who, name, self.check) if varies else self.check(value, who, name)
+        return _check_by_path(value, who, name, self.check) if varies else self.check(value, who, name)
 
 
 def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
@@ -140,7 +140,8 @@ def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several:
     return ByPath(tuple(map("|".join, found.values())), tuple(found))
 
 
-def _by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
+def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
+    """Numbers by regular expressions, each of which ``check`` takes, in the form that a stage holds."""
     if isinstance(value, ByPath):
         value = dict(zip(value.patterns, value.numbers, strict=True))
     if not value or not all(isinstance(pattern, str) for pattern in value):
@@ -173,5 +174,5 @@ def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[boo
             flags[i] = bool(found)
             used.update(found)
         if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in used]:
-            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {nothing(lost[0], known)}")
+            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why_nothing(lost[0], known)}")
     return flags

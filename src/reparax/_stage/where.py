@@ -15,8 +15,8 @@ from jax.tree_util import register_static
 
 from reparax._core.config import register_class
 from reparax._numerics.usage import takes
-from reparax._tree.paths import PyTree, describe, is_array, named, path_text
-from reparax._tree.raw import Slot, empty_nodes, parameter
+from reparax._tree.paths import PyTree, describe, flatten_with_names, is_array, path_text
+from reparax._tree.raw import Slot, empty_nodes, parameter_path
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
@@ -113,13 +113,13 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
       VarNoise(0.1, where=selected({'layers/0/weight': True}))
     """
     if model is not None:
-        return _parts(mask, model)
+        return _select_parts(mask, model)
     if inspect.isroutine(mask):
         raise TypeError(
             "selected got a function without the model whose parts it returns. Pass the model too: "
             "`rpx.selected(lambda m: m.layers[0].weight, model)`."
         )
-    paths, flags, _ = named(mask)
+    paths, flags, _ = flatten_with_names(mask)
     for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
             got = describe(flag) if is_array(flag) else repr(flag)
@@ -137,9 +137,9 @@ class _Place:
     array: bool
 
 
-def _parts(choose: Any, model: PyTree) -> Selected:
+def _select_parts(choose: Any, model: PyTree) -> Selected:
     """The selection of the arrays in the parts of ``model`` that ``choose`` returns."""
-    paths, leaves, treedef = named(model)
+    paths, leaves, treedef = flatten_with_names(model)
     if not callable(choose):
         raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
     pairs = zip(paths, leaves, strict=True)
@@ -173,7 +173,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
         try:
             re.compile(where)
         except re.error as error:
-            instead = f" Any text is `.*`, so write {found!r}." if (found := _of_shell(where)) else ""
+            instead = f" Any text is `.*`, so write {found!r}." if (found := _shell_to_regex(where)) else ""
             raise ValueError(
                 f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
             ) from error
@@ -181,7 +181,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
         got = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
-            f"path or a predicate (path, array) -> bool. {_instead(where)}"
+            f"path or a predicate (path, array) -> bool. {_suggest(where)}"
         )
     elif callable(where) and not takes(where, 2, unsure=True):
         raise TypeError(
@@ -191,7 +191,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
     return where
 
 
-def _instead(where: Any) -> str:
+def _suggest(where: Any) -> str:
     """What to write in place of a selection of another type."""
     if isinstance(where, type):
         return "Write where arrays of that class stand, such as '.*/kernel'."
@@ -202,7 +202,7 @@ def _instead(where: Any) -> str:
     return "Wrap a tree of booleans in `rpx.selected`."
 
 
-def _of_shell(pattern: str) -> str | None:
+def _shell_to_regex(pattern: str) -> str | None:
     """A pattern as shells read it, in which ``*`` is any text, as a regular expression; None if it is the same."""
     found = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
@@ -249,22 +249,22 @@ def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[
     """Whether each place is selected."""
     if where is None or isinstance(where, AllBut):
         return [
-            _visible(where, place)
+            _is_visible(where, place)
             and place.slot.main
             and not held
-            and not _left_out(where, place)
+            and not _is_left_out(where, place)
             and place.by_default()
             for place, held in zip(places, state, strict=True)
         ]
-    return [_visible(where, place) and _matches(who, where, place) for place in places]
+    return [_is_visible(where, place) and _selects(who, where, place) for place in places]
 
 
-def chose_nothing(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
+def chose_nothing_error(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
     """The error for a selection without any place; ``stacked`` are axes that do not count."""
-    slots = [place.slot for place in places if _visible(where, place)]
+    slots = [place.slot for place in places if _is_visible(where, place)]
     paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
     by_stacked = where is None and paths and stacked != ()
-    why = nothing_stacked(stacked, paths) if by_stacked else nothing(where, paths)
+    why = why_nothing_stacked(stacked, paths) if by_stacked else why_nothing(where, paths)
     return ValueError(f"{who} selects nothing: {why}")
 
 
@@ -273,7 +273,8 @@ def _is_by_place(where: Where) -> bool:
     return isinstance(where, str) and "@" in where
 
 
-def _visible(where: Where, place: Candidate) -> bool:
+def _is_visible(where: Where, place: Candidate) -> bool:
+    """Whether a selection sees a place; what later stages add is seen only by expressions for places."""
     return place.slot.visible and place.present and (_is_by_place(where) or not place.slot.added)
 
 
@@ -287,13 +288,13 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
     """
     if not slots or not isinstance(where, Selected | AllBut):
         return
-    known = [*(slot.path for slot in slots), *map(parameter, empty_nodes(tree))]
+    known = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
             if not any(re.fullmatch(pattern, path) for path in known):
-                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {nothing(pattern, known)}")
+                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known)}")
         return
-    places = {path[:end] for path in known for end in (0, *_ends(path))}
+    places = {path[:end] for path in known for end in (0, *_ends_of_names(path))}
     for chosen in where.paths:
         if chosen not in places:
             raise ValueError(
@@ -302,25 +303,27 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
             )
 
 
-def _ends(path: str) -> list[int]:
+def _ends_of_names(path: str) -> list[int]:
     """Where the names in a path end."""
     return [*(match.start() for match in re.finditer("/", path)), len(path)]
 
 
-def _left_out(where: AllBut | None, place: Candidate) -> bool:
+def _is_left_out(where: AllBut | None, place: Candidate) -> bool:
+    """Whether :func:`all_but` names the path of a place."""
     return where is not None and where.leaves_out(place.slot.path)
 
 
-def _matches(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
+def _selects(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
+    """Whether a selection takes a place: an expression by its path, a predicate by its path and array."""
     path = place.slot.path
     if isinstance(where, str):
         return re.fullmatch(where, place.slot.raw_path if "@" in where else path) is not None
     if isinstance(where, Selected) and not place.slot.main:
         return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
-    return where(path, None) if isinstance(where, Selected) else _answer(who, where, path, place.array())
+    return where(path, None) if isinstance(where, Selected) else _ask_predicate(who, where, path, place.array())
 
 
-def _answer(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
+def _ask_predicate(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
     """What a predicate says of an array; a match of a regular expression, or None, will do."""
     try:
         answer = where(path, array)
@@ -336,20 +339,22 @@ def _answer(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -
     return bool(answer)
 
 
-def nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
+def why_nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
     """Why a default takes no array, if some axes do not count."""
     unique = list(dict.fromkeys(paths))
     return (
         f"where stacked={stacked!r} does not count, its default takes none of the {len(unique)} arrays "
-        f"({_some(unique)}). Correct `stacked`, or select some with `where`."
+        f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
     )
 
 
-def _some(paths: Sequence[str]) -> str:
+def _list_some(paths: Sequence[str]) -> str:
+    """The first three paths, as text."""
     return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
-def nothing(where: Where, paths: Sequence[str]) -> str:
+def why_nothing(where: Where, paths: Sequence[str]) -> str:
+    """Why a selection takes none of these paths, and what to write."""
     unique = list(dict.fromkeys(paths))
     if not unique:
         return "the tree holds no array. Pass the model's parameters."
@@ -362,7 +367,7 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
                 f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, as of {deeper[0]!r}. Write "
                 f"{f'.*/{where}'!r} for these."
             )
-        shell = _of_shell(where) or where
+        shell = _shell_to_regex(where) or where
         if wide := [path for path in unique if re.fullmatch(shell, path)]:
             return (
                 f"no path matches {where!r} as a whole, as `*` alone does not stand for any text. Write {shell!r}, "
@@ -372,7 +377,7 @@ def nothing(where: Where, paths: Sequence[str]) -> str:
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
             f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
         )
-    shown = _some(unique)
+    shown = _list_some(unique)
     if isinstance(where, AllBut):
         return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
     if where is None:

@@ -22,15 +22,15 @@ EXPERTS = "experts:"
 LAYOUTS = (*_CHANNELS, *(f"{EXPERTS}{each}" for each in ("kernel", "same", "conv1d")))
 
 
-def of_expert(layout: str) -> str:
+def layout_of_matrix(layout: str) -> str:
     """The layout of each matrix."""
     return layout.removeprefix(EXPERTS)
 
 
-def order(layout: str, ndim: int) -> tuple[int, ...]:
+def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
     """Our axes in torch's order: a ``kernel`` is ``(*spatial, in, out)`` here and ``(out, in, *spatial)`` there."""
     if layout.startswith(EXPERTS):
-        return (0, *(1 + axis for axis in order(of_expert(layout), ndim - 1)))
+        return (0, *(1 + axis for axis in axis_order(layout_of_matrix(layout), ndim - 1)))
     channels, _ = _CHANNELS[layout]
     if channels is None or ndim < 2:
         return tuple(range(ndim))
@@ -42,20 +42,21 @@ def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:
     """``shape``, or any sequence with one entry per axis, in torch's order; of a vector, only that along it."""
     if layout == "vector":
         return tuple(shape[:1])
-    return tuple(shape[axis] for axis in order(layout, len(shape)))
+    return tuple(shape[axis] for axis in axis_order(layout, len(shape)))
 
 
 def write_layout(x: Array, layout: str) -> Array:
     """Converts our array to torch's layout."""
     if layout == "vector":  # (out, 1, ..., 1) here
         return x.reshape(-1)
-    return _flipped(x.transpose(order(layout, x.ndim)), layout)
+    return _flip_kernel(x.transpose(axis_order(layout, x.ndim)), layout)
 
 
 def read_layout(x: Array, layout: str) -> Array:
     """Converts torch's array to our layout; a vector still lacks its axes of size 1."""
-    return _flipped(x, layout).transpose(tuple(np.argsort(order(layout, x.ndim)).tolist()))
+    return _flip_kernel(x, layout).transpose(tuple(np.argsort(axis_order(layout, x.ndim)).tolist()))
 
 
-def _flipped(x: Array, layout: str) -> Array:
-    return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[of_expert(layout)][1] else x
+def _flip_kernel(x: Array, layout: str) -> Array:
+    """``x`` with its spatial axes in reverse, if its layout has them so in torch."""
+    return jnp.flip(x, tuple(range(2, x.ndim))) if _CHANNELS[layout_of_matrix(layout)][1] else x

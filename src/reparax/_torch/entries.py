@@ -22,8 +22,8 @@ from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
 from reparax._torch.axis_order import EXPERTS, permute
 from reparax._torch.by_roles import layout_of, roles_by_path
-from reparax._torch.kinds import kind_of, layouts_by_module
-from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number
+from reparax._torch.kinds import find_layout, layouts_by_module
+from reparax._torch.rules import Rules, default_name, given_layouts, name_tensors, number_tensor
 from reparax._tree.paths import PyTree, is_array, items, path_text
 
 Index = tuple[int, ...]
@@ -84,7 +84,7 @@ class Entry:
         return jnp.asarray(np.asarray(x)[self.index])  # numpy compiles nothing for each index
 
 
-def join(parts: Mapping[Index, Array]) -> Array:
+def stack_parts(parts: Mapping[Index, Array]) -> Array:
     """The stack of these parts; the part itself if it is whole."""
     if () in parts:
         return parts[()]
@@ -93,7 +93,7 @@ def join(parts: Mapping[Index, Array]) -> Array:
     return jnp.stack(ordered).reshape(*sizes, *ordered[0].shape)
 
 
-def unstacked(stage: Stage, count: int) -> Stage:
+def unstack_stage(stage: Stage, count: int) -> Stage:
     """The stage on one array of a stack with ``count`` axes."""
     if count == 0:
         return stage
@@ -107,7 +107,7 @@ def unstacked(stage: Stage, count: int) -> Stage:
     return replace(each, stacked=tuple(axis - count for axis in axes[count:]))
 
 
-def restacked(stage: Any, count: int) -> Any:
+def restack_stage(stage: Any, count: int) -> Any:
     """The stage on a stack with ``count`` axes, which acts on each array as ``stage`` does."""
     inner = (axis + count for axis in list_axes(stage.stacked))
     return replace(stage, stacked=(*range(count), *inner))
@@ -123,10 +123,10 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
         count, tensor, rule = named[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
         by_role = layout_of(role_of[path], count) if path in role_of and path not in {**said, **of_classes} else None
-        layout, known = (by_role, True) if by_role else kind_of(name, shape, said.get(path), of_classes.get(path))
+        layout, known = (by_role, True) if by_role else find_layout(name, shape, said.get(path), of_classes.get(path))
         whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
-            found.append(replace(whole, tensor=number(tensor, index), index=index))
+            found.append(replace(whole, tensor=number_tensor(tensor, index), index=index))
     _require_names_differ(found)
     return found
 
@@ -139,36 +139,39 @@ def require_known(entries: Iterable[Entry]) -> None:
     path, shape = next((entry.path, entry.shape) for entry in doubtful.values())
     others = ", ".join(repr(each) for each in doubtful if each != path)
     more = f" (as unclear: {others})" if others else ""
-    raise ValueError(_of_matrix(path, shape, more) if len(shape) == 2 else _of_more_axes(path, shape, more))
+    raise ValueError(_explain_matrix(path, shape, more) if len(shape) == 2 else _explain_more_axes(path, shape, more))
 
 
-def _of_matrix(path: str, shape: tuple[int, ...], more: str) -> str:
+def _explain_matrix(path: str, shape: tuple[int, ...], more: str) -> str:
+    """Why the layout of a matrix is not known, and what to write."""
     return (
         f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
         f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
         f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
-        f"{by_layer(path)}. Reshape a bias of attention to a vector."
+        f"{names_by_layer(path)}. Reshape a bias of attention to a vector."
     )
 
 
-def _of_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
+def _explain_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
+    """Why the layout of an array of three or more axes is not known, and what to write."""
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
     experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
     return (
         f"the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a kernel of "
-        f"attention{more}. For a stack, give each layer a name: {by_layer(path)}. {experts}For a "
+        f"attention{more}. For a stack, give each layer a name: {names_by_layer(path)}. {experts}For a "
         f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
         f"kernels and biases of attention to matrices and vectors."
     )
 
 
-def by_layer(path: str) -> str:
+def names_by_layer(path: str) -> str:
     """The argument that gives each layer of a stack a name."""
     first, *rest = default_name(path).split(".")
     return f"names={{{path!r}: {'.'.join([first, '{i}', *rest] if rest else ['{i}', first])!r}}}"
 
 
 def _require_names_differ(entries: list[Entry]) -> None:
+    """Raises an error if two parameters have one name in torch."""
     owners: dict[str, str] = {}
     for entry in entries:
         if owners.setdefault(entry.tensor, entry.path) != entry.path:

@@ -23,7 +23,7 @@ _NAMES: Mapping[str, Layout] = {
 }
 
 
-def kind_of(name: str, shape: tuple[int, ...], said: str | None, of_module: Layout | None) -> tuple[str, bool]:
+def find_layout(name: str, shape: tuple[int, ...], said: str | None, of_module: Layout | None) -> tuple[str, bool]:
     """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
     if said in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[said]
@@ -46,10 +46,12 @@ _Weights = Callable[[Any], dict[str, Layout]]
 
 
 def _flax_convolution(layout: Callable[[Any], str]) -> _Weights:
+    """What a convolution of flax tells: the layout and the number of axes of its kernel."""
     return lambda module: {"kernel": (layout(module), np.size(module.kernel_size) + 2)}
 
 
 def _equinox_convolution(layout: str) -> _Weights:
+    """What a convolution of equinox tells: the layout and the number of axes of its weight and bias."""
     return lambda module: {
         "weight": (layout, module.num_spatial_dims + 2),
         "bias": ("vector", module.num_spatial_dims + 1),
@@ -70,19 +72,20 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 
 def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
     """The layout of each array that the class of its module tells, or else Haiku's names, by path."""
-    found = _by_haiku([names for names, _ in items(tree)])
-    for keys, node in items(tree, lambda x: _class_of(x) is not None):
-        if which := _class_of(node):
+    found = _layouts_by_haiku([names for names, _ in items(tree)])
+    for keys, node in items(tree, lambda x: _known_class(x) is not None):
+        if which := _known_class(node):
             found |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
     return found
 
 
-def _class_of(node: object) -> tuple[str, str] | None:
+def _known_class(node: object) -> tuple[str, str] | None:
+    """The first class of a node that is listed here, by package and name; None if there is none."""
     named = ((each.__module__.partition(".")[0], each.__name__) for each in type(node).__mro__)
     return next((each for each in named if each in _CLASSES), None)
 
 
-def _by_haiku(paths: list[Names]) -> dict[str, Layout]:
+def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:
     """What Haiku's names tell: its trees have two levels, and the names of modules inside of others have a slash.
 
     A `w` of another tree may have either order. Kernels of convolutions may be transposed.

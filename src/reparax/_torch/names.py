@@ -6,10 +6,10 @@ from typing import Any
 
 from reparax._core.algebra import Parametrization
 from reparax._core.lineage import Made
-from reparax._torch.entries import Entry, unstacked
+from reparax._torch.entries import Entry, unstack_stage
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
-from reparax._tree.raw import parameter
+from reparax._tree.raw import parameter_path
 from reparax.matrices._orthogonal import Orthogonal
 from reparax.norms._norm import WeightNorm
 from reparax.norms._spectral import SpectralNorm
@@ -109,7 +109,7 @@ class Naming:
         if stage is None or not TWINS[type(stage)].listed:
             return stage
         with locate_errors(repr(entry.path)):
-            one = unstacked(stage, len(entry.index))
+            one = unstack_stage(stage, len(entry.index))
             _require_fields(one, TWINS[type(stage)])
         return one
 
@@ -120,7 +120,7 @@ class Naming:
             return
         stage, twin = self._known(place)
         listed = self._is_listed(twin, tensor, within)
-        base = (within or _list_of(tensor)) if listed else tensor
+        base = (within or _parametrization_list(tensor)) if listed else tensor
         names = self._names(twin, base, place) if listed else {x: base + end for x, end in twin.hooked.items()}
         own = dict(self.made[place].values)
         for x in [x for x, at in own.items() if at in self.made]:
@@ -132,10 +132,11 @@ class Naming:
         """The stage that makes the array at ``place``, and its names."""
         stage = self.made[place].stage
         if type(stage) not in TWINS:
-            raise ValueError(f"{parameter(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+            raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
 
     def _is_listed(self, twin: Twin, tensor: str, within: str | None) -> bool:
+        """Whether torch has the values in a list of parametrizations, and not under names of hooks."""
         return bool(twin.listed) and (within is not None or not twin.hooked or not self.by_hook(tensor, twin))
 
     def _names(self, twin: Twin, base: str, place: Names) -> dict[str, str]:
@@ -154,7 +155,7 @@ class Naming:
         return sum(1 + self._inside(place) for place in inner)
 
 
-def _list_of(tensor: str) -> str:
+def _parametrization_list(tensor: str) -> str:
     """The torch name of the list of parametrizations of a tensor."""
     module, dot, name = tensor.rpartition(".")
     return f"{module}{dot}parametrizations.{name}"

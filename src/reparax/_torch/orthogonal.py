@@ -30,44 +30,44 @@ def at_base(stage: Orthogonal, values: Values) -> Values:
 
 def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts our values to torch's original and square base, for the same weight."""
-    x, base = _tall(widened(values["x"])), _tall(widened(values["base"]))
+    x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
-    original = _lower(stage, product(adjoint(square), x)) - _identity(x.shape, x.dtype)
-    return {"x": _oriented(original, values["x"]), "base": square}
+    original = _as_lower(stage, product(adjoint(square), x)) - _identity_of_shape(x.shape, x.dtype)
+    return {"x": _turn_like(original, values["x"]), "base": square}
 
 
 def has_identity(values: Values) -> bool:
     """Whether the base is the identity, as without torch's trivialization."""
-    base = _tall(values["base"])
-    return bool(jnp.array_equal(base, _identity(base.shape, base.dtype)))
+    base = _as_tall(values["base"])
+    return bool(jnp.array_equal(base, _identity_of_shape(base.shape, base.dtype)))
 
 
 def write_reflections(w: Array) -> Array:
     """Torch's original of reflections without a base, for this weight: the factors of LAPACK, as in torch."""
-    transposed, taus = jnp.linalg.qr(_tall(w), mode="raw")
+    transposed, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = transposed.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
-    diagonal = _identity(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
-    return _oriented(jnp.tril(factors, -1) + diagonal, w)
+    diagonal = _identity_of_shape(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
+    return _turn_like(jnp.tril(factors, -1) + diagonal, w)
 
 
 def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
-    original = _tall(widened(values["x"]))
+    original = _as_tall(widened(values["x"]))
     rows, columns = original.shape[-2:]
-    whole = _identity((*original.shape[:-2], rows, rows), original.dtype)
+    whole = _identity_of_shape((*original.shape[:-2], rows, rows), original.dtype)
     square = widened(values["base"]) if "base" in values else whole
     base, x = square[..., :columns], product(square, jnp.tril(original, -1))
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":
-        signs = _signs(diagonal)
+        signs = _signs_in_torch(diagonal)
         base, x = -base * signs, -x * signs
     elif jnp.iscomplexobj(x):
         x = x + base * (diagonal - diagonal.conj()) / 2
-    return {"x": _oriented(x, values["x"]), "base": _oriented(base, values["x"])}
+    return {"x": _turn_like(x, values["x"]), "base": _turn_like(base, values["x"])}
 
 
-def _signs(diagonal: Array) -> Array:
+def _signs_in_torch(diagonal: Array) -> Array:
     """The signs of reflections as torch reads them: the integer part of the numbers."""
     signs = jnp.trunc(diagonal)
     if not jnp.all(jnp.abs(signs) == 1):
@@ -78,7 +78,7 @@ def _signs(diagonal: Array) -> Array:
     return signs
 
 
-def _lower(stage: Orthogonal, x: Array) -> Array:
+def _as_lower(stage: Orthogonal, x: Array) -> Array:
     """The lower triangular matrix that gives the same rotation as ``x``, with the identity as the base."""
     if stage.map == "householder":
         return jnp.tril(x, -1)
@@ -87,17 +87,20 @@ def _lower(stage: Orthogonal, x: Array) -> Array:
     lower = jnp.tril(x.at[..., :columns, :].add(-adjoint(top)), -1)
     if jnp.iscomplexobj(x):
         phases = jnp.expand_dims(jnp.diagonal(top - adjoint(top), axis1=-2, axis2=-1), -2) / 2
-        lower = lower + _identity(x.shape, x.dtype) * phases
+        lower = lower + _identity_of_shape(x.shape, x.dtype) * phases
     return lower
 
 
-def _identity(shape: tuple[int, ...], dtype: Any) -> Array:
+def _identity_of_shape(shape: tuple[int, ...], dtype: Any) -> Array:
+    """The identity, in the last two axes of a shape."""
     return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
 
-def _tall(x: Array) -> Array:
+def _as_tall(x: Array) -> Array:
+    """``x``, transposed if it is wide."""
     return x.mT if x.shape[-2] < x.shape[-1] else x
 
 
-def _oriented(x: Array, like: Array) -> Array:
+def _turn_like(x: Array, like: Array) -> Array:
+    """``x``, transposed if ``like`` is wide."""
     return x.mT if like.shape[-2] < like.shape[-1] else x

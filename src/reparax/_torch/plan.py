@@ -10,12 +10,12 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.lineage import lineage_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.axis_order import write_layout
-from reparax._torch.entries import Entry, Index, join, list_entries
+from reparax._torch.entries import Entry, Index, list_entries, stack_parts
 from reparax._torch.names import Naming, StageValues, Twin
 from reparax._torch.rules import Rules
 from reparax._torch.values import read_values, write_values
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, items, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, items, path_text
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class TorchPlan:
 
     def shared(self, raw: PyTree) -> dict[str, Array]:
         """The tied weights, which torch has under both names."""
-        effective = _by_path(self.weights.fold(raw)) if self.tied else {}
+        effective = _leaves_by_path(self.weights.fold(raw)) if self.tied else {}
         return {each.tensor: write_layout(each.part(effective[each.path]), each.layout) for each in self.tied}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
-        paths, leaves, treedef = named(like)
+        paths, leaves, treedef = flatten_with_names(like)
         expected, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
         for held in self.held:
             values = {value: state[name] for value, name in held.names.items() if name in state}
@@ -73,7 +73,7 @@ class TorchPlan:
                 values = read_values(held.stage, values, held.entry, wanted)
             for value, x in values.items():
                 parts.setdefault(held.keys[value], {})[held.entry.index] = x
-        return treedef.unflatten([join(parts[path]) for path in paths])
+        return treedef.unflatten([stack_parts(parts[path]) for path in paths])
 
 
 def make_plan(
@@ -92,5 +92,6 @@ def make_plan(
     return TorchPlan(weights, tuple(held), tuple(tied))
 
 
-def _by_path(tree: PyTree) -> dict[str, Any]:
+def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
     return {path_text(names): x for names, x in items(tree)}

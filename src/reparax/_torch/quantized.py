@@ -16,18 +16,18 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.lineage import lineage_of
 from reparax._numerics.arguments import one_of
-from reparax._torch.axis_order import EXPERTS, of_expert, order, permute, read_layout, write_layout
-from reparax._torch.entries import Entry, Index, join, list_entries, require_known
-from reparax._torch.quantized_files import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, written
+from reparax._torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
+from reparax._torch.entries import Entry, Index, list_entries, require_known, stack_parts
+from reparax._torch.quantized_files import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, write_gguf
 from reparax._torch.rules import Rules
 from reparax._torch.shown import shown
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, items, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, items, path_text
 from reparax._tree.raw import FIXED
 from reparax.quantized import Stored
 from reparax.quantized._formats import FORMATS
-from reparax.quantized._packing import group, packed, unpacked
+from reparax.quantized._packing import group_of_codes, pack, unpack
 
 PLAIN = ("F32", "F16", "BF16")
 
@@ -101,7 +101,7 @@ def from_quantized(
     for entry, held in tensors_of.items():
         used |= {name for name, _ in held.values()}
         try:
-            stage, found = _read(entry, {end: x for end, (_, x) in held.items()}, config)
+            stage, found = _read_parameter(entry, {end: x for end, (_, x) in held.items()}, config)
         except ValueError as error:
             lines.append(f"{entry.tensor}: {error}")
             continue
@@ -115,14 +115,15 @@ def from_quantized(
         raise ValueError(
             f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
         )
-    p = _chain(stages, {entry.path for entry in entries})
+    p = _chain_of_stages(stages, {entry.path for entry in entries})
     shapes = jax.eval_shape(p.init, like)
-    paths, leaves, treedef = named(shapes)
-    joined = {path: join(parts) for path, parts in values.items()}
+    paths, leaves, treedef = flatten_with_names(shapes)
+    joined = {path: stack_parts(parts) for path, parts in values.items()}
     return p, treedef.unflatten([joined.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _require_method(config: Any) -> None:
+    """Requires a configuration whose method is known here."""
     if not isinstance(config, Mapping):
         raise TypeError(
             f"from_quantized takes a dict as config, but got {type(config).__name__}. Pass `quantization_config` of "
@@ -150,31 +151,36 @@ def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, An
     return {end: pair for end, pair in found.items() if end in own or re.fullmatch(r"weight([._].*)?", end)}
 
 
-def _read(entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Array]]:
+def _read_parameter(
+    entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Stored | None, dict[str, Array]]:
     """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
     shape = permute(entry.shape, entry.layout)
     if not held:
         raise ValueError("there is no tensor for it")
-    matrix = _matrix(entry, held, shape, config)
+    matrix = _read_matrix(entry, held, shape, config)
     if matrix is None:
-        x = _plain(entry, held, shape, config)
+        x = _read_plain(entry, held, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
-    turned, (*experts, _, ins) = _outputs(entry) == 1, matrix.values["q"].shape
-    if ins % group(numbers.bits)[0]:
+    turned, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
+    if ins % group_of_codes(numbers.bits)[0]:
         raise ValueError(f"its {ins} inputs of {numbers.bits} bits fill no whole bytes")
     turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
     values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
-    values["q"] = packed(values["q"], numbers.bits, len(experts) + (not turned))
+    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not turned))
     block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
-    axes = _outputs(entry) if by_output or not turned else None
+    axes = _output_axis(entry) if by_output or not turned else None
     stacked = tuple(range(len(entry.index) + len(experts)))
     stage = Stored(matrix.format, block=block, axis=axes, ordered="order" in values, stacked=stacked)
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
 
-def _matrix(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
+def _read_matrix(
+    entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
+) -> Matrix | None:
+    """What the file says of a quantized matrix; None if it does not quantize it."""
     rows = (shape[0], shape[-1])
     if config["quant_method"] == "mxfp4":
         return mxfp4(held, entry.path, entry.tensor.rpartition(".")[2], shape if _is_stack(entry) else None)
@@ -187,7 +193,7 @@ def _matrix(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], confi
     return None if kind in PLAIN or len(shape) != 2 else gguf(held, rows, kind)
 
 
-def _plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
+def _read_plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
     """A tensor that the file does not quantize."""
     x = held.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
     if x is None:
@@ -202,7 +208,7 @@ def _plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config
     return x
 
 
-def _chain(stages: Mapping[str, Stored], paths: set[str]) -> Parametrization:
+def _chain_of_stages(stages: Mapping[str, Stored], paths: set[str]) -> Parametrization:
     """A stage for each format and layout, on the paths of its arrays."""
     kinds: dict[Stored, list[str]] = {}
     for path, stage in stages.items():
@@ -263,16 +269,16 @@ def to_quantized(
             held = {name: lineage.raw.arrays[at] for name, at in codes.items()}
         elif len(shape) == 2 and shape[1] % 32 == 0:
             count = len(entry.index)
-            stage = Stored(format, axis=_outputs(entry), stacked=tuple(range(count)), where=lambda path, x: True)
+            stage = Stored(format, axis=_output_axis(entry), stacked=tuple(range(count)), where=lambda path, x: True)
             held = stage.init({"w": arrays[place]})["w"]["@stored"][FIXED]
         else:
             found[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
             continue
-        turned = _outputs(entry) == 1
+        turned = _output_axis(entry) == 1
         values = {name: entry.part(x) for name, x in held.items()}
-        values["q"] = unpacked(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
+        values["q"] = unpack(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
         rows = {name: np.asarray(x.T if turned else x) for name, x in values.items()}
-        found[entry.tensor] = written(format.removeprefix("gguf:").upper(), rows)
+        found[entry.tensor] = write_gguf(format.removeprefix("gguf:").upper(), rows)
     return dict(sorted(found.items()))
 
 
@@ -281,6 +287,6 @@ def _is_stack(entry: Entry) -> bool:
     return entry.layout.startswith(EXPERTS)
 
 
-def _outputs(entry: Entry) -> int:
+def _output_axis(entry: Entry) -> int:
     """The axis of the outputs of a matrix: the first of torch's, but the last of its experts in GPT-OSS."""
-    return order(of_expert(entry.layout), 2)[1 if _is_stack(entry) else 0]
+    return axis_order(layout_of_matrix(entry.layout), 2)[1 if _is_stack(entry) else 0]

@@ -34,7 +34,7 @@ class Matrix:
     values: dict[str, np.ndarray]
 
 
-def take(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
+def take_tensor(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> np.ndarray:
     """A tensor of that shape and one of these dtypes."""
     if name not in tensors:
         raise ValueError(f"there is no {name!r}")
@@ -47,21 +47,21 @@ def take(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: str) -> n
     return x
 
 
-def whole_parts(count: int, size: int, what: str) -> int:
+def count_whole_parts(count: int, size: int, what: str) -> int:
     """How many parts of that size there are."""
     if size < 1 or count % size:
         raise ValueError(f"its {count} inputs are no multiple of {what} {shown(size)}")
     return count // size
 
 
-def _words(count: int, bits: int, what: str) -> int:
+def _count_words(count: int, bits: int, what: str) -> int:
     """How many words of 32 bits so many numbers fill."""
     if count * bits % 32:
         raise ValueError(f"its {count} {what} of {bits} bits fill no whole words")
     return count * bits // 32
 
 
-def words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
+def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
     stream = np.unpackbits(rows, axis=-1, bitorder="little")
@@ -69,12 +69,13 @@ def words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return np.moveaxis(np.packbits(each, axis=-1, bitorder="little")[..., 0], -1, axis)
 
 
-def signed(codes: np.ndarray, bits: int) -> np.ndarray:
+def to_signed(codes: np.ndarray, bits: int) -> np.ndarray:
     """Numbers counted from the smallest one, as two's complement of that many bits."""
     return ((codes.astype(np.int16) - 2 ** (bits - 1)) & (2**bits - 1)).astype(np.uint8).view(np.int8)
 
 
-def _setting(config: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+def _require_setting(config: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+    """The value of a setting, which must be one of these."""
     value = config.get(name)
     if not any(type(value) is type(each) and value == each for each in allowed):
         wanted = " or ".join(filter(None, (", ".join(map(repr, allowed[:-1])), repr(allowed[-1]))))
@@ -87,7 +88,8 @@ def _is_size(x: Any) -> TypeGuard[int]:
     return type(x) is int and x >= 1
 
 
-def _group(config: Mapping[str, Any], inputs: int) -> int:
+def _group_size(config: Mapping[str, Any], inputs: int) -> int:
+    """The size of groups in a configuration; -1 stands for all inputs."""
     size = config.get("group_size", 128)
     if type(size) is not int:
         raise ValueError(f"expected a whole number as group_size in the configuration, got {shown(size)}")
@@ -98,12 +100,16 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     """GPTQ: words of codes along the inputs; zeros are one less than they are, except in the second format."""
     if "qweight" not in tensors:
         return None
-    (out, inputs), bits = shape, _setting(config, "bits", 2, 3, 4, 8)
-    size = _group(config, inputs)
-    groups = whole_parts(inputs, size, "group_size")
-    codes = words(take(tensors, "qweight", (_words(inputs, bits, "inputs"), out), "int32"), bits, 0)
-    zeros = words(take(tensors, "qzeros", (groups, _words(out, bits, "outputs")), "int32"), bits, 1)
-    scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
+    (out, inputs), bits = shape, _require_setting(config, "bits", 2, 3, 4, 8)
+    size = _group_size(config, inputs)
+    groups = count_whole_parts(inputs, size, "group_size")
+    codes = numbers_in_words(
+        take_tensor(tensors, "qweight", (_count_words(inputs, bits, "inputs"), out), "int32"), bits, 0
+    )
+    zeros = numbers_in_words(
+        take_tensor(tensors, "qzeros", (groups, _count_words(out, bits, "outputs")), "int32"), bits, 1
+    )
+    scales = take_tensor(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
     first = config.get("checkpoint_format", "gptq") != "gptq_v2"
     zero = (zeros.astype(np.int32) + first).astype(scales.dtype)
     values = _in_order({"q": codes.T, "scale": scales.T, "zero": zero.T}, tensors, "g_idx", size)
@@ -113,7 +119,7 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
 def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: int) -> dict[str, np.ndarray]:
     """Values whose inputs are in the order of their scales, and where each input is, if that is another order."""
     inputs = values["q"].shape[1]
-    scale = take(tensors, name, (inputs,), "int32", "int64") if name in tensors else np.full(inputs, -1)
+    scale = take_tensor(tensors, name, (inputs,), "int32", "int64") if name in tensors else np.full(inputs, -1)
     if np.all(scale == -1):  # compressed-tensors says so where there is no order
         return values
     if not np.array_equal(np.sort(scale), np.arange(inputs) // size):
@@ -128,15 +134,17 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
     """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
-    (out, inputs), _ = shape, _setting(config, "bits", 4)
+    (out, inputs), _ = shape, _require_setting(config, "bits", 4)
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
-    size = _group(config, inputs)
-    groups = whole_parts(inputs, size, "group_size")
-    scales = take(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
+    size = _group_size(config, inputs)
+    groups = count_whole_parts(inputs, size, "group_size")
+    scales = take_tensor(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
 
     def numbers(name: str, rows: int) -> np.ndarray:
-        apart = words(take(tensors, name, (rows, _words(out, 4, "outputs")), "int32"), 4, 1).reshape(rows, -1, 8)
+        apart = numbers_in_words(
+            take_tensor(tensors, name, (rows, _count_words(out, 4, "outputs")), "int32"), 4, 1
+        ).reshape(rows, -1, 8)
         return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)  # the inverse of that order
 
     zero = numbers("qzeros", groups).astype(scales.dtype)
@@ -148,39 +156,39 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     del config
     (out, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
     if "SCB" in tensors:
-        q = take(tensors, "weight", shape, "int8")
-        scale = take(tensors, "SCB", (out,), "float32")[:, None] * np.float32(1 / 127)
+        q = take_tensor(tensors, "weight", shape, "int8")
+        scale = take_tensor(tensors, "SCB", (out,), "float32")[:, None] * np.float32(1 / 127)
         return Matrix("int8", None, {"q": q, "scale": scale})
     if state not in tensors:
         if other := next((name for name in tensors if ".quant_state." in name), None):
             raise ValueError(f"expected numbers of nf4, got {other!r}")
         return None
-    said = _facts(tensors[state])
+    said = _read_json(tensors[state])
     size = said.get("blocksize")
     if not _is_size(size) or said.get("shape") != list(shape):
         got = f"{shown(size)} and {shown(said.get('shape'))}"
         raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {got}")
-    blocks = out * whole_parts(inputs, size, "blocksize")
-    if not np.array_equal(take(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
+    blocks = out * count_whole_parts(inputs, size, "blocksize")
+    if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
         raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
-    pairs = take(tensors, "weight", (out * inputs // 2, 1), "uint8")[:, 0]
+    pairs = take_tensor(tensors, "weight", (out * inputs // 2, 1), "uint8")[:, 0]
     codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(shape)
     if "weight.nested_absmax" not in tensors:
-        scale = take(tensors, "weight.absmax", (blocks,), "float32")
+        scale = take_tensor(tensors, "weight.absmax", (blocks,), "float32")
         return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
     many, offset = said.get("nested_blocksize"), said.get("nested_offset")
     if not _is_size(many) or offset is None or not is_number(offset):
         got = f"{shown(many)} and {shown(offset)}"
         raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {got}")
-    table = take(tensors, "weight.nested_quant_map", (256,), "float32")
-    units = take(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
-    rounded = table[take(tensors, "weight.absmax", (blocks,), "uint8")]
+    table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")
+    units = take_tensor(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
+    rounded = table[take_tensor(tensors, "weight.absmax", (blocks,), "uint8")]
     unit = units[np.arange(blocks) // min(many, max(blocks, 1))]
     scale = rounded * unit + np.float32(offset)
     return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
 
 
-def _facts(x: np.ndarray) -> dict[str, Any]:
+def _read_json(x: np.ndarray) -> dict[str, Any]:
     """The JSON in a tensor of bytes."""
     if x.dtype != np.uint8:
         raise ValueError(f"its state is no text: expected bytes, got {x.dtype.name}{list(x.shape)}")
@@ -204,25 +212,29 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
     (out, inputs), scale = shape, tensors["weight_scale"]
     scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
     count = scale.shape[-1] if scale.ndim == 2 else 0
-    size = whole_parts(inputs, count, "the number of scales")
-    scale = take({"weight_scale": scale}, "weight_scale", (scale.shape[0], count), "float16", "bfloat16", "float32")
+    size = count_whole_parts(inputs, count, "the number of scales")
+    scale = take_tensor(
+        {"weight_scale": scale}, "weight_scale", (scale.shape[0], count), "float16", "bfloat16", "float32"
+    )
     if scale.shape[0] not in (1, out):
         raise ValueError(f"expected a scale for each of {out} outputs, got {scale.shape[0]}")
     values = {"scale": np.broadcast_to(scale, (out, count))}
     if "weight_packed" not in tensors:
         if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
             raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
-        q = take(tensors, "weight", shape, "int8", "float8_e4m3fn")
+        q = take_tensor(tensors, "weight", shape, "int8", "float8_e4m3fn")
         return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
-    bits = _bits(config)
-    codes = words(take(tensors, "weight_packed", (out, _words(inputs, bits, "inputs")), "int32"), bits, 1)
+    bits = _bits_of_groups(config)
+    codes = numbers_in_words(
+        take_tensor(tensors, "weight_packed", (out, _count_words(inputs, bits, "inputs")), "int32"), bits, 1
+    )
     if "weight_zero_point" not in tensors:
         if bits == 1:
             raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
-        values |= {"q": signed(codes, bits)}
+        values |= {"q": to_signed(codes, bits)}
         return Matrix(f"int{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
-    held = take(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
-    zero = words(held, bits, 0)[:out].astype(scale.dtype)
+    held = take_tensor(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
+    zero = numbers_in_words(held, bits, 0)[:out].astype(scale.dtype)
     values |= {"q": codes, "zero": zero}
     return Matrix(f"uint{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
 
@@ -230,10 +242,10 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
 def _nvfp4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
     """nvfp4-pack-quantized: two codes in a byte, the first in the low half, and scales that one number divides."""
     out, inputs = shape
-    count = whole_parts(inputs, 16, "the block of")
-    pairs = take(tensors, "weight_packed", (out, inputs // 2), "uint8")
-    scale = take(tensors, "weight_scale", (out, count), "float8_e4m3fn")
-    divisor = take(tensors, "weight_global_scale", (1,), "float32").reshape(1, 1)
+    count = count_whole_parts(inputs, 16, "the block of")
+    pairs = take_tensor(tensors, "weight_packed", (out, inputs // 2), "uint8")
+    scale = take_tensor(tensors, "weight_scale", (out, count), "float8_e4m3fn")
+    divisor = take_tensor(tensors, "weight_global_scale", (1,), "float32").reshape(1, 1)
     if divisor[0, 0] == 0:
         raise ValueError("expected a number by which scales are divided as 'weight_global_scale', got 0")
     codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(shape)
@@ -255,9 +267,9 @@ def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None)
             f"(experts, in, out) here, 'experts:kernel' for (experts, out, in)"
         )
     experts, inputs, out = shape
-    count = whole_parts(inputs, 32, "the block of")
-    pairs = take(tensors, f"{name}_blocks", (experts, out, count, 16), "uint8")
-    scale = take(tensors, f"{name}_scales", (experts, out, count), "uint8")
+    count = count_whole_parts(inputs, 32, "the block of")
+    pairs = take_tensor(tensors, f"{name}_blocks", (experts, out, count, 16), "uint8")
+    scale = take_tensor(tensors, f"{name}_scales", (experts, out, count), "uint8")
     # Beyond these, numbers are infinite in bfloat16, or so small that XLA takes them for 0. A block of zeros may have
     # any small scale.
     wrong = (scale > 252) | ((scale < 2) & np.any(pairs & 0x77, axis=-1))
@@ -267,7 +279,8 @@ def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None)
     return Matrix("mxfp4", 32, {"q": codes, "scale": scale, "unit": np.ones((experts, 1, 1), jnp.bfloat16)})
 
 
-def _bits(config: Mapping[str, Any]) -> int:
+def _bits_of_groups(config: Mapping[str, Any]) -> int:
+    """The number of bits, from 1 to 8, which must be the same in all groups of a configuration."""
     groups = config.get("config_groups")
     found: list[Any] = [
         weights.get("num_bits")
@@ -286,7 +299,8 @@ def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scale, np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)
 
 
-def _halves(x: np.ndarray) -> np.ndarray:
+def _view_float16(x: np.ndarray) -> np.ndarray:
+    """Bytes as numbers of float16."""
     return np.ascontiguousarray(x).view(np.float16)
 
 
@@ -296,45 +310,48 @@ def _nibbles(x: np.ndarray, width: int) -> np.ndarray:
     return (np.concatenate([rows & 15, rows >> 4], axis=-2)).reshape(*x.shape[:-1], -1)
 
 
-def _small(x: np.ndarray, high: int, offset: int) -> dict[str, np.ndarray]:
+def _read_small_block(x: np.ndarray, high: int, offset: int) -> dict[str, np.ndarray]:
     """Blocks of 32 codes: a scale, an offset, the fifth bits, and the low ones."""
     codes = _nibbles(x[..., 2 + offset + high :], 16)
     if high:
         fifth = np.unpackbits(np.ascontiguousarray(x[..., 2 + offset : 6 + offset]), axis=-1, bitorder="little")
         codes = codes | (fifth << 4)
     if offset:
-        return {"q": codes, "scale": _halves(x[..., :2]), "offset": -_halves(x[..., 2:4])}
-    return {"q": signed(codes, 5 if high else 4), "scale": _halves(x[..., :2])}
+        return {"q": codes, "scale": _view_float16(x[..., :2]), "offset": -_view_float16(x[..., 2:4])}
+    return {"q": to_signed(codes, 5 if high else 4), "scale": _view_float16(x[..., :2])}
 
 
-def _eight(x: np.ndarray) -> dict[str, np.ndarray]:
-    return {"q": np.ascontiguousarray(x[..., 2:]).view(np.int8), "scale": _halves(x[..., :2])}
+def _read_q8_0(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Blocks of 32 codes of a whole byte, behind a scale."""
+    return {"q": np.ascontiguousarray(x[..., 2:]).view(np.int8), "scale": _view_float16(x[..., :2])}
 
 
-def _four_k(x: np.ndarray) -> dict[str, np.ndarray]:
+def _read_q4_k(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Blocks of 256 codes of four bits, behind their scales and offsets in units of their own."""
     scale, offset = _k_scales(x[..., 4:16])
-    units = _halves(x[..., :4]).astype(np.float32)
+    units = _view_float16(x[..., :4]).astype(np.float32)
     codes = _nibbles(x[..., 16:], 32)
     return {"q": codes, "scale": scale, "unit": units[..., :1], "offset": offset, "offset_unit": units[..., 1:]}
 
 
-def _six_k(x: np.ndarray) -> dict[str, np.ndarray]:
+def _read_q6_k(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Blocks of 256 codes of six bits, whose upper two lie apart, and their scales in a unit."""
     low = _nibbles(x[..., :128], 64)
     rows = x[..., 128:192].reshape(*x.shape[:-1], 2, 1, 32)
     high = (rows >> np.array([0, 2, 4, 6], np.uint8)[:, None]) & 3
     codes = low | (high.reshape(low.shape) << 4)
     scale = np.ascontiguousarray(x[..., 192:208]).view(np.int8)
-    return {"q": signed(codes, 6), "scale": scale, "unit": _halves(x[..., 208:]).astype(np.float32)}
+    return {"q": to_signed(codes, 6), "scale": scale, "unit": _view_float16(x[..., 208:]).astype(np.float32)}
 
 
 _GGUF: dict[str, tuple[int, int, Callable[[np.ndarray], dict[str, np.ndarray]]]] = {
-    "Q4_0": (32, 18, lambda x: _small(x, 0, 0)),
-    "Q4_1": (32, 20, lambda x: _small(x, 0, 2)),
-    "Q5_0": (32, 22, lambda x: _small(x, 4, 0)),
-    "Q5_1": (32, 24, lambda x: _small(x, 4, 2)),
-    "Q8_0": (32, 34, _eight),
-    "Q4_K": (256, 144, _four_k),
-    "Q6_K": (256, 210, _six_k),
+    "Q4_0": (32, 18, lambda x: _read_small_block(x, 0, 0)),
+    "Q4_1": (32, 20, lambda x: _read_small_block(x, 0, 2)),
+    "Q5_0": (32, 22, lambda x: _read_small_block(x, 4, 0)),
+    "Q5_1": (32, 24, lambda x: _read_small_block(x, 4, 2)),
+    "Q8_0": (32, 34, _read_q8_0),
+    "Q4_K": (256, 144, _read_q4_k),
+    "Q6_K": (256, 210, _read_q6_k),
 }
 """For each type of GGUF: the entries and the bytes of a block, and what the bytes hold."""
 
@@ -345,8 +362,8 @@ def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
         raise ValueError(f"expected a type of {', '.join(_GGUF)}, F32, F16 or BF16, got {shown(kind)}")
     entries, size, read = _GGUF[kind]
     out, inputs = shape
-    blocks = whole_parts(inputs, entries, "the block of")
-    values = read(take(tensors, "data", (out, blocks * size), "uint8").reshape(out, blocks, size))
+    blocks = count_whole_parts(inputs, entries, "the block of")
+    values = read(take_tensor(tensors, "data", (out, blocks * size), "uint8").reshape(out, blocks, size))
     for name, x in values.items():
         if x.dtype.kind == "f" and not np.all(np.isfinite(x)):
             raise ValueError(f"its {name} holds numbers that are not finite")
@@ -358,7 +375,7 @@ def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
     return Matrix(name, FORMATS[name].block, values)
 
 
-def written(kind: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
+def write_gguf(kind: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """The bytes of a matrix in GGUF: the inverse of :func:`gguf`."""
     codes = values["q"].reshape(len(values["q"]), -1, 32)
     parts = [values["scale"], *([-values["offset"]] if "offset" in values else [])]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reparax._stage.where import matches, nothing
+from reparax._stage.where import matches, why_nothing
 from reparax._torch.axis_order import LAYOUTS
 
 Rules = Mapping[str, str] | None
@@ -18,12 +18,12 @@ def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[st
     """For each parameter, the number of its stacked axes, its torch name with a counter for each, and its rule."""
     found: dict[str, tuple[int, str, int | None]] = {path: (0, default_name(path), None) for path in shapes}
     places = {pattern: place for place, pattern in enumerate(names or {})}
-    for path, (match, pattern, name) in _ruled(list(shapes), names or {}, "names").items():
-        found[path] = _counted(path, shapes[path], name), _expanded(match, name), places[pattern]
+    for path, (match, pattern, name) in _match_rules(list(shapes), names or {}, "names").items():
+        found[path] = _count_counters(path, shapes[path], name), _expand_name(match, name), places[pattern]
     return found
 
 
-def number(tensor: str, index: Sequence[int]) -> str:
+def number_tensor(tensor: str, index: Sequence[int]) -> str:
     """A torch name with numbers for its counters."""
     for counter, each in zip(_COUNTERS, index, strict=False):
         tensor = tensor.replace(f"{{{counter}}}", str(each))
@@ -31,11 +31,12 @@ def number(tensor: str, index: Sequence[int]) -> str:
 
 
 def default_name(path: str) -> str:
+    """The torch name of a parameter without a rule: the names of its path, the last one in torch's word."""
     *modules, name = path.split("/")
     return ".".join([*modules, _RENAMED.get(name, name)])
 
 
-def _counted(path: str, shape: tuple[int, ...], name: str) -> int:
+def _count_counters(path: str, shape: tuple[int, ...], name: str) -> int:
     """The number of counters in a name."""
     counters = sorted(set(re.findall(r"\{(.*?)\}", name)))
     if tuple(counters) != _COUNTERS[: len(counters)]:
@@ -48,7 +49,8 @@ def _counted(path: str, shape: tuple[int, ...], name: str) -> int:
     return len(counters)
 
 
-def _expanded(match: re.Match[str], name: str) -> str:
+def _expand_name(match: re.Match[str], name: str) -> str:
+    """The name that a rule gives; raises an error if it asks for a group that the expression lacks."""
     try:
         return match.expand(name).replace("/", ".")  # a group may contain several parts of the path
     except (re.error, IndexError) as error:
@@ -57,7 +59,7 @@ def _expanded(match: re.Match[str], name: str) -> str:
 
 def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
     """The layout of each parameter for which a rule gives one."""
-    ruled = _ruled(paths, layouts or {}, "layouts")
+    ruled = _match_rules(paths, layouts or {}, "layouts")
     for _, _, layout in ruled.values():
         if layout not in LAYOUTS:
             known = ", ".join(map(repr, LAYOUTS))
@@ -65,7 +67,7 @@ def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
     return {path: layout for path, (_, _, layout) in ruled.items()}
 
 
-def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
+def _check_rules(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
     """``rules``, if they are regular expressions, or paths, and a text for each."""
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
         raise ValueError(f"`{what}` takes a dict of regular expressions and, for each, a text, but got {rules!r}.")
@@ -77,12 +79,14 @@ def _checked(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
     return rules
 
 
-def _ruled(paths: Sequence[str], rules: Mapping[str, str], what: str) -> dict[str, tuple[re.Match[str], str, str]]:
+def _match_rules(
+    paths: Sequence[str], rules: Mapping[str, str], what: str
+) -> dict[str, tuple[re.Match[str], str, str]]:
     """For each path that a rule matches, the match, and the first such rule: its expression and its value."""
     found: dict[str, tuple[re.Match[str], str, str]] = {}
-    for pattern, value in _checked(paths, rules, what).items():
+    for pattern, value in _check_rules(paths, rules, what).items():
         matched = matches(pattern, paths)
         if not matched:
-            raise ValueError(f"`{what}` matches nothing: {nothing(pattern, paths)}")
+            raise ValueError(f"`{what}` matches nothing: {why_nothing(pattern, paths)}")
         found = {match[0]: (match, pattern, value) for match in matched} | found
     return found

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._axes.numbers import as_number
+from reparax._axes.numbers import last_to_number
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._torch.axis_order import LAYOUTS, permute
-from reparax._torch.entries import by_layer, require_known
+from reparax._torch.entries import names_by_layer, require_known
 from reparax._torch.names import StageValues, Twin
 from reparax._torch.plan import TorchPlan, make_plan
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import read_tensors
-from reparax._tree.differences import as_stored
+from reparax._tree.differences import describe_as_stored
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, types_of_result
 from reparax.matrices._orthogonal import Orthogonal
@@ -167,6 +167,7 @@ def to_torch(
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
+    """Whether a state dict has values of a tensor under the names of torch's older hooks."""
     return any(tensor + end in state for end in twin.hooked.values())
 
 
@@ -178,17 +179,17 @@ def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], w
     lines, doubtful = list[str](), list[str]()
     for name in sorted(got.keys() | want.keys()):
         if name not in want:
-            lines.append(f"{name}: unexpected, holds {as_stored(got[name])}")
+            lines.append(f"{name}: unexpected, holds {describe_as_stored(got[name])}")
         elif name not in got and name not in bases | {entry.tensor for entry in plan.tied}:
-            lines.append(f"{name}: missing, expected {as_stored(want[name])} for {owners[name].path}")
+            lines.append(f"{name}: missing, expected {describe_as_stored(want[name])} for {owners[name].path}")
             doubtful += [] if owners[name].known else [owners[name].path]
-        elif name in got and as_stored(got[name]) != as_stored(want[name]):
+        elif name in got and describe_as_stored(got[name]) != describe_as_stored(want[name]):
             lines.append(
-                f"{name}: expected {as_stored(want[name])} for {owners[name].path}, got {as_stored(got[name])}"
-                + _fitting(holders.get(name), name, tuple(got[name].shape))
+                f"{name}: expected {describe_as_stored(want[name])} for {owners[name].path}, "
+                f"got {describe_as_stored(got[name])}" + _explain_fit(holders.get(name), name, tuple(got[name].shape))
             )
     if lines:
-        stack = f"If {doubtful[0]!r} is a stack, name each layer: {by_layer(doubtful[0])}. " if doubtful else ""
+        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
         raise ValueError(
             f"the state dict does not fit {p!r}:\n  "
             + "\n  ".join(lines)
@@ -197,7 +198,7 @@ def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], w
         )
 
 
-def _fitting(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
+def _explain_fit(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
     if held is None or len(held.entry.shape) <= 2:
         return ""
@@ -206,7 +207,7 @@ def _fitting(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str
         norms = {axis: np.where(np.arange(len(own)) == axis, own, 1).tolist() for axis in range(len(own))}
         axes = [axis - len(own) for axis in norms if permute(norms[axis], layout) == shape]
         fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
-        axis = as_number(held.stage.axis)
+        axis = last_to_number(held.stage.axis)
         own = norms.get(axis % len(own)) if isinstance(axis, int) else None
     else:
         fits = []

@@ -34,10 +34,11 @@ def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
-    return {name: _read(who, what, name, x) for name, x in tensors.items()}
+    return {name: _read_tensor(who, what, name, x) for name, x in tensors.items()}
 
 
-def _read(who: str, what: str, name: Any, x: Any) -> np.ndarray:
+def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
+    """A tensor or array in numpy; raises an error for what holds no plain numbers."""
     if not isinstance(name, str):
         raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
     if not is_array(x):

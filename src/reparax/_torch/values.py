@@ -9,7 +9,7 @@ from jax import Array
 from reparax._axes.numbers import EACH, list_axes
 from reparax._core.algebra import Parametrization
 from reparax._numerics.arithmetic import widened
-from reparax._torch.axis_order import order, permute, read_layout, write_layout
+from reparax._torch.axis_order import axis_order, permute, read_layout, write_layout
 from reparax._torch.entries import Entry
 from reparax._torch.names import EXCHANGE_PLAIN
 from reparax._torch.orthogonal import (
@@ -32,9 +32,9 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_written(stage, values, entry, based=based)
+        found = _orthogonal_to_torch(stage, values, entry, based=based)
     else:
-        found = {name: _written(stage, name, x, entry) for name, x in values.items()}
+        found = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
     return {name: _cast(x, entry.dtype) for name, x in found.items()}
 
 
@@ -43,17 +43,19 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_read(stage, values, entry)
+        found = _orthogonal_from_torch(stage, values, entry)
     else:
-        found = {name: _read(stage, name, x, entry, like[name].shape) for name, x in values.items()}
+        found = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
     return {name: x.astype(like[name].dtype) for name, x in found.items()}
 
 
 def _cast(x: Array, dtype: Any) -> Array:
+    """``x`` in a dtype; real numbers in the real part of it."""
     return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
 
 
-def _written(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
+def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
+    """One of our raw values as torch stores it."""
     match stage, name:
         case WeightNorm(axis=axis), "g":
             _require_one_axis(stage, axis)
@@ -61,29 +63,30 @@ def _written(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(), "v":
-            return write_layout(x.reshape(_rows(stage, entry.shape)), entry.layout).reshape(-1)
+            return write_layout(x.reshape(_shape_without_column(stage, entry.shape)), entry.layout).reshape(-1)
         case _, "mask":
             return write_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
         case _:
             return write_layout(x, entry.layout)
 
 
-def _read(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
+def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
+    """One of torch's values as ours, whose shape is given."""
     match stage, name:
         case WeightNorm(axis=None), "g":
             return x.reshape(shape)
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(), "v":
-            rest = permute(_rows(stage, entry.shape), entry.layout)
+            rest = permute(_shape_without_column(stage, entry.shape), entry.layout)
             return read_layout(x.reshape(rest), entry.layout).reshape(-1)
         case _, "mask":
-            return _of_slices(_binary(read_layout(x, entry.layout)), shape)
+            return _mask_of_slices(_require_binary(read_layout(x, entry.layout)), shape)
         case _:
             return read_layout(x, entry.layout)
 
 
-def _rows(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an array without its column, of which torch has one axis."""
     _, columns = stage.axes_of(len(shape))
     if len(columns) > 1:
@@ -92,11 +95,12 @@ def _rows(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _require_one_axis(stage: Parametrization, axis: Any) -> None:
+    """Raises an error for norms along several axes or of single numbers, which torch lacks."""
     if isinstance(axis, tuple) or axis == EACH:
         raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
-def _binary(mask: Array) -> Array:
+def _require_binary(mask: Array) -> Array:
     """A mask of zeros and ones; other numbers would have other gradients than in torch, so they are refused."""
     if not jnp.all((mask == 0) | (mask == 1)):
         raise ValueError(
@@ -106,7 +110,7 @@ def _binary(mask: Array) -> Array:
     return mask
 
 
-def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
+def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     """A mask of single weights as a mask of slices, if the stage has such a mask."""
     axes = tuple(i for i, (size, whole) in enumerate(zip(shape, mask.shape, strict=True)) if size < whole)
     found = jnp.max(mask, axis=axes, keepdims=True)
@@ -115,16 +119,18 @@ def _of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     return found
 
 
-def _orthogonal_written(stage: Orthogonal, values: Values, entry: Entry, *, based: bool) -> Values:
+def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, based: bool) -> Values:
+    """Raw values of Orthogonal as torch stores them; without a base unless ``based``."""
     turned = _is_turned(stage, values, entry)
     if not based:
-        return _without_base(stage, values, entry)
+        return _orthogonal_without_base(stage, values, entry)
     if other_chart(stage, entry.shape, turned=turned):
         return write_orthogonal(stage, at_base(stage, values))
     return write_orthogonal(stage, {x: write_layout(values[x], entry.layout) for x in values})
 
 
-def _without_base(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+def _orthogonal_without_base(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+    """The same where torch has no base; raises an error if ours is not the identity."""
     if stage.map == "householder":
         return {"x": write_reflections(write_layout(widened(stage.apply_leaf(values)), entry.layout))}
     written = {x: write_layout(values[x], entry.layout) for x in values}
@@ -136,7 +142,8 @@ def _without_base(stage: Orthogonal, values: Values, entry: Entry) -> Values:
     return {"x": write_orthogonal(stage, written)["x"]}
 
 
-def _orthogonal_read(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+def _orthogonal_from_torch(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+    """Torch's values as raw values of Orthogonal."""
     turned = _is_turned(stage, values, entry)
     found = read_orthogonal(stage, values)
     if other_chart(stage, entry.shape, turned=turned):
@@ -150,7 +157,7 @@ def _is_turned(stage: Orthogonal, values: Values, entry: Entry) -> bool:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
     of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
-    turned = order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
+    turned = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
     if not of_leading or (turned and leading):
         raise ValueError(
             f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
-from reparax._tree.raw import parameter
+from reparax._tree.raw import parameter_path
 
 T = TypeVar("T")
 
@@ -16,49 +16,49 @@ def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> 
     found: dict[str, dict[str, T]] = {}
     for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (empty and names and is_empty(leaf)):
-            base = parameter(names)
+            base = parameter_path(names)
             rest = path_text(names).removeprefix(base).removeprefix("/")
             found.setdefault(base, {})[rest] = describe(leaf)
     return found
 
 
-def _stage(content: dict[str, str]) -> str:
-    """The outermost marker of a parameter."""
+def _outer_marker(content: dict[str, str]) -> str:
+    """The outermost marker of a parameter, in words if it has none."""
     rest = next(iter(content))
     return rest.split("/")[0] if rest else "a plain array"
 
 
-def _whole(content: dict[str, str]) -> str:
+def _short_description(content: dict[str, str]) -> str:
     """A short description of a parameter: its outermost marker, or the type of the plain array."""
-    return content.get("") or _stage(content)
+    return content.get("") or _outer_marker(content)
 
 
-def as_stored(x: Any) -> str:
+def describe_as_stored(x: Any) -> str:
     """A description that distinguishes float64 from float32, also where JAX reads both as float32."""
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else describe(x)
 
 
-def _differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
+def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` differs from ``init(like)``."""
-    plain = all(as_stored(x) == describe(x) for x in jax.tree.leaves(like))
-    got = by_parameter(raw, as_stored if plain else describe, empty=True)
+    plain = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
+    got = by_parameter(raw, describe_as_stored if plain else describe, empty=True)
     want = by_parameter(types_of_result(init, like), describe, empty=True)
     lines: list[str] = []
     for base in sorted(got.keys() | want.keys()):
         if base not in got:
-            lines.append(f"{base}: missing, expected {_whole(want[base])}")
+            lines.append(f"{base}: missing, expected {_short_description(want[base])}")
         elif base not in want:
-            lines.append(f"{base}: unexpected, holds {_whole(got[base])}")
-        elif _stage(got[base]) != _stage(want[base]):
-            lines.append(f"{base}: expected {_stage(want[base])}, got {_stage(got[base])}")
+            lines.append(f"{base}: unexpected, holds {_short_description(got[base])}")
+        elif _outer_marker(got[base]) != _outer_marker(want[base]):
+            lines.append(f"{base}: expected {_outer_marker(want[base])}, got {_outer_marker(got[base])}")
         else:
-            lines += _leaf_differences(base, got[base], want[base])
+            lines += _list_value_differences(base, got[base], want[base])
     return lines
 
 
 def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
     """Raises an error with each path at which a raw tree differs from ``init(like)``."""
-    lines = _differences(raw, like, init)
+    lines = _list_differences(raw, like, init)
     if lines:
         raise ValueError(
             f"{who} found a raw tree that differs from `init(like)`:\n  "
@@ -67,7 +67,9 @@ def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[
         )
 
 
-def _leaf_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+def _list_value_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+    """A line for each value that one parameter lacks, has in excess, or has in another type."""
+
     def line(rest: str) -> str:
         path = f"{base}/{rest}" if rest else base
         if rest not in got:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from reparax._tree.paths import Names, PyTree, is_array, is_empty, is_end, items, named, path_text, type_of
-from reparax._tree.raw import FIXED, Slot, describe_places, holds_markers, is_mark, same_path
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, is_empty, is_end, items, path_text, type_of
+from reparax._tree.raw import FIXED, Slot, describe_places, holds_markers, is_mark, same_path_error
 from reparax._tree.state import state_flags
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
@@ -72,12 +72,12 @@ class Flat:
 
 def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat."""
-    paths, nodes, treedef = named(tree, holds_markers)
+    paths, nodes, treedef = flatten_with_names(tree, holds_markers)
     arrays: dict[Names, Any] = {}
     for path, node in zip(paths, nodes, strict=True):
         for end, x in items(node, is_end) if holds_markers(node) else [((), node)]:
             if (*path, *end) in arrays:
-                raise same_path(path_text((*path, *end)))
+                raise same_path_error(path_text((*path, *end)))
             arrays[*path, *end] = x
     return Flat(Frame(treedef, tuple(paths)), arrays)
 
@@ -87,7 +87,7 @@ def nest(tree: Flat) -> PyTree:
     held: dict[Any, Any] = {}
     for place, x in tree.arrays.items():
         root = tree.root(place)
-        _hold(held, [root, *place[len(root) :]], x)
+        _put(held, [root, *place[len(root) :]], x)
     return tree.frame.treedef.unflatten([held[place] for place in tree.frame.places])
 
 
@@ -107,17 +107,17 @@ def graft(method: str, raw: Flat, before: Flat, after: Flat, *, free: bool) -> F
     return replace(raw, arrays={at: fresh.get(at, x) for at, x in raw.arrays.items()})
 
 
-def nested(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
-    """What stands below a place, as nested dicts."""
+def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
+    """What stands below a place, as nest_below dicts."""
     held: dict[Any, Any] = {}
     for names, x in arrays.items():
         if len(names) > len(place) and names[: len(place)] == place:
-            _hold(held, names[len(place) :], x)
+            _put(held, names[len(place) :], x)
     return held
 
 
-def _hold(held: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Puts ``x`` at the end of ``keys`` in nested dicts."""
+def _put(held: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
+    """Puts ``x`` at the end of ``keys`` in nest_below dicts."""
     for key in keys[:-1]:
         held = held.setdefault(key, {})
     held[keys[-1]] = x

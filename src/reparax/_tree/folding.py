@@ -27,20 +27,20 @@ class Line:
         return f"{self.count} x " if self.count > 1 else ""
 
 
-def counted(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
+def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
     """A line for each path and value, in their order."""
     return [Line((path,), value, n) for (path, value), n in Counter(items).items()]
 
 
-def folded(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
-    """Like :func:`counted`, with equal values at consecutive numbers in one line: ``layers/0..11/kernel``."""
-    lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in counted(items)]
+def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
+    """Like :func:`count_lines`, with equal values at consecutive numbers in one line: ``layers/0..11/kernel``."""
+    lines = [replace(line, parts=tuple(re.split(r"(\d+)", line.path))) for line in count_lines(items)]
     for i in range(1, max((len(line.parts) for line in lines), default=0), 2):
-        lines = _folded_at(i, lines)
+        lines = _fold_numbers_at(i, lines)
     return lines
 
 
-def _folded_at(i: int, lines: list[Line]) -> list[Line]:
+def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
     """``lines``, where those that differ only in part ``i`` become one line, at the place of the first."""
     alike: dict[Hashable, list[tuple[int, int]]] = {}
     for place, line in enumerate(lines):
@@ -51,11 +51,12 @@ def _folded_at(i: int, lines: list[Line]) -> list[Line]:
     for group in alike.values():
         for _, run in groupby(enumerate(sorted(group)), key=lambda each: each[1][0] - each[0]):
             places = [place for _, (_, place) in run]
-            found[min(places)] = _folded(i, [lines[place] for place in places])
+            found[min(places)] = _join_run(i, [lines[place] for place in places])
     return [found[place] for place in sorted(found)]
 
 
-def _folded(i: int, lines: list[Line]) -> Line:
+def _join_run(i: int, lines: list[Line]) -> Line:
+    """One line for a run of lines that differ only in part ``i``: ``layers/0..11``; a single line as it is."""
     first, last = lines[0], lines[-1]
     if len(lines) == 1:
         return first

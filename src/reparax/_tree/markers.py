@@ -14,7 +14,7 @@ from reparax._tree.values import OTHERS, Values
 Types = tuple[tuple[str, tuple[int, ...], Any], ...]
 
 
-def no_own_node(who: str, kind: str, tree: PyTree) -> ValueError:
+def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
     """The error for a tree in which a stage finds no marker of its own."""
     mark = marker(kind, 1)
     if marks := outer_markers(tree):
@@ -41,15 +41,15 @@ def require_values(node: Mapping[str, Any], mark: str) -> None:
         raise ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
     for name, value in {**held, **held.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
-            raise ValueError(f"expected an array as {name!r}, got {_other(value)}: {_other_than_an_array(value)}")
+            raise ValueError(f"expected an array as {name!r}, got {_describe_other(value)}: {_explain_other(value)}")
 
 
-def _other(value: Any) -> str:
+def _describe_other(value: Any) -> str:
     """What came in place of an array; what was a list has become a dict of numbers where a tree was laid flat."""
     return f"a tree with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else type(value).__name__
 
 
-def _other_than_an_array(value: Any) -> str:
+def _explain_other(value: Any) -> str:
     """Where a value that is not an array may come from, and what to do."""
     if value is None:
         return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
@@ -129,6 +129,7 @@ def require_named_arrays(method: str, values: Any, said: Values) -> None:
 
 
 def require_type(method: str, got: Any, expected: Array) -> None:
+    """Requires that ``method`` returned the shape and dtype of ``expected``, the model's array."""
     if describe(got) != describe(expected):
         vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(

@@ -130,7 +130,7 @@ def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
     return each_opened(tree)
 
 
-def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
+def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
     """The names on the path to each leaf, the leaves, and the treedef.
 
     The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is.
@@ -155,7 +155,7 @@ def named(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], lis
 
 def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
     """Each leaf with the names on its path."""
-    paths, leaves, _ = named(tree, is_leaf)
+    paths, leaves, _ = flatten_with_names(tree, is_leaf)
     return list(zip(paths, leaves, strict=True))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from reparax._tree.paths import Names, PyTree, is_empty, items, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_empty, items, path_text
 from reparax._tree.values import Values, value_of
 
 FIXED = "@fixed"
@@ -81,7 +81,7 @@ def kind_of(mark: str) -> str:
     return mark.split("@")[1]
 
 
-def parameter(place: Names) -> str:
+def parameter_path(place: Names) -> str:
     """The path of the parameter: all names before the first marker."""
     for i, name in enumerate(place):
         if name.startswith("@"):
@@ -99,11 +99,12 @@ def marker(kind: str, n: int) -> str:
     return f"@{kind}" if n == 1 else f"@{kind}@{n}"
 
 
-def _stage(place: Names, i: int) -> Kind:
+def _stage_class(place: Names, i: int) -> Kind:
+    """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
     kind = kind_of(place[i])
     if kind not in _kinds:
         raise ValueError(
-            f"The raw tree holds {place[i]!r} at {parameter(place)!r}, but no stage of that kind is defined. "
+            f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
             f"Import the module that defines it."
         )
     return _kinds[kind]
@@ -133,14 +134,16 @@ class _Value(NamedTuple):
     decays: bool
 
 
-def _values(place: Names, *, bases: bool = False) -> Iterator[_Value]:
+def _values_along(place: Names, *, bases: bool = False) -> Iterator[_Value]:
     """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(place):
         if is_mark(name):
             is_fixed = FIXED in place[i + 1 : i + 2]
             if len(place) <= i + 1 + is_fixed:
-                raise ValueError(f"The raw tree holds no values under {name!r} at {parameter(place)!r}: {OTHER_CHAIN}")
-            values, value = _stage(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
+                raise ValueError(
+                    f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
+                )
+            values, value = _stage_class(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
             said = value_of(values, value)
             of_base = bases and any(each.base for each in values.values())
             main = said.base if of_base else said.main
@@ -149,9 +152,9 @@ def _values(place: Names, *, bases: bool = False) -> Iterator[_Value]:
             yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, said.decays)
 
 
-def aligned(place: Names) -> bool:
+def is_aligned(place: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-    return all(value.aligned for value in _values(place))
+    return all(value.aligned for value in _values_along(place))
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slot]:
@@ -161,13 +164,13 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slo
     """
     mains: dict[Names, set[str]] = {}
     for place in places:
-        for value in _values(place, bases=bases):
+        for value in _values_along(place, bases=bases):
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
     def slot(place: Names) -> Slot:
-        shown = seed = own = parameter(place)
+        shown = seed = own = parameter_path(place)
         all_main, visible, added, decays = True, True, False, True
-        for value in _values(place, bases=bases):
+        for value in _values_along(place, bases=bases):
             if value.in_path:
                 shown, seed = f"{shown}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
@@ -182,12 +185,12 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slo
     known: set[str] = set()
     for each in slots:
         if each.seed in known:
-            raise same_path(each.seed)
+            raise same_path_error(each.seed)
         known.add(each.seed)
     return slots
 
 
-def same_path(path: str) -> ValueError:
+def same_path_error(path: str) -> ValueError:
     """The error for a tree in which two leaves have one path."""
     return ValueError(
         f"Two leaves of the tree have the path {path!r}. "
@@ -197,7 +200,7 @@ def same_path(path: str) -> ValueError:
 
 def flatten_slots(tree: PyTree) -> tuple[list[Any], list[Slot], Any]:
     """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef."""
-    paths, leaves, treedef = named(tree)
+    paths, leaves, treedef = flatten_with_names(tree)
     return leaves, describe_places(paths), treedef
 
 
@@ -218,10 +221,10 @@ def empty_nodes(tree: PyTree) -> list[Names]:
 def outer_markers(tree: PyTree) -> dict[str, str]:
     """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
     found: dict[str, str] = {}
-    for path in named(tree, is_empty)[0]:
+    for path in flatten_with_names(tree, is_empty)[0]:
         first = next((name for name in path if name.startswith("@")), None)
         if first is not None:
-            found.setdefault(parameter(path), first)
+            found.setdefault(parameter_path(path), first)
     return found
 
 

@@ -16,11 +16,12 @@ def size_in_bytes(x: Any) -> int:
 
 @functools.cache
 def _size_of_key(dtype: Any) -> int:
+    """The size in bytes of the words of one PRNG key of this dtype."""
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return words.size * words.dtype.itemsize
 
 
-def readable(n: float) -> str:
+def readable_size(n: float) -> str:
     """A number of bytes with a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":

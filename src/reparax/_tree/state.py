@@ -2,8 +2,8 @@
 
 import jax
 
-from reparax._tree.paths import PyTree, has_ancestor, named
-from reparax._tree.raw import parameter
+from reparax._tree.paths import PyTree, flatten_with_names, has_ancestor
+from reparax._tree.raw import parameter_path
 
 
 def state_flags(tree: PyTree) -> list[bool]:
@@ -11,12 +11,12 @@ def state_flags(tree: PyTree) -> list[bool]:
 
     The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
     """
-    paths, nodes, _ = named(tree, lambda x: has_ancestor(x, "Variable"))
+    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
         other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
-        beside_params = "params" in collections and path[0] != "params" and "/" in parameter(path)
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
         other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags

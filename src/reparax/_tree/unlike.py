@@ -1,9 +1,24 @@
 """Trees that should be alike: the first place at which one differs from the other, for errors."""
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from reparax._tree.differences import by_parameter
 from reparax._tree.paths import PyTree
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class TreeOf(StrEnum):
+    """What a tree belongs to that is not the wanted one, in the words of errors."""
+
+    THE_MODEL = "the model"
+    """It has arrays where a raw tree has markers."""
+    A_RAW_TREE = "a raw tree"
+    """It has markers where the model has arrays."""
+    ANOTHER_CHAIN = "another chain"
+    ANOTHER_MODEL = "another model"
+    OTHER_SHAPES = "other shapes"
 
 
 @dataclass(frozen=True)
@@ -14,14 +29,13 @@ class Difference:
       path: The path.
       wanted: What should be there, in words.
       got: What is there, in words.
-      of: What the tree is one of: ``"the model"``, if it has arrays where a raw tree has markers; ``"a raw tree"``, if
-        it is the other way round; ``"another chain"``, ``"another model"`` or ``"other shapes"``.
+      of: What the tree belongs to instead.
     """
 
     path: str
     wanted: str
     got: str
-    of: str
+    of: TreeOf
 
     @property
     def swapped(self) -> "Difference":
@@ -32,30 +46,31 @@ class Difference:
         return f"expected {self.wanted} at {self.path!r}, got {self.got}"
 
 
-def difference(got: PyTree, wanted: PyTree) -> Difference | None:
+def first_difference(got: PyTree, wanted: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
-    here, there = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (got, wanted))
-    for path in there:
-        if path in here and (found := _of_stages(path, here[path], there[path])) is not None:
+    held, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (got, wanted))
+    for path in expected:
+        if path in held and (found := _stage_difference(path, held[path], expected[path])) is not None:
             return found
-    pairs = [(path, here.get(path, {}), there.get(path, {})) for path in dict.fromkeys([*there, *here])]
-    return next((found for each in pairs if (found := _of_values(*each)) is not None), None)
+    pairs = [(path, held.get(path, {}), expected.get(path, {})) for path in dict.fromkeys([*expected, *held])]
+    return next((found for each in pairs if (found := _value_difference(*each)) is not None), None)
 
 
-def _of_stages(path: str, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> Difference | None:
-    got, wanted = (next(iter(each)).split("/")[0] for each in (here, there))
-    if got == wanted:
+def _stage_difference(path: str, got: Shapes, wanted: Shapes) -> Difference | None:
+    """The difference between the outermost markers of a parameter, or None."""
+    mark, wanted_mark = (next(iter(each)).split("/")[0] for each in (got, wanted))
+    if mark == wanted_mark:
         return None
-    of = "another chain" if got and wanted else "the model" if wanted else "a raw tree"
-    return Difference(path, repr(wanted) if wanted else "an array", repr(got) if got else "an array", of)
+    of = TreeOf.ANOTHER_CHAIN if mark and wanted_mark else TreeOf.THE_MODEL if wanted_mark else TreeOf.A_RAW_TREE
+    return Difference(path, repr(wanted_mark) if wanted_mark else "an array", repr(mark) if mark else "an array", of)
 
 
-def _of_values(path: str, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> Difference | None:
-    for rest in dict.fromkeys([*there, *here]):
-        if here.get(rest) != there.get(rest):
-            got, wanted = (f"shape {each[rest]}" if rest in each else "nothing" for each in (here, there))
-            of = "other shapes" if rest in here and rest in there else "another model"
-            if of == "another model":
-                got, wanted = ("nothing" if each == "nothing" else "an array" for each in (got, wanted))
-            return Difference(f"{path}/{rest}".strip("/"), wanted, got, of)
+def _value_difference(path: str, got: Shapes, wanted: Shapes) -> Difference | None:
+    """The first difference between the shapes of a parameter's values, or None."""
+    for rest in dict.fromkeys([*wanted, *got]):
+        if got.get(rest) != wanted.get(rest):
+            both = rest in got and rest in wanted
+            words = [f"shape {x[rest]}" if both else "an array" if rest in x else "nothing" for x in (wanted, got)]
+            of = TreeOf.OTHER_SHAPES if both else TreeOf.ANOTHER_MODEL
+            return Difference(f"{path}/{rest}".strip("/"), words[0], words[1], of)
     return None

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def attribute(
+def find_attribute(
     owner: Any,
     held: Any,
     name: str,

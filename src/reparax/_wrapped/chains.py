@@ -3,13 +3,13 @@
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.calls import call
+from reparax._core.calls import call_name
 from reparax._core.lineage import lineage_of
 from reparax._core.value import Static
 from reparax._tree.paths import PyTree
 
 
-def checked(who: str, model: Any, p: Any) -> Parametrization:
+def check_chain(who: str, model: Any, p: Any) -> Parametrization:
     """``p``, if it is a chain and ``model`` is none."""
     if isinstance(p, Parametrization) and not isinstance(model, Static):
         return p
@@ -18,11 +18,11 @@ def checked(who: str, model: Any, p: Any) -> Parametrization:
     raise TypeError(f"{who} takes a model and then a chain, but got {got}. Write `{who}(model, rpx.WeightNorm())`.")
 
 
-def needs_stream(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
+def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """The error for a call of a chain that draws, without a stream to draw from."""
     return ValueError(
-        f"{call(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got {what}. "
-        f"Give one, `{give}`, or evaluate with {mean}."
+        f"{call_name(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
+        f"{what}. Give one, `{give}`, or evaluate with {mean}."
     )
 
 
@@ -31,20 +31,20 @@ def has_fixed(p: Parametrization) -> bool:
     return any(value.fixed for stage in p for value in stage.raw_values.values())
 
 
-def made_by(p: Parametrization, raw: PyTree) -> PyTree:
+def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
     """The raw tree, if ``p`` has made it."""
     lineage_of(p, raw)
     return raw
 
 
-def needs_fixed(p: Parametrization, given: str, missing: str, write: str) -> ValueError:
+def needs_fixed_error(p: Parametrization, given: str, missing: str, write: str) -> ValueError:
     """The error for values that train, without those that do not."""
     return ValueError(
-        f"{call(p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do not train are. "
-        f"{write}"
+        f"{call_name(p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do not train "
+        f"are. {write}"
     )
 
 
-def needs_start(p: Parametrization, give: str) -> ValueError:
+def needs_start_error(p: Parametrization, give: str) -> ValueError:
     """The error for a chain whose start is random, without a key."""
-    return ValueError(f"{call(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+    return ValueError(f"{call_name(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")

@@ -69,10 +69,10 @@ class Coefficients(RowsAndColumns):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x, (i, j), w = widened(values["x"]), values["index"].T, widened(values["w"])
         spread = jnp.zeros_like(w).at[i, j].add(scalar(self.scale, x.real).astype(x.dtype) * x)
-        return (w + (_wave(spread) if self.basis == "fourier" else spread)).astype(values["w"].dtype)
+        return (w + (_inverse_fourier(spread) if self.basis == "fourier" else spread)).astype(values["w"].dtype)
 
 
-def _wave(spectrum: Array) -> Array:
+def _inverse_fourier(spectrum: Array) -> Array:
     """The inverse Fourier transform; its real part for a real spectrum."""
     wave = jnp.fft.ifft2(spectrum)
     return wave if jnp.iscomplexobj(spectrum) else wave.real

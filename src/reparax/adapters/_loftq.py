@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.paths import Names, PyTree, dtype_of, is_array, path_text
-from reparax._tree.raw import marker, parameter
+from reparax._tree.raw import marker, parameter_path
 from reparax.adapters._lora import LoRA
 from reparax.adapters._starts import STARTS
 
@@ -59,7 +59,7 @@ def loftq(
       Models*, 2024.
     """
     steps = check_positive_whole(steps, "loftq", "steps")
-    adapters = _adapters(p)
+    adapters = _adapter_stages(p)
     key = jax.random.key(0) if key is None else key
     principal = compose(tuple(replace(stage, start="pissa") for stage in adapters))
     wanted = flatten(params)
@@ -67,33 +67,34 @@ def loftq(
     def step(target: Flat) -> tuple[Flat, Flat]:
         """What the chain makes of the target, and what is left of the weights, as factors."""
         raw = flatten(p.init(nest(target), key, seen=seen))
-        return raw, flatten(principal.init(nest(_less(wanted, _without_factors(p, raw)))))
+        return raw, flatten(principal.init(nest(_subtract(wanted, _without_factors(p, raw)))))
 
     raw, parts = step(wanted)
     if twice := [place for place in parts.arrays if marker("lora", 2) in place]:
         raise ValueError(
-            f"loftq takes one LoRA for each array, but two act on {parameter(twice[0])!r}. Narrow them with `where`."
+            f"loftq takes one LoRA for each array, but two act on {parameter_path(twice[0])!r}. Narrow them with "
+            f"`where`."
         )
     for _ in range(steps - 1):
-        less = _less(wanted, _products(principal, parts))
-        raw, parts = step(_like(less.arrays, wanted))
+        less = _subtract(wanted, _factor_products(principal, parts))
+        raw, parts = step(_cast_like(less.arrays, wanted))
     factors = {place: x for place, x in parts.arrays.items() if place[-2:] in FACTORS}
     if lost := [place for place in factors if place not in raw.arrays]:
         raise ValueError(
             f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes it. "
             f"Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
         )
-    return nest(_like(factors, raw))
+    return nest(_cast_like(factors, raw))
 
 
-def _products(principal: Parametrization, parts: Flat) -> Mapping[Names, Any]:
+def _factor_products(principal: Parametrization, parts: Flat) -> Mapping[Names, Any]:
     """The products of factors."""
     zeros = {place: x if place[-2:] in FACTORS else jnp.zeros_like(x) for place, x in parts.arrays.items()}
     made = flatten(principal.fold(nest(replace(parts, arrays=zeros)))).arrays
     return {root: made[root] for root in {parts.root(place) for place in zeros if place[-2:] in FACTORS}}
 
 
-def _adapters(p: Parametrization) -> list[LoRA]:
+def _adapter_stages(p: Parametrization) -> list[LoRA]:
     """The stages whose factors are found."""
     found = [stage for stage in p if isinstance(stage, LoRA)]
     if not found or not isinstance(tuple(p)[-1], LoRA):
@@ -115,17 +116,20 @@ def _without_factors(p: Parametrization, raw: Flat) -> Mapping[Names, Any]:
     return flatten(p.fold(nest(replace(raw, arrays={**raw.arrays, **zeros})))).arrays
 
 
-def _less(tree: Flat, others: Mapping[Names, Any]) -> Flat:
+def _subtract(tree: Flat, others: Mapping[Names, Any]) -> Flat:
     """The tree with these arrays taken away from its own, in float32 where that is more."""
-    less = {at: widened(tree.arrays[at]) - widened(x) for at, x in others.items() if _is_real(tree.arrays[at])}
+    less = {at: widened(tree.arrays[at]) - widened(x) for at, x in others.items() if _is_inexact_array(tree.arrays[at])}
     return replace(tree, arrays={**tree.arrays, **less})
 
 
-def _is_real(x: Any) -> bool:
+def _is_inexact_array(x: Any) -> bool:
+    """Whether a leaf is an array of floating or complex numbers."""
     return is_array(x) and is_inexact(x)
 
 
-def _like(new: Mapping[Names, Any], tree: Flat) -> Flat:
+def _cast_like(new: Mapping[Names, Any], tree: Flat) -> Flat:
     """The tree with new arrays of its own dtypes."""
-    own = {at: new[at].astype(dtype_of(x)) if at in new and _is_real(x) else x for at, x in tree.arrays.items()}
+    own = {
+        at: new[at].astype(dtype_of(x)) if at in new and _is_inexact_array(x) else x for at, x in tree.arrays.items()
+    }
     return replace(tree, arrays=own)

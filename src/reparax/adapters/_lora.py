@@ -143,5 +143,6 @@ class LoRA(RowsAndColumns):
         return scalar(self.alpha, like.real) / (self.rank if self.divisor == "rank" else self.rank**0.5)
 
     def _difference(self, a: Array, b: Array) -> Array:
+        """The scaled product of the factors."""
         a, b = widened(a), widened(b)
         return self._factor(a).astype(a.dtype) * product(a, b)

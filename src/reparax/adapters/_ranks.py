@@ -7,7 +7,7 @@ import numpy as np
 from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_known_number, check_positive_whole
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 
 
 def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
@@ -49,11 +49,11 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     check_positive_whole(rank, "eva_ranks", "rank")
     if check_known_number(rho, "eva_ranks", "rho") < 1:
         raise ValueError(f"eva_ranks got rho={rho}, but takes at least 1.")
-    paths, nodes, _ = named(seen, lambda x: isinstance(x, Seen))
+    paths, nodes, _ = flatten_with_names(seen, lambda x: isinstance(x, Seen))
     parts: dict[str, np.ndarray] = {}
     for path, x in zip(map(path_text, paths), nodes, strict=True):
         with locate_errors(f"eva_ranks at {path!r}"):
-            found = _explained(x)
+            found = _explained_variance(x)
         if found is not None:
             parts[path] = found
     if not parts:
@@ -67,7 +67,7 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     return {path: taken.count(path) for path in parts}
 
 
-def _explained(seen: Seen) -> np.ndarray | None:
+def _explained_variance(seen: Seen) -> np.ndarray | None:
     """The part of the covariance in each direction, the largest first; None if the array is not read as one matrix."""
     if len(seen.reads) != 1:
         return None

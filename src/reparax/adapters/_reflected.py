@@ -18,6 +18,7 @@ from reparax._tree.values import Values, fixed, main
 
 
 def _check_even(value: Any, who: str, name: str) -> int:
+    """An even number of at least 2."""
     if check_positive_whole(value, who, name) % 2:
         raise ValueError(f"{who} got {name}={value}, but takes an even number, as pairs of reflections cancel.")
     return int(value)

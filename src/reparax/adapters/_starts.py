@@ -24,28 +24,30 @@ GAMMA = 16
 # What is given. ----------------------------------------------------------------------------------------------------
 
 
-def _nothing(x: Array, key: Array, seen: Seen | None) -> None:
+def _give_nothing(x: Array, key: Array, seen: Seen | None) -> None:
+    """What a start needs that depends on the rank and the matrix alone."""
     del x, key, seen
 
 
-def _key(x: Array, key: Array, seen: Seen | None) -> Array:
+def _give_key(x: Array, key: Array, seen: Seen | None) -> Array:
+    """The key, for a random start."""
     del x, seen
     return key
 
 
-def _moments(x: Array, key: Array, seen: Seen | None) -> Array:
+def _give_moments(x: Array, key: Array, seen: Seen | None) -> Array:
     """The mean of the products of the rows' inputs."""
     del key
-    return _of_rows_alone(x, seen).moments[0].astype(x.dtype)
+    return _data_of_rows(x, seen).moments[0].astype(x.dtype)
 
 
-def _covariance(x: Array, key: Array, seen: Seen | None) -> Array:
+def _give_covariance(x: Array, key: Array, seen: Seen | None) -> Array:
     """The same for inputs without their mean."""
     del key
-    return _of_rows_alone(x, seen).covariance[0].astype(x.dtype)
+    return _data_of_rows(x, seen).covariance[0].astype(x.dtype)
 
 
-def _of_rows_alone(x: Array, seen: Seen | None) -> Read:
+def _data_of_rows(x: Array, seen: Seen | None) -> Read:
     """The data of one matrix whose inputs are the rows."""
     read = needed(seen, "full").read("full", x, axes=(0,))
     matrices, inputs, _ = read.sizes()
@@ -57,7 +59,8 @@ def _of_rows_alone(x: Array, seen: Seen | None) -> Read:
     return read
 
 
-def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:
+def _give_gradient(x: Array, key: Array, seen: Seen | None) -> Array:
+    """The gradient of the loss with respect to the matrix."""
     del key
     return needed(seen, "gradients").slope(x).astype(x.dtype)
 
@@ -65,75 +68,76 @@ def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:
 # Formulas. ---------------------------------------------------------------------------------------------------------
 
 
-def _uniform(x: Array, rank: int, factor: Array, key: Array) -> Factors:
+def _start_uniform(x: Array, rank: int, factor: Array, key: Array) -> Factors:
     """Uniform numbers with the bound of PEFT, and zero."""
     del factor
     bound = x.shape[0] ** -0.5
     real = jax.random.uniform(key, (x.shape[0], rank), x.real.dtype, -bound, bound)
-    return real.astype(x.dtype), _zero(x, rank)
+    return real.astype(x.dtype), _zero_outputs(x, rank)
 
 
-def _normal(x: Array, rank: int, factor: Array, key: Array) -> Factors:
+def _start_normal(x: Array, rank: int, factor: Array, key: Array) -> Factors:
     """Normal numbers, and zero."""
     del factor
-    return jax.random.normal(key, (x.shape[0], rank), x.dtype) / rank, _zero(x, rank)
+    return jax.random.normal(key, (x.shape[0], rank), x.dtype) / rank, _zero_outputs(x, rank)
 
 
-def _principal(x: Array, rank: int, factor: Array, given: None = None) -> Factors:
+def _start_principal(x: Array, rank: int, factor: Array, given: None = None) -> Factors:
     """The factors of the largest singular values."""
     del given
-    left, singular, right = _directions(x, slice(rank))
-    return _balanced(left, singular, right, factor)
+    left, singular, right = _singular_directions(x, slice(rank))
+    return _balance(left, singular, right, factor)
 
 
-def _triangular(x: Array, rank: int, factor: Array, given: None) -> Factors:
+def _start_triangular(x: Array, rank: int, factor: Array, given: None) -> Factors:
     """The first rows and columns of the QR decomposition of the transposed matrix."""
     del factor, given
     q, r = jnp.linalg.qr(x.T)
     return r[:rank].T, q[:, :rank].T
 
 
-def _explained(x: Array, rank: int, factor: Array, covariance: Array) -> Factors:
+def _start_explained(x: Array, rank: int, factor: Array, covariance: Array) -> Factors:
     """The directions in which the inputs vary most, and zero."""
     del factor
     _, directions = jnp.linalg.eigh(covariance)
-    return directions[:, ::-1][:, :rank], _zero(x, rank)
+    return directions[:, ::-1][:, :rank], _zero_outputs(x, rank)
 
 
-def _weighted(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
+def _start_weighted(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
     """The factors of the largest singular values of C x, with the moments C taken away from them again."""
-    regular, inverse = _regular(moments)
-    a, b = _principal(product(regular, x), rank, factor)
+    regular, inverse = _regularize(moments)
+    a, b = _start_principal(product(regular, x), rank, factor)
     return product(inverse, a), b
 
 
-def _spared(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
+def _start_spared(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
     """The same with the smallest singular values."""
-    regular, inverse = _regular(moments)
-    left, singular, right = _directions(product(regular, x), slice(-rank, None))
-    a, b = _balanced(left, singular, right, factor)
+    regular, inverse = _regularize(moments)
+    left, singular, right = _singular_directions(product(regular, x), slice(-rank, None))
+    a, b = _balance(left, singular, right, factor)
     return product(inverse, a), b
 
 
-def _descending(x: Array, rank: int, factor: Array, gradient: Array) -> Factors:
+def _start_descending(x: Array, rank: int, factor: Array, gradient: Array) -> Factors:
     """The first directions of the gradient on the side of the rows, and the next ones on that of the columns."""
     del factor
-    left, _, right = _directions(gradient, slice(2 * rank))
+    left, _, right = _singular_directions(gradient, slice(2 * rank))
     size = x.shape[1] ** 0.25 / GAMMA**0.5
     return size * left[:, :rank], size * right[rank:]
 
 
-def _zero(x: Array, rank: int) -> Array:
+def _zero_outputs(x: Array, rank: int) -> Array:
+    """The second factor, of zeros, so that the product is zero."""
     return jnp.zeros((rank, x.shape[1]), x.dtype)
 
 
-def _directions(x: Array, which: slice) -> tuple[Array, Array, Array]:
+def _singular_directions(x: Array, which: slice) -> tuple[Array, Array, Array]:
     """Some of the singular vectors, as columns and as rows, and their singular values."""
     left, singular, right = jnp.linalg.svd(x, full_matrices=False)
     return left[:, which], singular[which], right[which]
 
 
-def _balanced(left: Array, singular: Array, right: Array, factor: Array) -> Factors:
+def _balance(left: Array, singular: Array, right: Array, factor: Array) -> Factors:
     """Factors of equal norms whose product, times ``factor``, has these singular values."""
     root = jnp.sqrt(singular / jnp.abs(factor))
     other = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
@@ -141,7 +145,7 @@ def _balanced(left: Array, singular: Array, right: Array, factor: Array) -> Fact
     return a, other.astype(right.dtype)[:, None] * right
 
 
-def _regular(moments: Array) -> tuple[Array, Array]:
+def _regularize(moments: Array) -> tuple[Array, Array]:
     """The moments, with as much of the identity that their inverse is accurate, and the inverse."""
     one = identity(moments)
     mean = jnp.trace(moments) / moments.shape[0]
@@ -163,7 +167,8 @@ def _regular(moments: Array) -> tuple[Array, Array]:
 # Which ranks fit. --------------------------------------------------------------------------------------------------
 
 
-def _of_half(rank: int, w: Array) -> str | None:
+def _exceeds_half(rank: int, w: Array) -> str | None:
+    """What is wrong with a rank of which each factor takes its own directions, or None."""
     if 2 * rank <= min(w.shape):
         return None
     return (
@@ -172,7 +177,8 @@ def _of_half(rank: int, w: Array) -> str | None:
     )
 
 
-def _of_rows(rank: int, w: Array) -> str | None:
+def _exceeds_rows(rank: int, w: Array) -> str | None:
+    """What is wrong with a rank of directions of the inputs, or None."""
     if rank <= w.shape[0]:
         return None
     return (
@@ -181,7 +187,8 @@ def _of_rows(rank: int, w: Array) -> str | None:
     )
 
 
-def _any(rank: int, w: Array) -> str | None:
+def _exceeds_empty(rank: int, w: Array) -> str | None:
+    """What is wrong with a rank for a matrix without entries, or None; all others take any."""
     return no_rank(rank, w) if 0 in w.shape else None
 
 
@@ -193,32 +200,32 @@ class Start:
     """A formula for the factors, and what it needs."""
 
     factors: Callable[[Array, int, Array, Any], Factors]
-    given: Callable[[Array, Array, Seen | None], Any] = _nothing
+    given: Callable[[Array, Array, Seen | None], Any] = _give_nothing
     moves: bool = False
     """Whether a part of the base moves into the factors; if not, one of them starts at zero."""
-    refuses: Callable[[int, Array], str | None] = _any
+    refuses: Callable[[int, Array], str | None] = _exceeds_empty
     """Why a rank does not fit a matrix, or None."""
 
     @property
     def random(self) -> bool:
         """Whether the formula takes a key."""
-        return self.given is _key
+        return self.given is _give_key
 
     @property
     def collects(self) -> tuple[str, ...]:
         """What of the data it needs."""
-        if self.given is _gradient:
+        if self.given is _give_gradient:
             return ("gradients",)
-        return ("full",) if self.given in (_moments, _covariance) else ()
+        return ("full",) if self.given in (_give_moments, _give_covariance) else ()
 
 
 STARTS = {
-    "kaiming": Start(_uniform, _key),
-    "gaussian": Start(_normal, _key),
-    "pissa": Start(_principal, moves=True, refuses=no_rank),
-    "olora": Start(_triangular, moves=True, refuses=no_rank),
-    "eva": Start(_explained, _covariance, refuses=_of_rows),
-    "corda": Start(_weighted, _moments, moves=True, refuses=no_rank),
-    "corda_kpm": Start(_spared, _moments, moves=True, refuses=no_rank),
-    "lora_ga": Start(_descending, _gradient, moves=True, refuses=_of_half),
+    "kaiming": Start(_start_uniform, _give_key),
+    "gaussian": Start(_start_normal, _give_key),
+    "pissa": Start(_start_principal, moves=True, refuses=no_rank),
+    "olora": Start(_start_triangular, moves=True, refuses=no_rank),
+    "eva": Start(_start_explained, _give_covariance, refuses=_exceeds_rows),
+    "corda": Start(_start_weighted, _give_moments, moves=True, refuses=no_rank),
+    "corda_kpm": Start(_start_spared, _give_moments, moves=True, refuses=no_rank),
+    "lora_ga": Start(_start_descending, _give_gradient, moves=True, refuses=_exceeds_half),
 }

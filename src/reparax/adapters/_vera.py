@@ -71,12 +71,12 @@ class VeRA(RowsAndColumns):
     def factors(self, w: Array) -> tuple[Array, Array]:
         """The random factors A and B for a matrix like ``w``."""
         key, dtype = jax.random.key(self.seed, impl="threefry2x32"), widened(w).real.dtype
-        left = _uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
-        right = _uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
+        left = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
+        right = _draw_uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
         return left.astype(dtype), right.astype(dtype)
 
 
-def _uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
+def _draw_uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
     """Uniform numbers that do not depend on JAX's settings or on the dtype and mesh of ``w``."""
     words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
     bound = math.sqrt(6 / max(inputs, 1))

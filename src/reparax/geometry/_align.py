@@ -11,7 +11,7 @@ import numpy as np
 from reparax._data.seen import Read, Seen
 from reparax._numerics.imported import imported
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import PyTree, describe, items, named, path_text
+from reparax._tree.paths import PyTree, describe, flatten_with_names, items, path_text
 from reparax.geometry._groups import Group, Member
 from reparax.geometry._permute import permuted
 from reparax.geometry._units import Values, entries, is_plain, require_arrays
@@ -79,7 +79,7 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
                 second, better = second | new, True
         if not better:
             break
-    paths, leaves, treedef = named(params_b)
+    paths, leaves, treedef = flatten_with_names(params_b)
     texts = map(path_text, paths)
     return treedef.unflatten(
         [jnp.asarray(second[text], x.dtype) if text in second else x for text, x in zip(texts, leaves, strict=True)]

@@ -9,7 +9,7 @@ from reparax._axes.misfit import Misfit, Misfits
 from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
-from reparax._core.over_roles import over_roles
+from reparax._core.over_roles import visit_with_roles
 from reparax._core.planner import Planner
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat
@@ -58,7 +58,7 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
             found[:0] = planner.misfits(tree, known)
             return planner.stage
 
-        over_roles("check_axes", tuple(p), read(*args, **kwargs), visit)
+        visit_with_roles("check_axes", tuple(p), read(*args, **kwargs), visit)
         return Misfits(found)
 
     return checked

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry._groups import Group, Member
 
 
@@ -37,7 +37,7 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
     if order.shape[-1:] != (group.size,) or (order.ndim > 1 and not group.by_step):
         wanted = f"({group.size},)" + (f" or (*steps, {group.size})" if group.by_step else "")
         raise ValueError(f"permute takes an order of shape {wanted} for this group, but got {order.shape}.")
-    paths, arrays, treedef = named(params)
+    paths, arrays, treedef = flatten_with_names(params)
     found: dict[str, Any] = dict(zip(map(path_text, paths), arrays, strict=True))
     for member in group.members:
         size = member.outer * group.size * member.inner

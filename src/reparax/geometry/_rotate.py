@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._numerics.arithmetic import widened
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry._groups import Group, Member
 from reparax.geometry._units import require_arrays
 
@@ -109,7 +109,7 @@ def along_member(x: Array, axis: int, inner: int, matrix: Array) -> Array:
 def _folded(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
     """The arrays by their paths, with scales folded, and the structure of their tree."""
     require_turning(who, groups)
-    paths, leaves, treedef = named(params)
+    paths, leaves, treedef = flatten_with_names(params)
     arrays: dict[str, Any] = dict(zip(map(path_text, paths), leaves, strict=True))
     require_arrays(who, groups, {path: jnp.shape(x) for path, x in arrays.items()})
     scales = {scale: readers for group in groups for scale, readers in group.scales}

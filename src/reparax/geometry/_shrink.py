@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from reparax._core.algebra import Parametrization
-from reparax._core.verbs import followed
+from reparax._core.verbs import follow_axes
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, describe, is_array, items, path_text
 from reparax.geometry._groups import Group, Member
@@ -90,7 +90,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_plain(x)}
     require_arrays("shrink", found, {path: x.shape for path, x in arrays.items()})
     along = along_axes((group, alive) for group, alive in _alive(found, arrays) if not alive.all())
-    origins = followed(tuple(p), effective)[1]
+    origins = follow_axes(tuple(p), effective)[1]
     cuts = {path: _cuts(who, path, x, *origins[path], along) for path, x in items(whole) if is_plain(x)}
     small = mapped(whole, lambda path, x: _cut(x, cuts.get(path, ())))
     plain = {path: _cuts(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_plain(x)}

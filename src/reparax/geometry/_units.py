@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax._tree.paths import Names, PyTree, is_array, named
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array
 from reparax.geometry._groups import Group, Member
 
 Values = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ def is_plain(x: Any) -> bool:
 
 def mapped(tree: PyTree, change: Callable[[Names, Any], Any]) -> PyTree:
     """A tree with each leaf changed, which is known by its path."""
-    paths, leaves, treedef = named(tree)
+    paths, leaves, treedef = flatten_with_names(tree)
     return treedef.unflatten(map(change, paths, leaves))
 
 

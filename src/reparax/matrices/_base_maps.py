@@ -12,7 +12,7 @@ from jax.scipy.linalg import expm
 from reparax._numerics.linalg import adjoint, identity, product
 
 
-def _split(base: Array, x: Array) -> tuple[Array, Array]:
+def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
     """``x`` as a skew matrix that rotates within the columns of the base, and the part orthogonal to them."""
     along = product(adjoint(base), x)
     return along - adjoint(along), x - product(base, along)
@@ -20,7 +20,7 @@ def _split(base: Array, x: Array) -> tuple[Array, Array]:
 
 def cayley(base: Array, x: Array) -> Array:
     r""":math:`(I - A/2)^{-1} (I + A/2) B`; by block elimination only a k x k system is solved."""
-    skew, across = _split(base, x)
+    skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
     if base.shape[-2] != base.shape[-1]:  # otherwise nothing is orthogonal to the base
         schur, numerator = schur + product(adjoint(across), across) / 4, numerator + across
@@ -29,7 +29,7 @@ def cayley(base: Array, x: Array) -> Array:
 
 def exponential(base: Array, x: Array) -> Array:
     r""":math:`e^A B`, by the 2k x 2k matrix of A on the columns of ``base`` and the part orthogonal to them."""
-    skew, across = _split(base, x)
+    skew, across = _split_by_base(base, x)
     if base.shape[-2] == base.shape[-1]:
         return product(base, expm(skew))
     one = identity(skew)

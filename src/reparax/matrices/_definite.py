@@ -14,7 +14,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole, one_of, optional
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
-from reparax._stage.constraint import Constraint, near
+from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
 from reparax.matrices._patterns import Symmetric, Triangular
@@ -25,7 +25,7 @@ def eigen(w: Array) -> tuple[Array, Array]:
     return jnp.linalg.eigh(w / 2 + adjoint(w) / 2, symmetrize_input=False)
 
 
-def definite(w: Array) -> tuple[Array, Array]:
+def definite_eigen(w: Array) -> tuple[Array, Array]:
     """Like ``eigen``, with eigenvalues raised to the smallest that rounding distinguishes from zero."""
     values, vectors = eigen(widened(w))
     return jnp.maximum(values, 2 * resolution(w, jnp.maximum(values[..., -1:], 0))), vectors
@@ -34,35 +34,37 @@ def definite(w: Array) -> tuple[Array, Array]:
 def cholesky(values: Array, vectors: Array) -> Array:
     """The Cholesky factor of a matrix from its eigenvalues, which may be very small."""
     upper = jnp.linalg.qr(jnp.sqrt(values)[..., None] * vectors.mT, mode="r")
-    return upper.mT * jnp.where(_diagonal(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
+    return upper.mT * jnp.where(_diagonal_of(upper) < 0, -1, 1)[..., None, :].astype(upper.dtype)
 
 
-def _diagonal(w: Array) -> Array:
+def _diagonal_of(w: Array) -> Array:
+    """The diagonal of each matrix."""
     return jnp.diagonal(w, axis1=-2, axis2=-1)
 
 
-def _with_diagonal(w: Array, diagonal: Array) -> Array:
+def _set_diagonal(w: Array, diagonal: Array) -> Array:
+    """The matrices with another diagonal."""
     return jnp.where(identity(w) == 1, diagonal[..., None], w)
 
 
-def factor(x: Array) -> Array:
+def cholesky_of_entries(x: Array) -> Array:
     """The lower triangular matrix with entries ``x``, and softplus of them on the diagonal."""
     lower = Triangular().apply_leaf({"x": widened(x)})
-    return _with_diagonal(lower, jax.nn.softplus(_diagonal(lower)))
+    return _set_diagonal(lower, jax.nn.softplus(_diagonal_of(lower)))
 
 
-def unfactored(lower: Array) -> Array:
+def entries_of_cholesky(lower: Array) -> Array:
     """The inverse of :func:`factor`."""
-    return Triangular().init_leaf(_with_diagonal(lower, softplus_inverse(_diagonal(lower))))["x"]
+    return Triangular().init_leaf(_set_diagonal(lower, softplus_inverse(_diagonal_of(lower))))["x"]
 
 
-def _exponential(s: Array) -> Array:
+def _matrix_exponential(s: Array) -> Array:
     """The exponential of a symmetric matrix, as the fourth power of the exponential of a quarter of it.
 
     The Padé approximation of ``expm`` loses digits if eigenvalues are far from zero, so their mean is subtracted
     first. The result is a square, so it has no negative eigenvalue.
     """
-    mean = jnp.mean(_diagonal(s), axis=-1)[..., None, None]
+    mean = jnp.mean(_diagonal_of(s), axis=-1)[..., None, None]
     quarter = jnp.exp(mean / 4) * expm((s - mean * identity(s)) / 4)
     half = product(quarter, quarter.mT)
     return product(half, half.mT)
@@ -109,9 +111,9 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         return no_square(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        values, vectors = definite(w)
+        values, vectors = definite_eigen(w)
         if self.map == "cholesky":
-            x = unfactored(cholesky(values, vectors))
+            x = entries_of_cholesky(cholesky(values, vectors))
         else:
             x = Symmetric().init_leaf(product(vectors * jnp.log(values)[..., None, :], vectors.mT))["x"]
         return {"x": x.astype(w.dtype)}
@@ -119,24 +121,24 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
         if self.map == "cholesky":
-            lower = factor(x)
+            lower = cholesky_of_entries(x)
             w = product(lower, lower.mT)
         else:
-            w = _exponential(Symmetric().apply_leaf({"x": widened(x)}))
+            w = _matrix_exponential(Symmetric().apply_leaf({"x": widened(x)}))
         return w.astype(x.dtype)
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if self.map != "cholesky":
             raise ValueError(f"map={self.map!r} has no log_det, but map='cholesky' has. Use that map.")
         raw = Triangular().apply_leaf({"x": values["x"]})
-        diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, factor(values["x"])))
+        diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, cholesky_of_entries(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
         return jnp.sum(jnp.log(2.0) + powers * jnp.log(lower) + jax.nn.log_sigmoid(diagonal))
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
-        values, vectors = definite(x)  # not through raw values, whose rounding should not count
-        inside = near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
+        values, vectors = definite_eigen(x)  # not through raw values, whose rounding should not count
+        inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
         if tolerance is not None:
             return inside
         values, _ = eigen(widened(x))

@@ -69,7 +69,7 @@ class LowRank(RowsAndColumns, Constraint):
         return no_rank(self.rank, w) if self.outside != "project" or 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        u, v = _nearest(widened(w), self.rank)
+        u, v = _nearest_factors(widened(w), self.rank)
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
 
     @property
@@ -88,7 +88,7 @@ class LowRank(RowsAndColumns, Constraint):
 
 
 @functools.partial(inlined, static_argnums=1)
-def _nearest(w: Array, rank: int) -> tuple[Array, Array]:
+def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
     """The factors of the nearest matrix of this rank, with more columns and rows of zeros if there are fewer."""
     left, singular, right = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
@@ -135,14 +135,14 @@ class Kronecker(RowsAndColumns, Constraint):
         return undivided(self.shape, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._shaped(w, LowRank(1).init_leaf(self._arranged(w)))
+        return self._reshape_factors(w, LowRank(1).init_leaf(self._arranged(w)))
 
     @property
     def random_start(self) -> bool:
         return False  # only rows of zeros are drawn
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._shaped(w, LowRank(1).draw_leaf(self._arranged(w), key))
+        return self._reshape_factors(w, LowRank(1).draw_leaf(self._arranged(w), key))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]
@@ -156,7 +156,8 @@ class Kronecker(RowsAndColumns, Constraint):
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 
-    def _shaped(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
+    def _reshape_factors(self, w: Array, factors: dict[str, Array]) -> dict[str, Array]:
+        """Vectors of a product of rank 1 as the matrices A and B."""
         rows, columns = self.shape
         *batch, n, m = w.shape
         return {

@@ -16,17 +16,17 @@ from reparax._numerics.linalg import identity, no_square, product, resolution
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import OTHERS, Values, main
-from reparax.matrices._definite import cholesky, definite, factor, unfactored
+from reparax.matrices._definite import cholesky, cholesky_of_entries, definite_eigen, entries_of_cholesky
 from reparax.matrices._patterns import Skew
 
 
-def _norm(w: Array, margin: float = 0.0) -> Array:
+def _row_sum_norm(w: Array, margin: float = 0.0) -> Array:
     """The largest absolute row sum of each matrix plus the margin, of shape ``(..., 1, 1)``; 1 if both are zero."""
     norm = jnp.linalg.norm(w, ord=jnp.inf, axis=(-2, -1), keepdims=True) + margin
     return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
-def _lyapunov(a: Array, q: Array) -> Array:
+def _solve_lyapunov(a: Array, q: Array) -> Array:
     """The solution P of ``a.T P + P a = -q`` for a stable ``a``, by Newton's iteration for the matrix sign function.
 
     Each step doubles the digits, once scaling has brought the eigenvalues close to -1; 40 steps are enough for every
@@ -36,13 +36,14 @@ def _lyapunov(a: Array, q: Array) -> Array:
     def step(_: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
         a, q = state
         inverse = jnp.linalg.inv(a)
-        scale = jnp.sqrt(_norm(inverse)) / jnp.sqrt(_norm(a))
+        scale = jnp.sqrt(_row_sum_norm(inverse)) / jnp.sqrt(_row_sum_norm(a))
         return (scale * a + inverse / scale) / 2, (scale * q + product(inverse.mT, q, inverse) / scale) / 2
 
     return jax.lax.fori_loop(0, 40, step, (a, q))[1] / 2
 
 
 def _check_margin(value: Any, who: str, name: str) -> float:
+    """A known number that is finite and not negative."""
     margin = check_known_number(value, who, name)
     if not 0 <= margin < math.inf:
         raise ValueError(f"{who} got {name}={margin}, but takes a finite margin that is not negative.")
@@ -91,21 +92,21 @@ class Hurwitz(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
-        norm, one, excess = _norm(x, self.margin), identity(x), self._excess(x)[..., None, None]
+        norm, one, excess = _row_sum_norm(x, self.margin), identity(x), self._excess(x)[..., None, None]
         inside = excess < -resolution(x, norm) / 2
         stable = x + (self.margin - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
         q = norm * one
-        solution = _lyapunov(stable, q)
-        values, vectors = definite(solution)
+        solution = _solve_lyapunov(stable, q)
+        values, vectors = definite_eigen(solution)
         values = {
-            "p": unfactored(cholesky(1 / values, vectors)),
-            "q": unfactored(jnp.sqrt(q)),
+            "p": entries_of_cholesky(cholesky(1 / values, vectors)),
+            "q": entries_of_cholesky(jnp.sqrt(q)),
             "s": Skew().init_leaf(product(solution, stable))["x"],
         }
         return {name: value.astype(w.dtype) for name, value in values.items()}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        p, q = factor(values["p"]), factor(values["q"])
+        p, q = cholesky_of_entries(values["p"]), cholesky_of_entries(values["q"])
         skew = Skew().apply_leaf({"x": widened(values["s"])})
         w = product(p, p.mT, skew - product(q, q.mT) / 2) - self.margin * identity(p)
         return w.astype(values["p"].dtype)
@@ -113,10 +114,10 @@ class Hurwitz(RowsAndColumns, Constraint):
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         x = widened(jnp.asarray(w))
         if tolerance is None:
-            return jnp.all(self._excess(x) < -resolution(x, _norm(x, self.margin)[..., 0, 0]) / 2)
+            return jnp.all(self._excess(x) < -resolution(x, _row_sum_norm(x, self.margin)[..., 0, 0]) / 2)
         return jnp.all(self._excess(x) <= tolerance * jnp.max(jnp.abs(x), initial=0.0))
 
     def _excess(self, w: Array) -> Array:
         """The largest real part of an eigenvalue, minus ``-margin``."""
-        size = _norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
+        size = _row_sum_norm(w)  # jax's eigenvalues of large numbers are wrong by many orders of magnitude
         return size[..., 0, 0] * jnp.max(jnp.linalg.eigvals(w / size).real, axis=-1) + self.margin

@@ -49,6 +49,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
 
     def _point(self, values: dict[str, Array]) -> Array:
+        """The matrix that the values stand for; a wide one is transposed, computed, and transposed back."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)

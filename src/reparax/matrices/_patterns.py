@@ -29,7 +29,7 @@ class _Pattern(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         n = w.shape[-1]
-        size, places = self.size(n), self.places(*_indices(n), n)
+        size, places = self.size(n), self.places(*_row_and_column(n), n)
         sums = jnp.zeros((*w.shape[:-2], size + 1), widened(w).dtype).at[..., places].add(widened(w))[..., :size]
         counts = jnp.zeros(size + 1, sums.dtype).at[places].add(1)[:size]
         return {"x": (sums / jnp.broadcast_to(counts, sums.shape)).astype(w.dtype)}
@@ -38,7 +38,7 @@ class _Pattern(RowsAndColumns, Constraint):
         x = values["x"]
         n = self.order(x.shape[-1])
         padded = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
-        return padded[..., self.places(*_indices(n), n)]
+        return padded[..., self.places(*_row_and_column(n), n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
@@ -56,22 +56,25 @@ class _Pattern(RowsAndColumns, Constraint):
         """The index in ``x`` of the entry at row i and column j; -1 for a zero."""
 
 
-def _indices(n: int) -> tuple[Array, Array]:
+def _row_and_column(n: int) -> tuple[Array, Array]:
+    """The row and the column of each entry of a square matrix."""
     i, j = jnp.indices((n, n))
     return i, j
 
 
-def _triangle(i: Array, j: Array, *, strict: bool) -> Array:
+def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
     """The indices of a lower triangle, row by row; -1 above it, and on the diagonal if ``strict``."""
     row = i * (i - 1) // 2 if strict else i * (i + 1) // 2
     return jnp.where(i > j if strict else i >= j, row + j, -1)
 
 
 def _triangle_size(n: int, *, strict: bool) -> int:
+    """The number of entries in a triangle of ``n`` rows; without the diagonal if ``strict``."""
     return n * (n - 1) // 2 if strict else n * (n + 1) // 2
 
 
 def _triangle_order(size: int, *, strict: bool) -> int:
+    """The number of rows of a triangle of so many entries: the inverse of :func:`_triangle_size`."""
     root = math.isqrt(8 * size + 1)
     return (root + 1) // 2 if strict else (root - 1) // 2
 
@@ -103,7 +106,7 @@ class Symmetric(_Pattern):
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
-        return _triangle(jnp.maximum(i, j), jnp.minimum(i, j), strict=False)
+        return _triangle_indices(jnp.maximum(i, j), jnp.minimum(i, j), strict=False)
 
 
 class Skew(_Pattern):
@@ -143,7 +146,7 @@ class Skew(_Pattern):
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
-        return _triangle(i, j, strict=True)
+        return _triangle_indices(i, j, strict=True)
 
 
 class Triangular(_Pattern):
@@ -184,7 +187,7 @@ class Triangular(_Pattern):
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
-        return _triangle(*((i, j) if self.lower else (j, i)), strict=self.unit_diagonal)
+        return _triangle_indices(*((i, j) if self.lower else (j, i)), strict=self.unit_diagonal)
 
 
 class Diagonal(_Pattern):

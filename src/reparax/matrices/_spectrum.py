@@ -22,7 +22,7 @@ from reparax._numerics.linalg import (
     product,
     resolution,
 )
-from reparax._stage.constraint import Constraint, near
+from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
 from reparax.matrices._base_maps import cayley
@@ -79,6 +79,7 @@ class _SingularValues(RowsAndColumns, Constraint):
 
 
 def _check_least(value: Any, who: str, name: str) -> float:
+    """A known bound that is finite and not negative."""
     least = check_known_number(value, who, name)
     if not 0 <= least < math.inf:
         raise ValueError(f"{who} got {name}={least}, but takes a finite bound that is not negative.")
@@ -228,7 +229,7 @@ class SpecialLinear(_SingularValues):
         invertible = least > resolution(w, largest)
         condition = jnp.where(invertible, largest / jnp.where(invertible, least, largest), jnp.zeros_like(least))
         units = float(jnp.finfo(w.dtype).eps) * (10 * w.shape[-1] + condition)
-        return near(w, self.project(w), units)
+        return is_near(w, self.project(w), units)
 
     def spectrum(self, s: Array) -> Array:
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
@@ -244,6 +245,7 @@ class SpecialLinear(_SingularValues):
 
 
 def _check_radius(value: Any, who: str, name: str) -> float:
+    """A known number above 0 and at most 1."""
     radius = check_known_number(value, who, name)
     if not 0 < radius <= 1:
         raise ValueError(f"{who} got {name}={radius}, but takes more than 0 and at most 1.")

@@ -13,9 +13,9 @@ from jax.extend.core import Jaxpr
 from reparax._programs import dependence, jaxprs
 from reparax._programs.call import Argnums, Arguments, caller
 from reparax._programs.sources import calls, source
-from reparax._tree.folding import Line, counted, folded
+from reparax._tree.folding import Line, count_lines, fold_lines
 from reparax._tree.paths import describe
-from reparax._tree.sizes import readable, size_in_bytes
+from reparax._tree.sizes import readable_size, size_in_bytes
 from reparax.memory._rehearsal import rehearse
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
@@ -63,9 +63,9 @@ class Saved:
         return sum(each.bytes for each in self.kept if kind in (None, each.kind))
 
     def __repr__(self) -> str:
-        lines = [f"kept for the backward pass: {readable(self.bytes())}"]
+        lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
-            lines.append(f"  {title}: {readable(self.bytes(kind))}")
+            lines.append(f"  {title}: {readable_size(self.bytes(kind))}")
             rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]
             width = max((len(type) for _, type, _ in rows), default=0)
             lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
@@ -73,12 +73,12 @@ class Saved:
 
     def _lines(self, kind: str) -> list[Line]:
         of_kind = [(each.origin, (each.type, each.bytes)) for each in self.kept if each.kind == kind]
-        return folded(of_kind) if kind == PARAMETERS else counted(of_kind)  # a line of source is not a path
+        return fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is not a path
 
     @staticmethod
     def _row(line: Line) -> tuple[str, str, str]:
         type, size = line.value
-        return readable(line.count * size), f"{line.times}{type}", line.path
+        return readable_size(line.count * size), f"{line.times}{type}", line.path
 
 
 def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:

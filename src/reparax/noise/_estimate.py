@@ -15,12 +15,12 @@ from jax import Array
 
 from reparax._axes.boxes import gather_boxes, spread_like
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import call, require_chains
-from reparax._core.draws import randoms
+from reparax._core.calls import call_name, require_chains
+from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
 from reparax._core.plan import run
-from reparax._core.planner import planner
+from reparax._core.planner import planner_of
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.usage import shows_usage
@@ -74,10 +74,10 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
     """
     require_chains(f"noise.{CALL}", p)
     stages = p.stages if isinstance(p, Chain) else (p,)
-    place, noise = _noise(p, stages)
+    place, noise = _find_noise(p, stages)
     if chunk is not None:
         check_positive_whole(chunk, "noise_gradient", "chunk")
-    _check_counts(keys, fitness)
+    _require_counts(keys, fitness)
 
     tree = flatten(gather_boxes(raw))
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
@@ -87,16 +87,19 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
 
     seen = before(moving)
     arrays = {place: x if is_traceable(x) else None for place, x in seen.arrays.items()}
-    total = _summed(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
+    total = _sum_over_members(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
     _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in total}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
     whole = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
     (found,) = pull({at: (t * scale.astype(t.dtype)).astype(seen.arrays[at].dtype) for at, t in whole.items()})
-    return spread_like(raw, nest(replace(tree, arrays={at: found.get(at, _still(x)) for at, x in tree.arrays.items()})))
+    return spread_like(
+        raw, nest(replace(tree, arrays={at: found.get(at, _zero_gradient(x)) for at, x in tree.arrays.items()}))
+    )
 
 
-def _check_counts(keys: Array, fitness: Array) -> None:
+def _require_counts(keys: Array, fitness: Array) -> None:
+    """Requires one number of ``fitness`` for each key."""
     if keys.shape[:1] == fitness.shape and fitness.ndim == 1:
         return
     mirrored = fitness.shape == (2 * keys.shape[0],) if keys.ndim else False
@@ -108,18 +111,20 @@ def _check_counts(keys: Array, fitness: Array) -> None:
 
 
 @functools.partial(jax.jit, static_argnames="chunk")
-def _summed(noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None) -> dict[Names, Array]:
+def _sum_over_members(
+    noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None
+) -> dict[Names, Array]:
     """For each array with noise the sum over all members of it times their fitness; the loop is compiled once."""
     seen = flatten(tree)
-    layer, total = planner(noise).plan("apply", seen.types), dict[Names, Array]()
+    layer, total = planner_of(noise).plan("apply", seen.types), dict[Names, Array]()
     for kind in (_Full, _LowRank):
         own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
         sites = [replace(site, stage=kind(site.stage)) for site in own]
-        total |= _summed_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
+        total |= _sum_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
     return total
 
 
-def _summed_alike(
+def _sum_alike(
     layer: Layer, arrays: Mapping[Names, Any], keys: Array, fitness: Array, chunk: int | None
 ) -> dict[Names, Array]:
     """The sums over members for arrays with noise of full rank, or for arrays with noise of low rank."""
@@ -132,7 +137,7 @@ def _summed_alike(
     places = np.arange(math.prod(shape)).reshape(shape)
 
     def drawn(key: Array) -> dict[int, Array]:
-        return randoms(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
+        return draw_for_sites(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
 
     def add(total: list[Array], members: tuple[Array, Array]) -> tuple[list[Array], None]:
         noise = jax.vmap(drawn)(members[0])
@@ -177,9 +182,10 @@ class _LowRank(_Full):
     is_low: ClassVar[bool] = True
 
     def size(self, like: Array) -> int:
-        return sum(math.prod(x.shape) for x in self._factors(like))
+        return sum(math.prod(x.shape) for x in self._factor_types(like))
 
-    def _factors(self, like: Array) -> tuple[Any, Any]:
+    def _factor_types(self, like: Array) -> tuple[Any, Any]:
+        """The types of both factors."""
         return jax.eval_shape(self.stage._factors, like, jax.random.key(0))
 
     def draw(self, like: Array, key: Array) -> Array:
@@ -187,19 +193,19 @@ class _LowRank(_Full):
         return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
     def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
-        a, b = self._factors(like)
+        a, b = self._factor_types(like)
         first, second = jnp.split(drawn, [math.prod(a.shape)], axis=1)
         left = first.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
         pairs = jnp.einsum("n...ir,n...rj->...ij", left, second.reshape(-1, *b.shape), precision="highest")
         return self.stage._unfolded(pairs, like)
 
 
-def _still(x: Any) -> Any:
+def _zero_gradient(x: Any) -> Any:
     """The zero gradient of a leaf that is not a floating array."""
     return jnp.zeros_like(x) if is_traceable(x) else x
 
 
-def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
+def _find_noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
     """The index of the noise stage in the chain, and the stage."""
     found = [i for i, stage in enumerate(stages) if stage.stochastic]
     noise: Any = stages[found[0]] if len(found) == 1 else None
@@ -207,7 +213,7 @@ def _noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int
     is_zero = isinstance(noise, VarNoise) and isinstance(noise.std, float) and noise.std == 0.0
     if not isinstance(noise, VarNoise) or noise.relative is not None or is_zero or varies:
         raise ValueError(
-            f"{call(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
+            f"{call_name(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
             f"`relative`, and no other random stage. Pass such a chain."
         )
     return found[0], noise

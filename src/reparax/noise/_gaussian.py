@@ -101,16 +101,17 @@ class Gaussian(Reparametrization):
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         mean = widened(values["mean"])
         std = jax.nn.softplus(values["rho"]).astype(mean.real.dtype)
-        return (mean + std.astype(mean.dtype) * self._drawn(key, mean)).astype(values["mean"].dtype)
+        return (mean + std.astype(mean.dtype) * self._draw_noise(key, mean)).astype(values["mean"].dtype)
 
-    def _drawn(self, key: Array, like: Array) -> Array:
+    def _draw_noise(self, key: Array, like: Array) -> Array:
+        """Noise of variance 1: independent, or the products of numbers for rows and for columns."""
         if self.noise == "independent":
             return random.normal(key, like)
         if like.ndim == 1:
-            return _root(random.normal(key, like))
+            return _signed_root(random.normal(key, like))
         first, second = split_key(key, (2,))
         rows, columns = jnp.zeros(like.shape[0], like.dtype), jnp.zeros(like.shape[1], like.dtype)
-        return _root(random.normal(first, rows))[:, None] * _root(random.normal(second, columns))[None]
+        return _signed_root(random.normal(first, rows))[:, None] * _signed_root(random.normal(second, columns))[None]
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         return values["mean"]
@@ -124,7 +125,7 @@ class Gaussian(Reparametrization):
         return _divergence(values["mean"], values["rho"], scalar(self.prior, values["rho"]))
 
 
-def _root(x: Array) -> Array:
+def _signed_root(x: Array) -> Array:
     """The square root of the size of each number, with its sign."""
     return jnp.sign(x) * jnp.sqrt(jnp.abs(x)).astype(x.dtype)
 

@@ -25,6 +25,7 @@ NODES, SHARES = np.polynomial.legendre.leggauss(16)
 
 
 def _check_rate(value: Any, who: str, name: str) -> float:
+    """A probability above 0 and below ``LARGEST``; a gate with a larger one would be closed by ``update``."""
     rate = check_known_number(value, who, name)
     if not 0 < rate < LARGEST:
         raise ValueError(
@@ -87,17 +88,21 @@ class HardConcrete(Reparametrization):
         shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
         start = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
         log_alpha = jnp.full(shape, start, x.real.dtype)
-        return {"w": (x / _mean(log_alpha)).astype(w.dtype), "log_alpha": log_alpha, "mask": jnp.ones_like(log_alpha)}
+        return {
+            "w": (x / _mean_gate(log_alpha)).astype(w.dtype),
+            "log_alpha": log_alpha,
+            "mask": jnp.ones_like(log_alpha),
+        }
 
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         x = widened(values["w"])
         u = random.uniform(key, x, self._shared(x))
         logit = jnp.log(jnp.maximum(u, jnp.finfo(u.dtype).tiny)) - jnp.log1p(-u)
         s = jax.nn.sigmoid((logit.astype(values["log_alpha"].dtype) + values["log_alpha"]) / TEMPERATURE)
-        return self._gated(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))
+        return self._apply_gate(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
-        return self._gated(values, _mean(values["log_alpha"]))
+        return self._apply_gate(values, _mean_gate(values["log_alpha"]))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         closed = LOW + (HIGH - LOW) * jax.nn.sigmoid(values["log_alpha"]) <= 0
@@ -113,13 +118,14 @@ class HardConcrete(Reparametrization):
         """The axes along which weights share one gate."""
         return other_axes(self.axis, w)
 
-    def _gated(self, values: dict[str, Array], gate: Array) -> Array:
+    def _apply_gate(self, values: dict[str, Array], gate: Array) -> Array:
+        """The weights times their gates, and zero where the mask is."""
         x = widened(values["w"])
         alive = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
         return (alive.astype(x.real.dtype) * x).astype(values["w"].dtype)
 
 
-def _mean(log_alpha: Array) -> Array:
+def _mean_gate(log_alpha: Array) -> Array:
     """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
     for node, share in zip(NODES, SHARES, strict=True):

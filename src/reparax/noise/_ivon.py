@@ -13,7 +13,7 @@ from jax.core import Tracer
 from reparax._numerics.arguments import check_number, check_positive_number
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, path_text
 from reparax._tree.transformation import Transformation
 
 PAIR = {"mean", "rho"}
@@ -96,14 +96,14 @@ def ivon(
     numbers = _Numbers(ess, beta1, beta2, weight_decay, clip_radius)
 
     def init(params: PyTree) -> IvonState:
-        pairs = _pairs(params)
-        hessian = {path: numbers.hessian_of(_std(pair["rho"])) for path, pair in pairs.items()}
+        pairs = _pairs_by_path(params)
+        hessian = {path: numbers.hessian_of(_std_of(pair["rho"])) for path, pair in pairs.items()}
         for path, h in hessian.items():
             if not isinstance(h, Tracer) and not bool(jnp.all(h > 0)):
                 raise ValueError(
-                    f"ivon got standard deviations up to {float(jnp.max(_std(pairs[path]['rho']))):.3g} at {path!r}, "
-                    f"but the prior has {(ess * weight_decay) ** -0.5:.3g} = 1 / sqrt(ess * weight_decay), and they "
-                    f"must be less. Give Gaussian a smaller `std`."
+                    f"ivon got standard deviations up to {float(jnp.max(_std_of(pairs[path]['rho']))):.3g} at "
+                    f"{path!r}, but the prior has {(ess * weight_decay) ** -0.5:.3g} = 1 / sqrt(ess * weight_decay), "
+                    f"and they must be less. Give Gaussian a smaller `std`."
                 )
         momentum = {path: jnp.zeros_like(h) for path, h in hessian.items()}
         start = {path: jnp.mean(h) + weight_decay for path, h in hessian.items()}
@@ -113,14 +113,14 @@ def ivon(
         del extra
         if params is None:
             raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
-        pairs, grads, count = _pairs(params), _pairs(updates), state.steps + 1
+        pairs, grads, count = _pairs_by_path(params), _pairs_by_path(updates), state.steps + 1
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         made, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
             held = state.momentum[path], state.hessian[path]
             step = jnp.asarray(rate, held[0].dtype) * state.start[path]
             made[path], momentum[path], hessian[path] = numbers.step(pair, grads[path], *held, step, count)
-        return _with(updates, made), IvonState(count, momentum, hessian, state.start)
+        return _replace_pairs(updates, made), IvonState(count, momentum, hessian, state.start)
 
     return Transformation(init, update)
 
@@ -135,6 +135,7 @@ class _Numbers(NamedTuple):
     clip: float
 
     def hessian_of(self, std: Array) -> Array:
+        """The Hessian at which this is the standard deviation."""
         return 1 / (self.ess * std**2) - self.decay
 
     def step(
@@ -143,7 +144,7 @@ class _Numbers(NamedTuple):
         """Updates of both values, and the new momentum and Hessian."""
         mean, rho, grad = widened(pair["mean"]), pair["rho"], widened(grads["mean"])
         # The derivative of sigma with respect to rho is a sigmoid, and that of the weight with respect to sigma noise.
-        noise_by_grad = _std(rho) * grads["rho"] / jax.nn.sigmoid(rho)
+        noise_by_grad = _std_of(rho) * grads["rho"] / jax.nn.sigmoid(rho)
         m = self.beta1 * m + (1 - self.beta1) * grad
         seen, gap = self.ess * (h + self.decay) * noise_by_grad, 1 - self.beta2
         h = self.beta2 * h + gap * seen + 0.5 * gap**2 * (h - seen) ** 2 / (h + self.decay)
@@ -153,18 +154,20 @@ class _Numbers(NamedTuple):
         return {"mean": (-step * moved).astype(pair["mean"].dtype), "rho": softplus_inverse(std) - rho}, m, h
 
 
-def _std(rho: Array) -> Array:
+def _std_of(rho: Array) -> Array:
+    """The standard deviation of a raw value, ``softplus(rho)``."""
     return jax.nn.softplus(rho)
 
 
 def _is_pair(x: Any) -> bool:
+    """Whether a node holds the mean and the standard deviation of one array."""
     return isinstance(x, Mapping) and set(x) == PAIR
 
 
-def _pairs(tree: PyTree) -> dict[str, Any]:
+def _pairs_by_path(tree: PyTree) -> dict[str, Any]:
     """The raw values of each array, by its path."""
-    names, nodes, _ = named(tree, _is_pair)
-    found = {_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
+    names, nodes, _ = flatten_with_names(tree, _is_pair)
+    found = {_plain_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
     for path, node in found.items():
         if not _is_pair(node) or jnp.shape(node["mean"]) != jnp.shape(node["rho"]):
             raise ValueError(
@@ -174,11 +177,12 @@ def _pairs(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def _with(tree: PyTree, made: Mapping[str, Any]) -> PyTree:
-    names, nodes, treedef = named(tree, _is_pair)
-    return treedef.unflatten([made.get(_path(name), node) for name, node in zip(names, nodes, strict=True)])
+def _replace_pairs(tree: PyTree, made: Mapping[str, Any]) -> PyTree:
+    """The tree with these values in place of the pairs at their paths."""
+    names, nodes, treedef = flatten_with_names(tree, _is_pair)
+    return treedef.unflatten([made.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
 
 
-def _path(names: Names) -> str:
+def _plain_path(names: Names) -> str:
     """A path without the sign of markers, which in a state would stand for raw values."""
     return path_text(names).replace("@", "")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, check_axes, check_features, other_axes, unstacked
+from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, other_axes
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
 from reparax._core.keys import split_in_two
@@ -21,10 +21,11 @@ from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
 from reparax._numerics.linalg import product
 from reparax._stage.varied import Number, per_array
-from reparax.noise._batches import Drawn
+from reparax.noise._drawn import Drawn
 
 
 def _check_std(value: Any, who: str, name: str) -> Any:
+    """A standard deviation, which is finite if it is known."""
     std = check_number(value, who, name)
     if isinstance(std, float) and not math.isfinite(std):
         raise ValueError(f"{who} got {name}={std}, but a standard deviation is a finite number.")
@@ -32,6 +33,7 @@ def _check_std(value: Any, who: str, name: str) -> Any:
 
 
 def _check_rate(value: Any, who: str, name: str) -> Any:
+    """The share of weights to drop, which is at least 0 and less than 1 if it is known."""
     rate = check_number(value, who, name)
     if isinstance(rate, float) and not 0 <= rate < 1:
         raise ValueError(
@@ -126,7 +128,7 @@ class VarNoise(Drawn):
 
     def merged(self, later: Any) -> Any:
         known = self.relative is None and later.relative is None and self.shared == later.shared
-        return replace(self, std=_hypot(self.std, later.std)) if known and self.rank is None else None
+        return replace(self, std=_root_of_squares(self.std, later.std)) if known and self.rank is None else None
 
     def _size(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
@@ -205,10 +207,10 @@ class WeightDropout(Drawn):
         return self.broadcast, self.stacked
 
     def draw(self, like: Array, key: Array) -> Array:
-        return random.uniform(key, like, unstacked(self.broadcast, like, self.stacked))
+        return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
-        x, keep = widened(w), _keep(self.rate)
+        x, keep = widened(w), _keep_probability(self.rate)
         return jnp.where(drawn < scalar(keep, drawn), x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
     def merged(self, later: Any) -> Any:
@@ -218,11 +220,11 @@ class WeightDropout(Drawn):
         if all(isinstance(rate, float) for rate in rates):
             rate = min(1 - math.prod(1 - rate for rate in rates), math.nextafter(1, 0))
         else:
-            rate = 1 - jnp.asarray(_keep(self.rate)) * jnp.asarray(_keep(later.rate))
+            rate = 1 - jnp.asarray(_keep_probability(self.rate)) * jnp.asarray(_keep_probability(later.rate))
         return WeightDropout(rate, broadcast=self.broadcast, stacked=self.stacked)
 
 
-def _hypot(a: Any, b: Any) -> Any:
+def _root_of_squares(a: Any, b: Any) -> Any:
     """The root of the sum of squares, with gradient zero at zero; negative if both numbers are negative."""
     if isinstance(a, float) and isinstance(b, float):
         return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
@@ -231,7 +233,7 @@ def _hypot(a: Any, b: Any) -> Any:
     return jnp.where((jnp.asarray(a) < 0) & (jnp.asarray(b) < 0), -root, root)
 
 
-def _keep(rate: Any) -> Any:
+def _keep_probability(rate: Any) -> Any:
     """The probability to keep a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
     if isinstance(rate, float):
         return 1 - rate

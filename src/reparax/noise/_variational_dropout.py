@@ -73,10 +73,10 @@ class VariationalDropout(Reparametrization):
     def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
         theta = widened(values["theta"])
         std = jnp.exp(values["log_var"] / 2).astype(theta.dtype)
-        return _alive(values, theta + std * random.normal(key, theta)).astype(values["theta"].dtype)
+        return _zero_pruned(values, theta + std * random.normal(key, theta)).astype(values["theta"].dtype)
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
-        return _alive(values, values["theta"])
+        return _zero_pruned(values, values["theta"])
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         mask = values["mask"]
@@ -85,13 +85,15 @@ class VariationalDropout(Reparametrization):
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         log_alpha = _log_alpha(values)
         each = K1 * jax.nn.sigmoid(-K2 - K3 * log_alpha) + jax.nn.softplus(-log_alpha) / 2
-        return jnp.sum(_alive(values, each))
+        return jnp.sum(_zero_pruned(values, each))
 
 
-def _alive(values: dict[str, Array], x: Array) -> Array:
+def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
+    """``x``, and zero for weights that have been pruned."""
     return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
 
 
 def _log_alpha(values: dict[str, Array]) -> Array:
+    r""":math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the variance as a share of the square of the mean."""
     theta = widened(values["theta"])
     return values["log_var"].astype(theta.dtype) - jnp.log(jnp.square(theta) + TINY)

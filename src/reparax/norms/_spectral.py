@@ -15,7 +15,7 @@ from reparax._numerics.arguments import check_positive_whole, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import inverse, unit
 from reparax._stage.constraint import Constraint
-from reparax._stage.matrices import MatrixAxes, merged
+from reparax._stage.matrices import MatrixAxes, merge_axes
 from reparax._tree.values import Values, fixed, main
 from reparax.norms._convolution import Convolution, Padding, Sizes, check_padding, check_sizes, check_window
 
@@ -176,7 +176,7 @@ class SpectralNorm(MatrixAxes, Constraint):
             axis = self._outputs(w)[0]
             return jnp.moveaxis(widened(w), (axis - 1 if axis else 1, axis), (-2, -1))
         rows, columns = (tuple(sorted(axes)) for axes in self.axes_of(w.ndim))
-        return merged(widened(w), rows, columns)
+        return merge_axes(widened(w), rows, columns)
 
     def _outputs(self, w: Array) -> list[int]:
         """The output axis of a convolution's kernel; none if it cannot be the given one."""

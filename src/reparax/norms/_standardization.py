@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import LAST, Axes, as_number, check_channels, other_axes
+from reparax._axes.numbers import LAST, Axes, check_channels, last_to_number, other_axes
 from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arithmetic import widened
@@ -62,7 +62,7 @@ class WeightStandardization(Constraint):
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:
-            axis = None if self.axis is None else as_number(self.axis)
+            axis = None if self.axis is None else last_to_number(self.axis)
             return (
                 f"expected several inputs for each index of axis {axis}, got one in shape {w.shape}. "
                 f"Leave it out with `where`, or use a separate stage for it."

@@ -29,10 +29,12 @@ class _Map(Constraint):
     entrywise: ClassVar[Any] = True
 
     @abstractmethod
-    def _forward(self, x: Array) -> Array: ...
+    def _forward(self, x: Array) -> Array:
+        """The weights of raw values."""
 
     @abstractmethod
-    def _inverse(self, w: Array) -> Array: ...
+    def _inverse(self, w: Array) -> Array:
+        """The raw values whose weights these are."""
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         if jnp.iscomplexobj(values["x"]):
@@ -98,10 +100,10 @@ class Positive(_Map):
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"x": self._inverse(jnp.maximum(widened(w), _least(w))).astype(w.dtype)}
+        return {"x": self._inverse(jnp.maximum(widened(w), _least_number(w))).astype(w.dtype)}
 
     def flat_leaf(self, w: Array) -> Array:
-        return widened(w) < _least(w)
+        return widened(w) < _least_number(w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
@@ -121,7 +123,7 @@ class Positive(_Map):
         return _POSITIVE[self.map][1](w)
 
 
-def _least(w: Array) -> float:
+def _least_number(w: Array) -> float:
     """The smallest number that a dtype's arithmetic distinguishes from zero."""
     return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
 
@@ -259,6 +261,7 @@ class Elementwise(_Map):
 
 
 def _check_factor(value: Any, who: str, name: str) -> Any:
+    """A number that is finite and not 0, if it is known."""
     factor = check_number(value, who, name)
     if isinstance(factor, float) and not 0 < abs(factor) < math.inf:
         raise ValueError(f"{who} got {name}={factor}, but takes a finite number other than 0.")

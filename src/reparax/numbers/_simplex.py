@@ -62,11 +62,11 @@ class Simplex(Constraint):
     dtypes: ClassVar[Any] = jnp.floating
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        nearest = self._nearest(w)
+        nearest = self._project_along(w)
         return {"x": jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny))).astype(w.dtype)}
 
     def flat_leaf(self, w: Array) -> Array:
-        return self._nearest(w) <= 0
+        return self._project_along(w) <= 0
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
@@ -81,14 +81,15 @@ class Simplex(Constraint):
         # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 
-    def _nearest(self, w: Array) -> Array:
+    def _project_along(self, w: Array) -> Array:
+        """The nearest points of the simplex along the axis."""
         axis = position(self.along, w)
-        nearest = _nearest(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        nearest = _project_last_axis(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
         return jnp.moveaxis(nearest, -1, axis)
 
 
 @functools.partial(inlined, static_argnums=1)
-def _nearest(w: Array, rounding: float) -> Array:
+def _project_last_axis(w: Array, rounding: float) -> Array:
     """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
     if w.size == 0:
         return w

@@ -10,7 +10,7 @@ from jax import Array
 from reparax._data.learned import lost
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax.quantized._fits import divided
+from reparax.quantized._fits import divide
 from reparax.quantized._gptq import gptq
 
 POINTS = 20
@@ -25,7 +25,7 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     such that the product of the largest and the smallest factor is 1. Of 20 exponents r from 0 to 1, it is the one with
     the smallest error of outputs; r = 0 is rounding as without data.
     """
-    return _best(stage, w, read)[0]
+    return _search_factors(stage, w, read)[0]
 
 
 def awq_gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
@@ -34,15 +34,15 @@ def awq_gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     Inputs are divided by what their weights are multiplied with, so the errors of outputs stay what they are. They are
     at most those of AWQ.
     """
-    found, factors = _best(stage, w, read)
+    found, factors = _search_factors(stage, w, read)
     inverse = (1 / factors).astype(w.dtype).astype(factors.dtype)
     # The moments of the inputs that the rounded weights multiply.
     scaled = replace(read, second=read.second * inverse[..., None] * inverse[..., None, :])
-    larger = divided(widened(w), widened(found["channel"])).astype(w.dtype)
+    larger = divide(widened(w), widened(found["channel"])).astype(w.dtype)
     return gptq(stage, larger, scaled) | {"channel": found["channel"]}
 
 
-def _best(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array], Array]:
+def _search_factors(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array], Array]:
     """The raw values of AWQ, and its factors, of shape ``(1, inputs)``."""
     if len(read.count) > 1:
         raise ValueError(
@@ -59,7 +59,7 @@ def _best(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array], Array]:
 
     def values(ratio: Array) -> dict[str, Array]:
         channel = read.each_input(1 / factors(ratio), x).astype(w.dtype)
-        held = stage._held(divided(x, widened(channel)), w.dtype) | {"channel": channel}
+        held = stage._hold_scales(divide(x, widened(channel)), w.dtype) | {"channel": channel}
         return stage._values_of(w, held)
 
     ratios = jnp.linspace(0.0, 1.0, POINTS, dtype=x.dtype)

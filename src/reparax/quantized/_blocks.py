@@ -22,12 +22,12 @@ class Grid:
 
     def each(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
         """``reduce`` over the entries of each block; ``fill`` completes the last one."""
-        missing = [-n % self.sizes[i] if i in self._cut else 0 for i, n in enumerate(self.shape)]
+        missing = [-n % self.sizes[i] if i in self._split_axes else 0 for i, n in enumerate(self.shape)]
         if any(missing):
             x = jnp.pad(x, [(0, more) for more in missing], constant_values=fill)
         shape, within, over = list[int](), list[int](), list[int]()
         for i, (n, size) in enumerate(zip(x.shape, self.sizes, strict=True)):
-            if i in self._cut:
+            if i in self._split_axes:
                 within.append(len(shape) + 1)
                 shape += [n // size, size]
             else:
@@ -38,7 +38,7 @@ class Grid:
 
     def spread(self, each: Array) -> Array:
         """Numbers for each block, as numbers for each entry, in a shape that broadcasts."""
-        for i in self._cut:
+        for i in self._split_axes:
             apart = jnp.expand_dims(each, i + 1)
             wide = (*each.shape[: i + 1], self.sizes[i], *each.shape[i + 1 :])
             joined = (*each.shape[:i], each.shape[i] * self.sizes[i], *each.shape[i + 1 :])
@@ -48,5 +48,6 @@ class Grid:
         return each
 
     @property
-    def _cut(self) -> list[int]:
+    def _split_axes(self) -> list[int]:
+        """The axes along which there are several blocks of several entries."""
         return [i for i, (n, size) in enumerate(zip(self.shape, self.sizes, strict=True)) if 1 < size < n]

@@ -20,32 +20,32 @@ that broadcast."""
 
 
 @inlined
-def divided(x: Array, scale: Array) -> Array:
+def divide(x: Array, scale: Array) -> Array:
     """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
     return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
 
 
 @functools.partial(inlined, static_argnums=1)
-def parted(extent: Array, parts: float) -> Array:
+def divide_once(extent: Array, parts: float) -> Array:
     """``extent / parts``, rounded once: XLA compiles a division by what it knows to a product with the inverse."""
     return extent / jnp.where(extent == extent, jnp.full_like(extent, parts), extent)
 
 
-def finite(x: Array, dtype: Any = None) -> Array:
+def clip_to_finite(x: Array, dtype: Any = None) -> Array:
     """``x`` between the largest numbers of its dtype, or another one. NaN stays NaN."""
     most = float(jnp.finfo(dtype or x.dtype).max)
     return jnp.clip(x, -most, most)
 
 
-def in_units(x: Array, entries: Entries) -> Array:
+def to_units(x: Array, entries: Entries) -> Array:
     """``x`` in units of its scales, from its zeros on."""
     if "channel" in entries:
-        x = divided(x, entries["channel"].astype(x.dtype))
+        x = divide(x, entries["channel"].astype(x.dtype))
     if "offset" in entries:
         x = x + entries["offset"].astype(x.dtype)
     if "inverse" in entries:
         return x * entries["inverse"]
-    x = divided(x, entries["scale"].astype(x.dtype))
+    x = divide(x, entries["scale"].astype(x.dtype))
     return x + entries["zero"].astype(x.dtype) if "zero" in entries else x
 
 
@@ -59,23 +59,23 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     if (
         "offset" in entries
     ):  # as products are cut off first, XLA does not round the two operations once in some programs
-        x = finite(x) - entries["offset"]
+        x = clip_to_finite(x) - entries["offset"]
     return x * entries["channel"].astype(x.dtype) if "channel" in entries else x
 
 
-def reached(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
+def reach_of(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
     """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
     largest = blocks.each(largest_of, jnp.abs(x), 0)
     if fit == "rms":
-        units, size = in_powers(x, blocks)
+        units, size = to_powers(x, blocks)
         extent = size * jnp.sqrt(blocks.each(jnp.sum, units * units, 0) / blocks.each(jnp.sum, jnp.ones_like(x), 0))
     else:
         extent = largest if fit != "fixed" else jnp.ones_like(largest)
     extent = extent if reach == 1 else reach * extent
-    return jnp.where(jnp.isfinite(largest), finite(extent), jnp.nan)
+    return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
 
 
-def in_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
+def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
     """``x`` in units of a power of two near the largest magnitude of its block, and these units.
 
     Sums and squares of such numbers do not overflow, and are those of ``x``, bit for bit, where these do not either.
@@ -89,13 +89,13 @@ def in_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
 def range_of(x: Array, blocks: Grid, fit: str, reach: float, *, with_zero: bool) -> tuple[Array, Array]:
     """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
     if fit in ("rms", "fixed"):
-        size = reached(x, blocks, fit, reach)
+        size = reach_of(x, blocks, fit, reach)
         return -size, size
     low, high = blocks.each(jnp.min, x, jnp.inf), blocks.each(jnp.max, x, -jnp.inf)
     known = jnp.isfinite(low) & jnp.isfinite(high)
     if with_zero:  # so that zeros stay zeros
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-    low, high = (jnp.where(known, finite(reach * end), jnp.nan) for end in (low, high))
+    low, high = (jnp.where(known, clip_to_finite(reach * end), jnp.nan) for end in (low, high))
     return low, high
 
 
@@ -103,11 +103,12 @@ def faces_down(x: Array, blocks: Grid) -> Array:
     """Whether the number of the largest magnitude is negative in each block, the first one of several."""
     largest = blocks.spread(blocks.each(largest_of, jnp.abs(x), 0))
     place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-    up, down = (blocks.each(_first, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest))
+    up, down = (blocks.each(_least_place, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest))
     return down < up
 
 
-def _first(place: Array, **how: Any) -> Array:
+def _least_place(place: Array, **how: Any) -> Array:
+    """The least of these places; the largest int32 if there are none."""
     return jnp.min(place, initial=jnp.iinfo(jnp.int32).max, **how)
 
 
@@ -119,7 +120,7 @@ def power_above(scale: Array) -> Array:
     return jnp.where(scale > 0, jnp.ldexp(jnp.ones_like(scale), jnp.minimum(exponent, most)), scale)
 
 
-def with_a_zero(scale: Array, low: Array, high: Array, dtype: Any) -> tuple[Array, Array]:
+def scales_for_zero(scale: Array, low: Array, high: Array, dtype: Any) -> tuple[Array, Array]:
     """Scales that are large enough for ``-low / scale`` to be a number of ``dtype``; and which blocks are constant.
 
     The zero alone makes a constant block: the scale is 1 there, so that the block is exact.
@@ -129,7 +130,7 @@ def with_a_zero(scale: Array, low: Array, high: Array, dtype: Any) -> tuple[Arra
     return jnp.where(constant, jnp.ones_like(scale), jnp.maximum(scale, least)), constant
 
 
-def hqq(x: Array, scale: Array, zero: Array, blocks: Grid, numbers: Numbers) -> Array:
+def fit_hqq(x: Array, scale: Array, zero: Array, blocks: Grid, numbers: Numbers) -> Array:
     """The zeros of half-quadratic quantization: a robust fit of the numbers to ``x``, for given scales.
 
     Minimizes the norm of order 0.7 of the error, in at most 20 steps: the error is shrunk towards zero, and the zero is

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.quantized._numbers import Numbers, floating, half_out, half_up, listed, whole
+from reparax.quantized._numbers import Numbers, floating_numbers, half_out, half_up, table_numbers, whole_numbers
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ NF4 = [
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 ]
 """The sixteen numbers of NF4, quantiles of the normal distribution, as the paper on QLoRA prints them."""
-E2M1 = listed([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, even=True)
+E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, even=True)
 """The sixteen numbers of float4_e2m1fn."""
 
 
@@ -77,7 +77,7 @@ def _dynamic(*, signed: bool) -> Numbers:
         edges = np.where(i < (parts + 1) // 2, start + step * i, end - step * (parts - i)).astype(np.float32)
         middles = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
         numbers += [*middles, *(-middles if signed else ())]
-    return listed(sorted(numbers), keeps_positive=not signed)
+    return table_numbers(sorted(numbers), keeps_positive=not signed)
 
 
 POWERS = Scales("exponent")
@@ -86,24 +86,24 @@ ROUNDED = Scales("int8", least=8, top=127, shared=None)
 """``double_quant``. The rounding error of a scale is below a sixteenth, so the largest number stays the largest."""
 
 FORMATS = {
-    **{f"int{bits}": Format(whole(bits, signed=True)) for bits in range(8, 1, -1)},
-    "int1": Format(listed([-1.0, 1.0])),
-    **{f"uint{bits}": Format(whole(bits, signed=False), zero="zero") for bits in range(8, 0, -1)},
-    "nf4": Format(listed(NF4)),
+    **{f"int{bits}": Format(whole_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
+    "int1": Format(table_numbers([-1.0, 1.0])),
+    **{f"uint{bits}": Format(whole_numbers(bits, signed=False), zero="zero") for bits in range(8, 0, -1)},
+    "nf4": Format(table_numbers(NF4)),
     "float4_e2m1fn": Format(E2M1),
-    "float8_e4m3fn": Format(floating("float8_e4m3fn")),
-    "float8_e5m2": Format(floating("float8_e5m2")),
-    "mxfp8": Format(floating("float8_e4m3fn"), 32, POWERS),
+    "float8_e4m3fn": Format(floating_numbers("float8_e4m3fn")),
+    "float8_e5m2": Format(floating_numbers("float8_e5m2")),
+    "mxfp8": Format(floating_numbers("float8_e4m3fn"), 32, POWERS),
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
     "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
     "dynamic8": Format(_dynamic(signed=True)),
     "udynamic8": Format(_dynamic(signed=False)),
-    "gguf:q4_0": Format(whole(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
-    "gguf:q4_1": Format(whole(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
-    "gguf:q5_0": Format(whole(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),
-    "gguf:q5_1": Format(whole(5, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
-    "gguf:q8_0": Format(whole(8, signed=True, nearest=half_out), 32, HALF, early=True),
-    "gguf:q4_k": Format(whole(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
-    "gguf:q6_k": Format(whole(6, signed=True), 16, Scales("int8", top=127, shared=16)),
+    "gguf:q4_0": Format(whole_numbers(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
+    "gguf:q4_1": Format(whole_numbers(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q5_0": Format(whole_numbers(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),
+    "gguf:q5_1": Format(whole_numbers(5, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
+    "gguf:q8_0": Format(whole_numbers(8, signed=True, nearest=half_out), 32, HALF, early=True),
+    "gguf:q4_k": Format(whole_numbers(4, signed=False), 32, Scales("uint8", top=63, shared=8), zero="offset"),
+    "gguf:q6_k": Format(whole_numbers(6, signed=True), 16, Scales("int8", top=127, shared=16)),
 }

@@ -12,7 +12,7 @@ from reparax._data.learned import better
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import each_column, largest
-from reparax.quantized._fits import Entries, from_units, in_units
+from reparax.quantized._fits import Entries, from_units, to_units
 
 ROWS = 128
 """The rows of a block whose scales are known beforehand: those that share a ranking where a share is pruned.
@@ -26,13 +26,13 @@ def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
 
     Those are then rounded of the largest weights, where some are pruned.
     """
-    round_matrices = _followed if stage._scales_follow else _known
+    round_matrices = _round_in_new_scales if stage._scales_follow else _round_in_known_scales
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
-    learned = stage._values_of(rounded, stage._held(planned, w.dtype))
-    return better(stage, read, w, learned, stage._plain(_largest(stage, w, read)))
+    learned = stage._values_of(rounded, stage._hold_scales(planned, w.dtype))
+    return better(stage, read, w, learned, stage._plain(_prune_by_magnitude(stage, w, read)))
 
 
-def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
+def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     """What to find scales for, and what to round in these.
 
     The scales of a block are those of its weights once the blocks before it have been made up for.
@@ -41,11 +41,15 @@ def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
 
     def plan(block: Array, diagonal: Array, given: None) -> tuple[Array, Entries]:
         del diagonal, given
-        return block, _whole(one._entries(one._held(block, w.dtype), one._blocks(block)), block)
+        return block, _broadcast_entries(one._entries(one._hold_scales(block, w.dtype), one._blocks(block)), block)
 
     def round_rows(x: Array, moments: Array) -> tuple[Array, Array]:
         rounded, (planned, _) = compensated(
-            x, moments, plan, lambda row, planned: _nearest(stage, row, planned[1]), **_sizes(stage, stage._block)
+            x,
+            moments,
+            plan,
+            lambda row, planned: _round_row(stage, row, planned[1]),
+            **_compensation_settings(stage, stage._block),
         )
         return planned, rounded
 
@@ -53,24 +57,29 @@ def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     return jax.vmap(round_rows)(read.matrices(x), read.moments.astype(x.dtype))
 
 
-def _known(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
+def _round_in_known_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     """The same for scales of the weights themselves, so that inputs can come in any order."""
     x = widened(w)
-    entries = _whole(stage._entries(stage._held(w), stage._blocks(w)), x)
+    entries = _broadcast_entries(stage._entries(stage._hold_scales(w), stage._blocks(w)), x)
 
     def plan(block: Array, diagonal: Array, given: tuple[Entries, Array]) -> tuple[Entries, Array]:
         entries, real = given
-        return entries, _kept(stage, jnp.abs(block / diagonal[:, None]), real)
+        return entries, _keep_largest(stage, jnp.abs(block / diagonal[:, None]), real)
 
     def nearest(row: Array, planned: tuple[Entries, Array]) -> Array:
         entries, kept = planned
-        return jnp.where(kept, _nearest(stage, row, entries), jnp.zeros_like(row))
+        return jnp.where(kept, _round_row(stage, row, entries), jnp.zeros_like(row))
 
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
         given = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
         rounded, (_, kept) = compensated(
-            x[order], moments[order][:, order], plan, nearest, given=given, **_sizes(stage, _rows(stage))
+            x[order],
+            moments[order][:, order],
+            plan,
+            nearest,
+            given=given,
+            **_compensation_settings(stage, _rows_of_block(stage)),
         )
         rounded = jnp.where(kept, rounded, 0 * rounded)[jnp.argsort(order)]
         return jnp.where(jnp.isnan(rounded), rounded, x), rounded  # NaN of the data is not hidden
@@ -79,12 +88,13 @@ def _known(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     return jax.vmap(round_rows)(read.matrices(x), read.moments.astype(x.dtype), matrices)
 
 
-def _nearest(stage: Any, row: Array, entries: Entries) -> Array:
+def _round_row(stage: Any, row: Array, entries: Entries) -> Array:
+    """One row of weights, rounded to the nearest numbers of the format in its scales."""
     numbers = stage._format.numbers
-    return from_units(numbers.decode(numbers.encode(in_units(row, entries), None)), entries)
+    return from_units(numbers.decode(numbers.encode(to_units(row, entries), None)), entries)
 
 
-def _kept(stage: Any, scores: Array, real: Array) -> Array:
+def _keep_largest(stage: Any, scores: Array, real: Array) -> Array:
     """Which weights of some rows stay, those with the largest scores; rows that are not real fill up a block."""
     if stage.sparsity is None:
         return jnp.ones(scores.shape, bool)
@@ -96,20 +106,23 @@ def _kept(stage: Any, scores: Array, real: Array) -> Array:
     return each_column(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
 
 
-def _largest(stage: Any, w: Array, read: Read) -> Array:
+def _prune_by_magnitude(stage: Any, w: Array, read: Read) -> Array:
     """The weights of the largest magnitudes, and zeros."""
     matrices = read.matrices(w)
-    kept = jax.vmap(lambda x: _kept(stage, jnp.abs(widened(x)), jnp.ones(len(x), bool)))(matrices)
+    kept = jax.vmap(lambda x: _keep_largest(stage, jnp.abs(widened(x)), jnp.ones(len(x), bool)))(matrices)
     return read.array(jnp.where(kept, matrices, 0 * matrices), w)
 
 
-def _rows(stage: Any) -> int:
+def _rows_of_block(stage: Any) -> int:
+    """How many rows are planned together: the group of n of every m, or ``ROWS``."""
     return stage.sparsity[1] if isinstance(stage.sparsity, tuple) else ROWS
 
 
-def _sizes(stage: Any, size: int) -> dict[str, Any]:
+def _compensation_settings(stage: Any, size: int) -> dict[str, Any]:
+    """How many rows a block of the compensation has, and its damping, as arguments."""
     return {"size": size, "percdamp": stage.percdamp}
 
 
-def _whole(entries: Entries, like: Array) -> Entries:
+def _broadcast_entries(entries: Entries, like: Array) -> Entries:
+    """The scales, and what goes with them, in the shape of ``like``."""
     return {name: jnp.broadcast_to(each, like.shape) for name, each in entries.items()}

@@ -63,24 +63,25 @@ class Halved(Reparametrization):
     dtypes: ClassVar[Any] = jnp.float32
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        top, rest = _halves(w, self.rest)
+        top, rest = _split_bits(w, self.rest)
         return {"w": top, "rest": rest}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        whole = _joined(jax.lax.stop_gradient(values["w"]), values["rest"])
+        whole = _join_bits(jax.lax.stop_gradient(values["w"]), values["rest"])
         return straight_through(values["w"].astype(jnp.float32), whole)
 
     @staticmethod
     def add_leaf(w: Array, rest: Array, update: Array) -> tuple[Array, Array]:
         """The two halves of the sum and an update."""
-        return _halves(_joined(w, rest) + update.astype(jnp.float32), rest.dtype)
+        return _split_bits(_join_bits(w, rest) + update.astype(jnp.float32), rest.dtype)
 
 
 INFINITY = 0x7F800000
 """The bits of infinity in float32. Without their sign, bits are whole numbers in the order of their magnitudes."""
 
 
-def _halves(x: Array, dtype: Any) -> tuple[Array, Array]:
+def _split_bits(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """Each number as the nearest in bfloat16 and a rest, in steps between numbers of float32; in int8, of 256."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, size = (bits >> 16) & 0x8000, (bits & 0x7FFFFFFF).astype(jnp.int32)
     if jnp.dtype(dtype) == jnp.int8:  # the next number is infinity
@@ -96,7 +97,7 @@ def _halves(x: Array, dtype: Any) -> tuple[Array, Array]:
     return jax.lax.bitcast_convert_type(both, jnp.bfloat16), rest.astype(dtype)
 
 
-def _joined(top: Array, rest: Array) -> Array:
+def _join_bits(top: Array, rest: Array) -> Array:
     """The number that is ``rest`` numbers of float32 farther from zero than ``top``, which it is rounded to.
 
     That holds for each ``top``, also where it is no longer the one that ``rest`` was found for: a magnitude of bfloat16

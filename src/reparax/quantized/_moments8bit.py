@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole, one_of
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import OTHERS, Values, fixed, main
 from reparax.quantized._blocks import Grid
-from reparax.quantized._fits import divided, largest_of
+from reparax.quantized._fits import divide, largest_of
 from reparax.quantized._formats import FORMATS
 
 SIGNED, UNSIGNED = FORMATS["dynamic8"].numbers, FORMATS["udynamic8"].numbers
@@ -98,7 +98,7 @@ class Moments8bit(Reparametrization):
         scales = {name: blocks.each(largest_of, jnp.abs(w), 0) for name, blocks in self._blocks(w).items()}
         signed = jnp.any(w < 0)
         noise = _last_bits(w) if self.rounding == "dithered" else None
-        units = divided(w, self._smallest(scales, w))
+        units = divide(w, self._smallest(scales, w))
         return {"q": jax.lax.cond(signed, SIGNED.encode, UNSIGNED.encode, units, noise), "signed": signed, **scales}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -112,7 +112,7 @@ class Moments8bit(Reparametrization):
             along = [i for i, n in enumerate(w.shape) if n >= SHORT or n == max(w.shape)]
         else:
             along = count_from_front(self.along, w)
-        return {f"scale_{i}": Grid(w.shape, _sizes(w, i)) for i in along}
+        return {f"scale_{i}": Grid(w.shape, _block_sizes(w, i)) for i in along}
 
     def _smallest(self, scales: dict[str, Array], w: Array) -> Array:
         """For each number, the smallest scale of the blocks that it lies in."""
@@ -122,7 +122,8 @@ class Moments8bit(Reparametrization):
         return least
 
 
-def _sizes(w: Array, axis: int) -> tuple[int, ...]:
+def _block_sizes(w: Array, axis: int) -> tuple[int, ...]:
+    """The sizes of blocks: at most ``BLOCK`` along one axis, and 1 along the others."""
     return tuple(min(BLOCK, max(n, 1)) if i == axis else 1 for i, n in enumerate(w.shape))
 
 

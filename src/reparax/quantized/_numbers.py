@@ -57,7 +57,7 @@ def half_even(x: Array, low: int, high: int) -> Array:
     return jnp.clip(jnp.round(x), low, high)
 
 
-def whole(
+def whole_numbers(
     bits: int, *, signed: bool, top: int | None = None, nearest: Callable[[Array, int, int], Array] = half_even
 ) -> Numbers:
     """The integers of this many bits. Negative ones have the highest bit set."""
@@ -75,7 +75,7 @@ def whole(
     return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
 
 
-def listed(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_positive: bool = False) -> Numbers:
+def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_positive: bool = False) -> Numbers:
     """The numbers of a table, in increasing order.
 
     Args:
@@ -94,10 +94,10 @@ def listed(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_po
 
     def place(x: Array, noise: Array | None) -> Array:
         if noise is None:
-            return _above(middles, x)
-        below = _above(np.nextafter(table[1:], np.float32(-np.inf)), x)
+            return _count_exceeded(middles, x)
+        below = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
         last = jnp.minimum(below, len(table) - 2)
-        start, end = _at(table, last).astype(x.dtype), _at(table, last + 1).astype(x.dtype)
+        start, end = _look_up(table, last).astype(x.dtype), _look_up(table, last + 1).astype(x.dtype)
         return last + (start + noise * (end - start) < x).astype(below.dtype)
 
     def encode(x: Array, noise: Array | None) -> Array:
@@ -108,8 +108,8 @@ def listed(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_po
 
     def decode(codes: Array) -> Array:
         if not mirrored:
-            return _at(table, codes)
-        size = _at(table, codes & (sign - 1))
+            return _look_up(table, codes)
+        size = _look_up(table, codes & (sign - 1))
         return jnp.where(codes >= sign, -size, size)
 
     bits = (len(table) * (1 + mirrored) - 1).bit_length()
@@ -117,7 +117,7 @@ def listed(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_po
     return Numbers(bits, top, encode, decode, "uint8", low, keeps_positive)
 
 
-def floating(dtype: str) -> Numbers:
+def floating_numbers(dtype: str) -> Numbers:
     """The finite numbers of a floating dtype of eight bits."""
     top = float(jnp.finfo(dtype).max)
     held = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
@@ -126,7 +126,7 @@ def floating(dtype: str) -> Numbers:
     def encode(x: Array, noise: Array | None) -> Array:
         near = jnp.clip(x, -top, top)
         if noise is not None:
-            around = listed(table)
+            around = table_numbers(table)
             near = around.decode(around.encode(near, noise))
         return near.astype(dtype)
 
@@ -137,18 +137,18 @@ def floating(dtype: str) -> Numbers:
 _SHORT = 16
 
 
-def _above(bounds: np.ndarray, x: Array) -> Array:
+def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
     """How many of the increasing ``bounds`` each number exceeds."""
     if len(bounds) < _SHORT:
         return functools.reduce(operator.add, [(x > float(bound)).astype(jnp.uint8) for bound in bounds])
     count = jnp.zeros(x.shape, jnp.int32)
     padded = np.append(bounds, np.full(2 ** len(bounds).bit_length() - len(bounds), np.inf, np.float32))
     for step in (2**i for i in reversed(range(len(bounds).bit_length()))):
-        count = count + jnp.where(x > _at(padded, count + (step - 1)), step, 0)
+        count = count + jnp.where(x > _look_up(padded, count + (step - 1)), step, 0)
     return count
 
 
-def _at(table: np.ndarray, codes: Array) -> Array:
+def _look_up(table: np.ndarray, codes: Array) -> Array:
     """The numbers of a table at ``codes``."""
     if len(table) > _SHORT:
         where = jax.typeof(codes).sharding

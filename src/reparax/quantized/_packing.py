@@ -10,27 +10,27 @@ from jax import Array
 from reparax._numerics.inlined import inlined
 
 
-def group(bits: int) -> tuple[int, int]:
+def group_of_codes(bits: int) -> tuple[int, int]:
     """How many codes fill how many whole bytes."""
     codes = 8 // math.gcd(8, bits)
     return codes, codes * bits // 8
 
 
-def packed(codes: Array, bits: int, axis: int) -> Array:
+def pack(codes: Array, bits: int, axis: int) -> Array:
     """The bytes of codes, whose number along ``axis`` is a multiple of that of a group."""
-    return codes if bits == 8 else _regrouped(codes, bits, 8, axis)
+    return codes if bits == 8 else _regroup(codes, bits, 8, axis)
 
 
-def unpacked(held: Array, bits: int, axis: int) -> Array:
+def unpack(held: Array, bits: int, axis: int) -> Array:
     """The codes that were packed."""
-    return held if bits == 8 else _regrouped(held, 8, bits, axis)
+    return held if bits == 8 else _regroup(held, 8, bits, axis)
 
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
-def _regrouped(x: Array, old: int, new: int, axis: int) -> Array:
+def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
     """Words of ``old`` bits as words of ``new`` bits, over the same stream of bits."""
     stream = math.lcm(old, new)
-    words = _each_of(x.astype(jnp.uint8), stream // old, axis)
+    words = _split_modulo(x.astype(jnp.uint8), stream // old, axis)
     mask = jnp.asarray(2**new - 1, jnp.uint8)
     made: list[Array] = []
     for start in range(0, stream, new):
@@ -42,7 +42,7 @@ def _regrouped(x: Array, old: int, new: int, axis: int) -> Array:
     return joined.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
 
 
-def _each_of(x: Array, many: int, axis: int) -> list[Array]:
+def _split_modulo(x: Array, many: int, axis: int) -> list[Array]:
     """The entries with index 0, 1, 2 and so on, modulo ``many``, along an axis."""
     apart = x.reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
     return [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]

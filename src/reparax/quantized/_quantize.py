@@ -14,7 +14,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
 from reparax._tree.values import Values, main
-from reparax.quantized._fits import divided, in_powers, largest_of
+from reparax.quantized._fits import divide, largest_of, to_powers
 from reparax.quantized._formats import FORMATS
 from reparax.quantized._numbers import bounds_of
 from reparax.quantized._scaled import Scaled
@@ -92,19 +92,20 @@ class Quantize(Scaled):
             return straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
-        return _learned(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
+        return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
     def _rounded(self, w: Array) -> Array:
+        """The numbers of the format that are nearest to ``w``."""
         if self.format != "ternary":
             return self._decoded(*self._rounded_to(w))
         x = widened(w)
         scale = self._blocks(x).spread(self._ternary_scale(jnp.abs(x)))
-        return (jnp.clip(jnp.round(divided(x, scale)), -1, 1) * scale).astype(w.dtype)
+        return (jnp.clip(jnp.round(divide(x, scale)), -1, 1) * scale).astype(w.dtype)
 
     def _ternary_scale(self, sizes: Array) -> Array:
         """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
         blocks = self._blocks(sizes)
-        units, size = in_powers(sizes, blocks)
+        units, size = to_powers(sizes, blocks)
         mean = size * (blocks.each(jnp.sum, units, 0) / blocks.each(jnp.sum, jnp.ones_like(sizes), 0))
         largest = blocks.each(largest_of, sizes, 0)
         either = (sizes == 0) | (sizes == blocks.spread(largest))
@@ -119,7 +120,7 @@ class Quantize(Scaled):
 
         def try_parts(i: int, step: Array) -> Array:
             parts = i + 1
-            units = divided(x, blocks.spread(largest / parts))
+            units = divide(x, blocks.spread(largest / parts))
             nearest = jnp.round(units)
             fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)
             return jnp.where(blocks.each(jnp.all, fits, 1), largest / parts, step)
@@ -128,17 +129,20 @@ class Quantize(Scaled):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _learned(x: Array, step: Array, bits: int, size: int) -> Array:
+def _round_to_step(x: Array, step: Array, bits: int, size: int) -> Array:
     """``x`` rounded to integer multiples of ``step``; ``size`` numbers share each step."""
     low, high = bounds_of(bits)
-    return jnp.clip(jnp.round(divided(x, step)), low, high) * step
+    return jnp.clip(jnp.round(divide(x, step)), low, high) * step
 
 
-@_learned.defjvp
-def _learned_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+@_round_to_step.defjvp
+def _round_to_step_jvp(
+    bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    """The derivative of LSQ: that of the identity inside of the range, and a slope for the step."""
     (x, step), (dx, dstep) = primals, tangents
     low, high = bounds_of(bits)
-    units = divided(x, step)
+    units = divide(x, step)
     nearest = jnp.round(units)
     inside = (low <= nearest) & (nearest <= high)
     slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(size, 1) * high)

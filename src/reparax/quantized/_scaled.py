@@ -26,23 +26,24 @@ from reparax.quantized._blocks import Grid
 from reparax.quantized._fits import (
     FITS,
     Entries,
-    divided,
+    clip_to_finite,
+    divide,
+    divide_once,
     faces_down,
-    finite,
+    fit_hqq,
     from_units,
-    hqq,
-    in_units,
     largest_of,
-    parted,
     power_above,
     range_of,
-    reached,
-    with_a_zero,
+    reach_of,
+    scales_for_zero,
+    to_units,
 )
 from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
 
 
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
+    """The size of blocks: one whole number, or one for each axis."""
     if isinstance(value, tuple | list) and value:
         return tuple(check_positive_whole(each, who, name) for each in value)
     return check_positive_whole(value, who, name)
@@ -69,6 +70,7 @@ class Scaled(Reparametrization):
             self._require_fields_fit(type(self).__name__)
 
     def _require_fields_fit(self, who: str) -> None:
+        """Requires fields that fit each other, and the format."""
         row = self._format
         if self.double_quant and self._block is None:
             raise ValueError(
@@ -126,14 +128,17 @@ class Scaled(Reparametrization):
 
     @property
     def _format(self) -> Format:
+        """The row of the table of formats."""
         return FORMATS[self.format]
 
     @property
     def _block(self) -> int | tuple[int, ...] | None:
+        """The block that is given, else that of the format; None if scales have axes of their own."""
         return self._format.block if self.block is None and self.format in FORMATS else self.block
 
     @property
     def _scales(self) -> Scales | None:
+        """How scales are stored, if they are rounded."""
         return ROUNDED if self.double_quant else self._format.scales
 
     def _cut(self, w: Array) -> int:
@@ -146,6 +151,7 @@ class Scaled(Reparametrization):
         return max(other_axes(self.axis, w), default=w.ndim - 1)
 
     def _blocks(self, w: Array) -> Grid:
+        """The blocks of an array, none longer than it."""
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
@@ -155,52 +161,54 @@ class Scaled(Reparametrization):
             sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
-    def _held(self, w: Array, dtype: Any = None) -> dict[str, Array]:
+    def _hold_scales(self, w: Array, dtype: Any = None) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
         x, dtype = widened(w), dtype or w.dtype
         if self._format.zero == "zero":
             return self._held_with_zeros(x, self._blocks(w), dtype)
         if self._scales is not None and self._scales.dtype == "exponent":
-            return self._held_powers(reached(x, self._blocks(w), self.fit, self.reach), dtype)
+            return self._held_powers(reach_of(x, self._blocks(w), self.fit, self.reach), dtype)
         held: dict[str, Array] = {}
-        for name, wanted in self._wanted(x).items():
+        for name, wanted in self._wanted_scales(x).items():
             held |= self._held_scales(name, "unit" if name == "scale" else f"{name}_unit", wanted, dtype)
         return held
 
-    def _wanted(self, x: Array) -> dict[str, Array]:
+    def _wanted_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
         row, blocks = self._format, self._blocks(x)
         numbers = row.numbers
         if row.zero == "offset":
             low, high = range_of(x, blocks, self.fit, self.reach, with_zero=not row.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._part(reached(x, blocks, self.fit, self.reach), abs(numbers.top))
+        scale = self._divide_extent(reach_of(x, blocks, self.fit, self.reach), abs(numbers.top))
         return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
         """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
         numbers = self._format.numbers
-        return self._part(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+        return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
 
-    def _part(self, extent: Array, parts: float) -> Array:
+    def _divide_extent(self, extent: Array, parts: float) -> Array:
+        """The scale by which ``extent`` has so many parts, or the power of two above it."""
         # XLA compiles a division by a constant to this product; written out, eager results are the same.
-        scale = parted(extent, parts) if self._format.early else extent * (1 / parts)
+        scale = divide_once(extent, parts) if self._format.early else extent * (1 / parts)
         return power_above(scale) if self.fit == "power" else scale
 
     def _held_with_zeros(self, x: Array, blocks: Grid, dtype: Any) -> dict[str, Array]:
+        """The raw values that hold the scales and zeros of ``x``."""
         numbers = self._format.numbers
         low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
         scale = self._scale_of_range(low, high)
         if self.fit != "hqq":
             held = self._held_scales("scale", "unit", scale, dtype)
-            zero = divided(-low, self._read(held, "scale", "unit").astype(x.dtype))
+            zero = divide(-low, self._read_scales(held, "scale", "unit").astype(x.dtype))
             return {**held, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(dtype)}
-        scale, constant = with_a_zero(scale, low, high, dtype)
+        scale, constant = scales_for_zero(scale, low, high, dtype)
         held = self._held_scales("scale", "unit", scale, dtype)
-        scale = self._read(held, "scale", "unit").astype(x.dtype)
+        scale = self._read_scales(held, "scale", "unit").astype(x.dtype)
         zero = -low / scale
         zero = jnp.where(constant, zero, jnp.round(zero)) if self._starts_whole else zero
-        return {**held, "zero": hqq(x, scale, zero, blocks, numbers).astype(dtype)}
+        return {**held, "zero": fit_hqq(x, scale, zero, blocks, numbers).astype(dtype)}
 
     @property
     def _starts_whole(self) -> bool:
@@ -209,26 +217,30 @@ class Scaled(Reparametrization):
 
     def _held_powers(self, extent: Array, dtype: Any) -> dict[str, Array]:
         """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
-        shift = 127 - (_exponent(jnp.full((), self._format.numbers.top)) - 127)
-        codes = jnp.clip(_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
+        shift = 127 - (_biased_exponent(jnp.full((), self._format.numbers.top)) - 127)
+        codes = jnp.clip(_biased_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
         unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
         return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
 
     def _held_scales(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
+        """The raw values that hold these scales, rounded if the format rounds them."""
         if self._scales is None:
-            return {name: _narrowed(scale, dtype)}
+            return {name: _narrow_scale(scale, dtype)}
         if self._scales.dtype == "float16":
-            return {name: finite(scale, jnp.float16).astype(jnp.float16), unit: jnp.ones((1,) * scale.ndim, dtype)}
+            return {
+                name: clip_to_finite(scale, jnp.float16).astype(jnp.float16),
+                unit: jnp.ones((1,) * scale.ndim, dtype),
+            }
         over = self._over_units(scale)
-        one = _narrowed(over.each(largest_of, scale, 0) * (1 / self._scales.top), dtype)
-        codes = divided(scale, over.spread(widened(one).astype(scale.dtype)))
+        one = _narrow_scale(over.each(largest_of, scale, 0) * (1 / self._scales.top), dtype)
+        codes = divide(scale, over.spread(widened(one).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
         held = {name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype), unit: one}
         if not self._scales.divided:
             return held
         wide = widened(one)
-        return {**held, unit: jnp.ones_like(one), "per": divided(jnp.ones_like(wide), wide)}
+        return {**held, unit: jnp.ones_like(one), "per": divide(jnp.ones_like(wide), wide)}
 
     def _over_units(self, scale: Array) -> Grid:
         """Which scales share a unit."""
@@ -239,7 +251,7 @@ class Scaled(Reparametrization):
             sizes[cut] = scale.shape[cut] if shared is None else min(shared, scale.shape[cut])
         return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
 
-    def _read(self, values: dict[str, Array], name: str, unit: str) -> Array:
+    def _read_scales(self, values: dict[str, Array], name: str, unit: str) -> Array:
         """The scales of blocks."""
         held = values[name]
         if self._scales is None:
@@ -247,37 +259,37 @@ class Scaled(Reparametrization):
         one = widened(values[unit])
         if self._scales.dtype == "exponent":
             held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
-        scale = finite(held.astype(one.dtype) * self._over_units(held).spread(one))
+        scale = clip_to_finite(held.astype(one.dtype) * self._over_units(held).spread(one))
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
     def _entries(self, held: dict[str, Array], blocks: Grid) -> Entries:
         """The scale of each entry, with its zero, its offset and its factor where there are some."""
-        found = {"scale": blocks.spread(self._read(held, "scale", "unit"))}
+        found = {"scale": blocks.spread(self._read_scales(held, "scale", "unit"))}
         if "zero" in held:
             found["zero"] = blocks.spread(widened(held["zero"]))
         if "offset" in held:
-            found["offset"] = blocks.spread(self._read(held, "offset", "offset_unit"))
+            found["offset"] = blocks.spread(self._read_scales(held, "offset", "offset_unit"))
         if "channel" in held:
             found["channel"] = widened(held["channel"])
         return found
 
     def _rounded_to(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        held = self._held(w)
+        held = self._hold_scales(w)
         if not self._format.early or key is not None:
             return self._encoded(w, held, key), held
         x, blocks = widened(w), self._blocks(w)
-        wanted = self._wanted(x)
+        wanted = self._wanted_scales(x)
         scale = wanted.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
         entries = {name: blocks.spread(each) for name, each in {**wanted, "inverse": inverse}.items()}
-        return self._format.numbers.encode(in_units(x, entries), None), held
+        return self._format.numbers.encode(to_units(x, entries), None), held
 
     def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
         """The codes of ``w`` in scales that are stored."""
         x = widened(w)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        return self._format.numbers.encode(in_units(x, self._entries(held, self._blocks(w))), noise)
+        return self._format.numbers.encode(to_units(x, self._entries(held, self._blocks(w))), noise)
 
     def _decoded(self, codes: Array, held: dict[str, Array]) -> Array:
         """The array of ``codes``."""
@@ -285,18 +297,18 @@ class Scaled(Reparametrization):
         x = from_units(self._format.numbers.decode(codes), entries)
         x = jnp.take(x, held["order"], axis=self._cut(codes)) if "order" in held else x
         dtype = held["unit" if self._scales else "scale"].dtype
-        return finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
+        return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
 
 
-def _exponent(x: Array) -> Array:
+def _biased_exponent(x: Array) -> Array:
     """The exponent of a positive number, plus 127."""
     return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
 
 
 @functools.partial(inlined, static_argnums=1)
-def _narrowed(scale: Array, dtype: Any) -> Array:
+def _narrow_scale(scale: Array, dtype: Any) -> Array:
     """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
-    scale = finite(scale, dtype)
+    scale = clip_to_finite(scale, dtype)
     near = scale.astype(dtype)
     low = jnp.abs(near.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
     return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)

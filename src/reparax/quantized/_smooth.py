@@ -15,13 +15,14 @@ from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.joint import Joint, Leaves
 from reparax._tree.values import Values, main
-from reparax.quantized._fits import finite
+from reparax.quantized._fits import clip_to_finite
 
 NORM = ("scale", "bias")
 LEAST = 1e-5
 
 
 def _check_share(value: Any, who: str, name: str) -> float:
+    """A known number from 0 to 1."""
     share = check_known_number(value, who, name)
     if not 0 <= share <= 1:
         raise ValueError(f"{who} got {name}={share}, but takes a number from 0 to 1.")
@@ -91,7 +92,7 @@ class Smooth(Joint):
         sizes = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(m), axis=-1) for m in matrices.values()])
         factors = jnp.maximum(inputs**self.alpha / jnp.maximum(sizes, LEAST) ** (1 - self.alpha), LEAST)
         factors = jnp.minimum(
-            factors, min(_most(arrays[name]) for name in matrices) / jnp.where(sizes == 0, LEAST, sizes)
+            factors, min(_largest_number(arrays[name]) for name in matrices) / jnp.where(sizes == 0, LEAST, sizes)
         )
         for name, w in norm.items():
             if w.size != factors.size:
@@ -99,14 +100,15 @@ class Smooth(Joint):
                     f"expected a {name} for each of {factors.size} inputs of the weights, got shape {w.shape}. Name "
                     f"the norm whose output these weights read."
                 )
-            factors = jnp.maximum(factors, jnp.abs(widened(w)).reshape(factors.shape) / _most(w))
+            factors = jnp.maximum(factors, jnp.abs(widened(w)).reshape(factors.shape) / _largest_number(w))
         made = {name: read.array(matrices[name] * factors[..., None], arrays[name]) for name, read in reads.items()}
         made |= {name: widened(w) / factors.reshape(w.shape) for name, w in norm.items()}
-        return {name: {"w": finite(made[name], w.dtype).astype(w.dtype)} for name, w in arrays.items()}
+        return {name: {"w": clip_to_finite(made[name], w.dtype).astype(w.dtype)} for name, w in arrays.items()}
 
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
         return {name: held["w"] for name, held in values.items()}
 
 
-def _most(w: Array) -> float:
+def _largest_number(w: Array) -> float:
+    """The largest finite number of the dtype of ``w``."""
     return float(jnp.finfo(w.dtype).max)

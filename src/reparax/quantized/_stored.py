@@ -27,7 +27,7 @@ from reparax._tree.values import OTHERS, Values, fixed, main
 from reparax.quantized._awq import awq, awq_gptq
 from reparax.quantized._fits import FITS
 from reparax.quantized._gptq import gptq
-from reparax.quantized._packing import group, packed, unpacked
+from reparax.quantized._packing import group_of_codes, pack, unpack
 from reparax.quantized._scaled import Scaled
 
 HALF_MOST = float(jnp.finfo(jnp.float16).max)
@@ -216,10 +216,10 @@ class Stored(Scaled):
         return super()._refuse(w) or self._too_large(w)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        return self._stored(w, None, seen)
+        return self._init_values(w, None, seen)
 
     def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        return self._stored(w, key, seen)
+        return self._init_values(w, key, seen)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         scales, numbers = self._scales, self._format.numbers
@@ -231,7 +231,7 @@ class Stored(Scaled):
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decoded(unpacked(q, numbers.bits, self._cut(q)), values)
+        return self._decoded(unpack(q, numbers.bits, self._cut(q)), values)
 
     @property
     def _scales_follow(self) -> bool:
@@ -239,7 +239,8 @@ class Stored(Scaled):
         alone = self._scales is None or self._scales.dtype in ("exponent", "float16")
         return isinstance(self._block, int) and alone and not self.act_order and self.sparsity is None
 
-    def _stored(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+    def _init_values(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+        """The raw values of ``w``, by the fit of the stage: rounded by data, or without."""
         order = {"order": jnp.arange(w.shape[self._cut(w)], dtype=jnp.int32)} if self.ordered else {}
         if self.fit not in LEARNED:
             return self._plain(w, key) | order
@@ -257,14 +258,15 @@ class Stored(Scaled):
     def _plain(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         """The raw values of ``w`` without data."""
         codes, held = self._rounded_to(w, key)
-        return {"q": self._packed(codes), **held}
+        return {"q": self._pack_codes(codes), **held}
 
     def _values_of(self, x: Array, held: dict[str, Array]) -> dict[str, Array]:
         """The raw values of ``x``, rounded in scales that are known."""
-        return {"q": self._packed(self._encoded(x, held)), **held}
+        return {"q": self._pack_codes(self._encoded(x, held)), **held}
 
-    def _packed(self, codes: Array) -> Array:
-        return packed(codes, self._format.numbers.bits, self._cut(codes))
+    def _pack_codes(self, codes: Array) -> Array:
+        """Codes as they are stored, in bytes if several share one."""
+        return pack(codes, self._format.numbers.bits, self._cut(codes))
 
     def _ungrouped(self, w: Array) -> str | None:
         """What is wrong with ``w`` if inputs are pruned in groups, or None."""
@@ -282,7 +284,7 @@ class Stored(Scaled):
         if not self._format.early or not is_known(w):
             return None
         with jax.ensure_compile_time_eval():
-            wanted = self._wanted(widened(jnp.asarray(w)))
+            wanted = self._wanted_scales(widened(jnp.asarray(w)))
             largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in wanted.values())
         if not HALF_MOST < largest < math.inf:
             return None
@@ -293,7 +295,7 @@ class Stored(Scaled):
 
     def _broken(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
-        cut, (many, size) = self._cut(w), group(self._format.numbers.bits)
+        cut, (many, size) = self._cut(w), group_of_codes(self._format.numbers.bits)
         if w.shape[cut] % many == 0:
             return None
         share = "a byte" if size == 1 else f"{size} bytes"

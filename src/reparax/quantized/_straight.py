@@ -13,4 +13,5 @@ def straight_through(w: Array, rounded: Array) -> Array:
 
 @straight_through.defjvp
 def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The value is ``rounded``, the derivative that of ``w``."""
     return primals[1], tangents[0]

@@ -21,7 +21,7 @@ from reparax._core.calls import require_chains
 from reparax._core.keys import key_of_step
 from reparax._core.layers import Site
 from reparax._core.lineage import Lineage, lineage_of
-from reparax._core.verbs import followed
+from reparax._core.verbs import follow_axes
 from reparax._data.compensation import propagated
 from reparax._data.seen import ANY, Seen
 from reparax._data.sights import takes_data
@@ -32,7 +32,7 @@ from reparax._programs.alike import Alike
 from reparax._programs.call import Arguments, caller
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text, types_of_result
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, is_box, path_text, types_of_result
 from reparax.seen._inputs import collected, first_look, rehearse
 from reparax.seen._kept import Folder, checksum, shown_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
@@ -130,7 +130,7 @@ class _Model:
 
     @classmethod
     def of(cls, params: PyTree) -> _Model:
-        names, leaves, treedef = named(params)
+        names, leaves, treedef = flatten_with_names(params)
         return cls(names, dict(zip(map(path_text, names), leaves, strict=True)), treedef)
 
     def tree(self, held: Mapping[str, Any]) -> PyTree:
@@ -341,7 +341,7 @@ class _Calibration:
         for root, leaf in flat.arrays.items():
             for place in inside.get(root, [root]):
                 held[place] = found.get(place, leaf if place == root else types.arrays.get(place))
-        return spread_boxes(functools.partial(followed, tuple(self.p)), params, nest(Flat(flat.frame, held)))
+        return spread_boxes(functools.partial(follow_axes, tuple(self.p)), params, nest(Flat(flat.frame, held)))
 
     # ---- the data
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 
 from reparax._data.seen import Seen
-from reparax._tree.paths import PyTree, named, path_text
-from reparax._tree.sizes import readable, size_in_bytes
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
+from reparax._tree.sizes import readable_size, size_in_bytes
 from reparax._weights.sections import sections
 
 
@@ -26,12 +26,12 @@ class ExplainedInputs:
     def __repr__(self) -> str:
         read = sum(bool(entry.reads) for entry in self.seen.values())
         size = sum(size_in_bytes(x) for x in jax.tree.leaves(list(self.seen.values())))
-        head = f"{read} of {len(self.seen)} arrays have data, {readable(size)} in all"
+        head = f"{read} of {len(self.seen)} arrays have data, {readable_size(size)} in all"
         rows = [(bool(each.reads), (path, each.columns)) for path, each in self.seen.items()]
         return sections(head, ("with data", "without"), rows)
 
 
 def explained(seen: PyTree) -> ExplainedInputs:
     """The report of a tree of entries, or of their types."""
-    paths, entries, _ = named(seen, lambda x: isinstance(x, Seen))
+    paths, entries, _ = flatten_with_names(seen, lambda x: isinstance(x, Seen))
     return ExplainedInputs(dict(zip(map(path_text, paths), entries, strict=True)))

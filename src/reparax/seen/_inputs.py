@@ -18,7 +18,7 @@ from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, Traced, caller
 from reparax._programs.mixing import Dependence, Mixing, Value
 from reparax._programs.sources import calls, reader_of
-from reparax._tree.paths import PyTree, describe, named, path_text
+from reparax._tree.paths import PyTree, describe, flatten_with_names, path_text
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
@@ -267,7 +267,7 @@ class _Layout:
             args, _ = arguments.treedef.unflatten(map(given.get, range(arguments.treedef.num_leaves)))
             chosen = tuple(arg for arg in args if any(root in way.types for root in jax.tree.leaves(arg)))
             tree = chosen[0] if len(chosen) == 1 else chosen
-        paths, roots, treedef = named(tree, lambda x: x is None or isinstance(x, Root))
+        paths, roots, treedef = flatten_with_names(tree, lambda x: x is None or isinstance(x, Root))
         return cls(treedef, list(map(path_text, paths)), roots)
 
     @property

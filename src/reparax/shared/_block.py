@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.config import register_class
-from reparax._core.known import plain
+from reparax._core.known import as_python
 from reparax._numerics.arguments import check_whole
 from reparax._tree.paths import describe
 
@@ -61,8 +61,8 @@ class Concat:
         if check_whole(self.axis, "Concat", "axis") < 0:
             raise ValueError(f"Concat got axis={self.axis}, but takes an axis counted from the front, at least 0.")
         for name, value in (("parts", tuple(parts)), ("axis", self.axis), ("per", self.per)):
-            object.__setattr__(self, name, plain(value))
-        require_unique(names(self), "Concat")
+            object.__setattr__(self, name, as_python(value))
+        require_unique(value_names(self), "Concat")
 
     def __repr__(self) -> str:
         axis = f", axis={self.axis}" if self.axis else ""
@@ -91,10 +91,12 @@ class _Value:
 
     @property
     def axes(self) -> Axis:
+        """The value's own axes."""
         return tuple(name for name in self.shape if name != "1")
 
     @property
     def standing(self) -> Axis:
+        """The value's axes in the order of the array."""
         return tuple(name for group in self.stands for name in group if name != "1")
 
     @property
@@ -106,7 +108,8 @@ class _Value:
 
 
 @functools.cache
-def _value(text: str) -> _Value:
+def _parse_value(text: str) -> _Value:
+    """A value from its text; raises an error for text of another form."""
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
         raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
@@ -118,42 +121,49 @@ def _value(text: str) -> _Value:
     return value
 
 
-def names(block: Block) -> list[str]:
+def value_names(block: Block) -> list[str]:
     """The values in a block, in its order."""
-    return [_value(block).name] if isinstance(block, str) else [name for part in block.parts for name in names(part)]
+    return (
+        [_parse_value(block).name]
+        if isinstance(block, str)
+        else [name for part in block.parts for name in value_names(part)]
+    )
 
 
-def texts(block: Block) -> list[str]:
+def value_texts(block: Block) -> list[str]:
     """The text of each value in a block, without its place in the array."""
     if isinstance(block, str):
-        return [f"{_value(block).name}: {' '.join(_value(block).shape)}"]
-    return [text for part in block.parts for text in texts(part)]
+        return [f"{_parse_value(block).name}: {' '.join(_parse_value(block).shape)}"]
+    return [text for part in block.parts for text in value_texts(part)]
 
 
 def _letter(name: str) -> str:
+    """A size without the primes that tell its axes apart: ``h`` of ``h'``."""
     return name.rstrip("'")
 
 
-def _sized(names: Iterable[str], sizes: Sizes) -> list[int]:
+def _known_sizes(names: Iterable[str], sizes: Sizes) -> list[int]:
     """The sizes that are known."""
     return [int(name) if name.isdigit() else sizes[_letter(name)] for name in names if _is_known(name, sizes)]
 
 
 def _is_known(name: str, sizes: Sizes) -> bool:
+    """Whether a size is a number, or a letter whose number is known."""
     return name.isdigit() or _letter(name) in sizes
 
 
-def _shape(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
-    return [math.prod(_sized(group, sizes)) for group in groups]
+def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
+    """The size of each group of axes: the product of the known sizes in it."""
+    return [math.prod(_known_sizes(group, sizes)) for group in groups]
 
 
-def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
+def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
     """Requires ``total`` to be the sum of products of sizes; solves for one unknown size."""
     missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for term in missing for name in term})
     if len(letters) > 1 or any(len(term) > 1 for term in missing):
         raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
-    products = _shape(terms, sizes)
+    products = _merged_sizes(terms, sizes)
     rest = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
     factor = sum(product for product, term in zip(products, missing, strict=True) if term)
     if rest < 0 or (rest % factor if factor else rest):
@@ -164,17 +174,18 @@ def _fit(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
         sizes[letters[0]] = rest // max(factor, 1)
 
 
-def _fit_shape(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
+def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
+    """Requires an array of these axes; adds the sizes that follow from its shape to ``sizes``."""
     if array.ndim != len(groups):
         raise ValueError(f"expected {len(groups)} axes for {name!r}, got {describe(array)}. Correct the block.")
     for group, total in zip(groups, array.shape, strict=True):
-        _fit([group], total, sizes)
+        _solve_size([group], total, sizes)
 
 
 def _terms(block: Block, axis: int) -> list[Axis]:
     """The sizes of the parts of a block along an axis, each as a product."""
     if isinstance(block, str):
-        return [_value(block).stands[axis]]
+        return [_parse_value(block).stands[axis]]
     if axis != block.axis:
         return _terms(block.parts[0], axis)
     if block.per:
@@ -182,47 +193,47 @@ def _terms(block: Block, axis: int) -> list[Axis]:
     return [term for part in block.parts for term in _terms(part, axis)]
 
 
-def _in_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
+def _cut_into_pieces(array: Array, axis: int, per: str, sizes: Sizes) -> Array:
     """The array cut into equal pieces, as a new axis in front of ``axis``."""
     if not _is_known(per, sizes):
         raise ValueError(f"its shape does not determine {per}. Give it in `sizes`.")
-    pieces = _sized([per], sizes)[0]
+    pieces = _known_sizes([per], sizes)[0]
     if array.shape[axis] % pieces:
         raise ValueError(f"expected an axis that {per} = {pieces} divides, got {array.shape[axis]}. Correct `sizes`.")
     return array.reshape(*array.shape[:axis], pieces, array.shape[axis] // pieces, *array.shape[axis + 1 :])
 
 
-def cut(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
+def cut_values(block: Block, array: Array, sizes: Sizes) -> dict[str, Array]:
     """The values in an array. Adds the sizes that follow from its shape to ``sizes``."""
     if isinstance(block, str):
-        value = _value(block)
-        _fit_shape(value.name, value.stands, array, sizes)
-        standing = array.reshape(_sized(value.standing, sizes))
-        return {value.name: standing.transpose(np.argsort(value.order)).reshape(_sized(value.shape, sizes))}
+        value = _parse_value(block)
+        _require_axes(value.name, value.stands, array, sizes)
+        standing = array.reshape(_known_sizes(value.standing, sizes))
+        return {value.name: standing.transpose(np.argsort(value.order)).reshape(_known_sizes(value.shape, sizes))}
     axis = block.axis
     if axis >= array.ndim:
-        raise ValueError(f"expected an axis {axis} to cut {names(block)} from, got {describe(array)}.")
+        raise ValueError(f"expected an axis {axis} to cut {value_names(block)} from, got {describe(array)}.")
     if block.per:
-        array = _in_pieces(array, axis, block.per, sizes)
+        array = _cut_into_pieces(array, axis, block.per, sizes)
         axis += 1
     terms = [_terms(part, axis) for part in block.parts]
-    _fit([term for part in terms for term in part], array.shape[axis], sizes)
-    ends = np.cumsum([sum(_shape(part, sizes)) for part in terms])[:-1]
+    _solve_size([term for part in terms for term in part], array.shape[axis], sizes)
+    ends = np.cumsum([sum(_merged_sizes(part, sizes)) for part in terms])[:-1]
     pieces = zip(block.parts, jnp.split(array, ends, axis), strict=True)
-    return {name: value for part, piece in pieces for name, value in cut(part, piece, sizes).items()}
+    return {name: value for part, piece in pieces for name, value in cut_values(part, piece, sizes).items()}
 
 
-def join(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
+def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Array:
     """The array that holds the values. Adds the sizes that follow from their shapes to ``sizes``."""
     if isinstance(block, str):
-        value = _value(block)
+        value = _parse_value(block)
         own = values[value.name]
-        _fit_shape(value.name, [(name,) for name in value.shape], own, sizes)
-        standing = own.reshape(_sized(value.axes, sizes)).transpose(value.order)
-        return standing.reshape(_shape(value.stands, sizes))
-    parts = [join(part, values, sizes) for part in block.parts]
+        _require_axes(value.name, [(name,) for name in value.shape], own, sizes)
+        standing = own.reshape(_known_sizes(value.axes, sizes)).transpose(value.order)
+        return standing.reshape(_merged_sizes(value.stands, sizes))
+    parts = [join_values(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:
-        kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in names(block))
+        kinds = ", ".join(f"{name!r} is {values[name].dtype}" for name in value_names(block))
         raise ValueError(f"a block needs one dtype, but {kinds}. Cast them to one first.")
     array = jnp.concatenate(parts, block.axis + bool(block.per))
     if not block.per:

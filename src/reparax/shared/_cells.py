@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._tree.markers import locate_errors
-from reparax.shared._block import Block, Concat, Sizes, cut, join, names
+from reparax.shared._block import Block, Concat, Sizes, cut_values, join_values, value_names
 
 Blocks = Mapping[str, Block]
 
@@ -55,7 +55,8 @@ def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
     return {path.format(gate): gates(source, gate) for gate in order}
 
 
-def _torch(order: str) -> dict[str, Block]:
+def _torch_cell(order: str) -> dict[str, Block]:
+    """The arrays of a cell of torch, with its gates in this order."""
     return {
         "weight_ih": gates("input", order, out_first=True),
         "weight_hh": gates("hidden", order, out_first=True),
@@ -64,7 +65,8 @@ def _torch(order: str) -> dict[str, Block]:
     }
 
 
-def _one_bias(names: tuple[str, str, str], order: str, *, out_first: bool) -> dict[str, Block]:
+def _cell_with_one_bias(names: tuple[str, str, str], order: str, *, out_first: bool) -> dict[str, Block]:
+    """The arrays of a cell that has, by these names, two kernels and one bias."""
     ih, hh, bias = names
     return {
         ih: gates("input", order, out_first=out_first),
@@ -82,24 +84,26 @@ _FLAX_LSTM = (
 LAYOUTS: dict[str, Blocks] = {
     "flax.lstm": _FLAX_LSTM,
     "nnx.lstm": {path.replace("if/", "if_/"): block for path, block in _FLAX_LSTM.items()},
-    "nnx.optimized_lstm": _one_bias(("dense_i/kernel", "dense_h/kernel", "dense_h/bias"), "ifgo", out_first=False),
-    "equinox.lstm": _one_bias(("weight_ih", "weight_hh", "bias"), "ifgo", out_first=True),
+    "nnx.optimized_lstm": _cell_with_one_bias(
+        ("dense_i/kernel", "dense_h/kernel", "dense_h/bias"), "ifgo", out_first=False
+    ),
+    "equinox.lstm": _cell_with_one_bias(("weight_ih", "weight_hh", "bias"), "ifgo", out_first=True),
     "haiku.lstm": {
         "linear/w": Concat(tuple(Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "igfo"), axis=1),
         "linear/b": gates("bias", "igfo"),
     },
-    "torch.lstm": _torch("ifgo"),
-    "returnn.lstm": _one_bias(("ff_weight", "rec_weight", "bias"), "ifco", out_first=True),
-    "returnn.native_lstm": _one_bias(("W", "W_re", "b"), "cifo", out_first=False),
+    "torch.lstm": _torch_cell("ifgo"),
+    "returnn.lstm": _cell_with_one_bias(("ff_weight", "rec_weight", "bias"), "ifco", out_first=True),
+    "returnn.native_lstm": _cell_with_one_bias(("W", "W_re", "b"), "cifo", out_first=False),
     "flax.gru": _each_gate("i{}/kernel", "input", "rzn")
     | _each_gate("h{}/kernel", "hidden", "rzn")
     | _each_gate("i{}/bias", "bias", "rzn")
     | _each_gate("h{}/bias", "hidden_bias", "n"),
-    "nnx.gru": _one_bias(("dense_i/kernel", "dense_h/kernel", "dense_i/bias"), "rzn", out_first=False),
-    "equinox.gru": _one_bias(("weight_ih", "weight_hh", "bias"), "rzn", out_first=True)
+    "nnx.gru": _cell_with_one_bias(("dense_i/kernel", "dense_h/kernel", "dense_i/bias"), "rzn", out_first=False),
+    "equinox.gru": _cell_with_one_bias(("weight_ih", "weight_hh", "bias"), "rzn", out_first=True)
     | {"bias_n": gates("hidden_bias", "n")},
-    "haiku.gru": _one_bias(("w_i", "w_h", "b"), "zra", out_first=False),
-    "torch.gru": _torch("rzn"),
+    "haiku.gru": _cell_with_one_bias(("w_i", "w_h", "b"), "zra", out_first=False),
+    "torch.gru": _torch_cell("rzn"),
     "flax.attention": {
         "query/kernel": "query: n heads key",
         "query/bias": "query_bias: heads key",
@@ -140,7 +144,7 @@ LAYOUTS: dict[str, Blocks] = {
 """
 
 
-def blocks(layout: Any) -> dict[str, Block]:
+def blocks_of(layout: Any) -> dict[str, Block]:
     """The arrays of a layout, which is given by name or as a dict of paths and blocks."""
     if isinstance(layout, str):
         if layout in LAYOUTS:
@@ -152,32 +156,32 @@ def blocks(layout: Any) -> dict[str, Block]:
     return found
 
 
-def optional(block: Block) -> bool:
+def is_optional(block: Block) -> bool:
     """Whether the array may be missing: all of its values are biases."""
-    return all("bias" in name for name in names(block))
+    return all("bias" in name for name in value_names(block))
 
 
-def read(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
+def read_values(layout: Blocks, arrays: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
     """The values in the arrays of a layout."""
-    missing = [path for path, block in layout.items() if path not in arrays and not optional(block)]
+    missing = [path for path, block in layout.items() if path not in arrays and not is_optional(block)]
     if missing:
         raise ValueError(f"expected an array {missing[0]!r}, got {', '.join(map(repr, arrays))}. Correct the layout.")
     values: dict[str, Array] = {}
     for path, block in layout.items():
         if path in arrays:
             with locate_errors(repr(path)):
-                values |= cut(block, jnp.asarray(arrays[path]), sizes)
+                values |= cut_values(block, jnp.asarray(arrays[path]), sizes)
     return values
 
 
-def write(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
+def write_arrays(layout: Blocks, values: Mapping[str, Array], sizes: Sizes) -> dict[str, Array]:
     """The arrays of a layout that hold the values; arrays of missing biases are left out."""
     arrays: dict[str, Array] = {}
     for path, block in layout.items():
-        lacking = [name for name in names(block) if name not in values]
-        if lacking and not (optional(block) and len(lacking) == len(names(block))):
+        lacking = [name for name in value_names(block) if name not in values]
+        if lacking and not (is_optional(block) and len(lacking) == len(value_names(block))):
             raise ValueError(f"{path!r} needs {lacking[0]!r}, which is missing. Leave it out of the block, or add it.")
         if not lacking:
             with locate_errors(repr(path)):
-                arrays[path] = join(block, values, sizes)
+                arrays[path] = join_values(block, values, sizes)
     return arrays

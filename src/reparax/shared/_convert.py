@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, is_array, items, path_text
-from reparax.shared._block import names
-from reparax.shared._cells import Blocks, blocks, read, write
+from reparax.shared._block import value_names
+from reparax.shared._cells import Blocks, blocks_of, read_values, write_arrays
 
 _ADDED = {"haiku.lstm": {"bias_f": 1.0}}
 """The constants that a cell adds to a value when it reads it."""
@@ -49,20 +49,22 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     """
     arrays = {path_text(path).replace(".", "/"): x for path, x in items(tree) if is_array(x)}
     with locate_errors(f"convert from {source!r} to {target!r}"):
-        old, new = blocks(source), blocks(target)
+        old, new = blocks_of(source), blocks_of(target)
         if strange := [path for path in arrays if path not in old]:
             raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
-        values = _shifted(read(old, arrays, dict(sizes)), _added(source))
-        wanted = [name for block in new.values() for name in names(block)]
-        back = {name: -added for name, added in _added(target).items()}
-        return _nested(write(new, _shifted(_with_biases(values, wanted), back), dict(sizes)))
+        values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
+        wanted = [name for block in new.values() for name in value_names(block)]
+        back = {name: -added for name, added in _added_by_cell(target).items()}
+        return _nest(write_arrays(new, _add_to_values(_match_biases(values, wanted), back), dict(sizes)))
 
 
-def _added(layout: str | Blocks) -> Mapping[str, float]:
+def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
+    """What the cell of a layout adds to some of its values when it computes."""
     return _ADDED.get(layout, {}) if isinstance(layout, str) else {}
 
 
-def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
+def _add_to_values(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Array]:
+    """The values with these numbers added; raises an error if a value is missing."""
     if lacking := [name for name in by if name not in values]:
         raise ValueError(
             f"one cell adds a number to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
@@ -70,7 +72,7 @@ def _shifted(values: dict[str, Array], by: Mapping[str, float]) -> dict[str, Arr
     return values | {name: values[name] + one for name, one in by.items()}
 
 
-def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
+def _match_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
     """The wanted values: second biases are added to the first ones, or created as zeros, if the two cells differ."""
     found = {name: value for name, value in values.items() if name in wanted}
     for name in [name for name in values if name not in found]:
@@ -86,7 +88,8 @@ def _with_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, A
     return found
 
 
-def _nested(arrays: Mapping[str, Array]) -> dict[str, Any]:
+def _nest(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Arrays by their paths as nested dicts."""
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, last = path.split("/")

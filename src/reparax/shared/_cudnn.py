@@ -11,7 +11,7 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import OTHERS, Values, main
-from reparax.shared._block import Concat, Sizes, cut, join, names
+from reparax.shared._block import Concat, Sizes, cut_values, join_values, value_names
 
 
 class CudnnLSTM(Reparametrization):
@@ -73,7 +73,7 @@ class CudnnLSTM(Reparametrization):
         return f"expected a vector of {self._size} weights, got shape {w.shape}. Correct the sizes, or narrow `where`."
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        values = cut(self._block, w, self._sizes)
+        values = cut_values(self._block, w, self._sizes)
         bias = {name: value for name, value in values.items() if name.startswith("bias")}
         kernels = {name: value for name, value in values.items() if "bias" not in name}
         if self.biases == 1:
@@ -82,11 +82,12 @@ class CudnnLSTM(Reparametrization):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         dtype = next(iter(values.values())).dtype
-        zeros = {name: jnp.zeros(self.hidden_size, dtype) for name in names(self._block) if "bias" in name}
-        return join(self._block, zeros | values, self._sizes)
+        zeros = {name: jnp.zeros(self.hidden_size, dtype) for name in value_names(self._block) if "bias" in name}
+        return join_values(self._block, zeros | values, self._sizes)
 
     @property
     def _sizes(self) -> Sizes:
+        """The sizes for the letters of the blocks."""
         return {"n": self.input_size, "h": self.hidden_size, "m": self.hidden_size * (1 + self.bidirectional)}
 
     @property

@@ -11,7 +11,7 @@ import jax
 from jax import Array
 
 from reparax._core.algebra import Parametrization
-from reparax._core.config import arguments
+from reparax._core.config import changed_arguments
 from reparax._core.layers import Held, Layer, Site, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
@@ -23,10 +23,10 @@ from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, describe, is_array
 from reparax._tree.raw import OTHER_CHAIN, Slot
 from reparax._tree.values import OTHERS, Values, main
-from reparax.shared._block import Block, names, require_unique, texts
-from reparax.shared._cells import blocks, optional, read, write
+from reparax.shared._block import Block, require_unique, value_names, value_texts
+from reparax.shared._cells import blocks_of, is_optional, read_values, write_arrays
 
-Places = dict[str, Names]
+PlacesByName = dict[str, Names]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +36,11 @@ class _Cell(Site):
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
         del key, seen
         stage, sizes = self.stage, dict(self.stage.sizes)
-        stored = write(stage._stored, read(stage._model, arrays, sizes), sizes)
+        stored = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
         return self.stage._effective(values)
 
 
@@ -49,41 +49,41 @@ class _Cells(Planner):
 
     def plan_init(self, tree: Flat) -> Layer:
         slots = tree.slots()
-        cells = self.cells("init", _found(slots, lambda place: is_array(tree.arrays[place])))
+        cells = self.cells("init", _visible_arrays(slots, lambda place: is_array(tree.arrays[place])))
         kind, sites = self.stage.kind, list[_Cell]()
         for cell, places in cells.items():
             spots = {path: opened_spot(kind, place, tree.arrays[place]) for path, place in places.items()}
-            sites.append(_Cell(self.stage, _text(cell), spots))
+            sites.append(_Cell(self.stage, _quote_cell(cell), spots))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[_Cell]()
         nodes, closed = own_nodes(who, self.stage.kind, tree)
-        for cell, places in self.cells(method, _found(closed.slots(), nodes.__contains__)).items():
+        for cell, places in self.cells(method, _visible_arrays(closed.slots(), nodes.__contains__)).items():
             own = {path: nodes[place] for path, place in places.items()}
-            with locate_errors(_at(who, cell)):
+            with locate_errors(_who_at(who, cell)):
                 for node in own.values():
                     if node.held is not None:  # some formats store an empty node so
                         node.require_values()
                 types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
             spots = {path: node.spot(types[path]) for path, node in own.items()}
-            copies = {_below(cell, path): _below(cell, held) for path, held in self.stage._copies.items()}
-            sites.append(_Cell(self.stage, _text(cell), spots, copies=copies))
+            copies = {_path_below(cell, path): _path_below(cell, held) for path, held in self.stage._copies.items()}
+            sites.append(_Cell(self.stage, _quote_cell(cell), spots, copies=copies))
         return self.layer(method, sites)
 
-    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, Places]:
+    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
         """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
-        found = [(_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
+        found = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
         chosen = {match[0] for match in matches(self.stage.at, [cell for cell, _, _ in found if cell is not None])}
-        cells: dict[str, Places] = {}
+        cells: dict[str, PlacesByName] = {}
         for cell, path, i in found:
             if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
                 raise ValueError(
-                    f"{_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a block. "
-                    f"Put the stage that replaces it earlier in the chain."
+                    f"{_who_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a "
+                    f"block. Put the stage that replaces it earlier in the chain."
                 )
         if not cells:
-            first = _below(self.stage.at, next(iter(self.stage._model)))
+            first = _path_below(self.stage.at, next(iter(self.stage._model)))
             raise ValueError(
                 f"{self.who(method)} found no array {first!r}; the nearest paths are "
                 f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
@@ -106,12 +106,14 @@ class _Rearranged(Parametrization):
     _planner: ClassVar[type[Planner]] = _Cells
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout", _pairs(self.layout))
-        object.__setattr__(self, "sizes", _checked_sizes(self.sizes, type(self).__name__))
+        object.__setattr__(self, "layout", _layout_as_field(self.layout))
+        object.__setattr__(self, "sizes", _check_sizes(self.sizes, type(self).__name__))
         at: Any = self.at
         if not isinstance(at, str):
             raise TypeError(f"{type(self).__name__} takes a path or a regular expression as `at`, but got {at!r}.")
-        model, stored = ([name for block in b.values() for name in names(block)] for b in (self._model, self._stored))
+        model, stored = (
+            [name for block in b.values() for name in value_names(block)] for b in (self._model, self._stored)
+        )
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
         if lacking := sorted(set(model) ^ set(stored)):
@@ -124,7 +126,7 @@ class _Rearranged(Parametrization):
         def text(value: Any) -> str:
             return repr(dict(value) if isinstance(value, tuple) else value)
 
-        given = arguments(self)
+        given = changed_arguments(self)
         first = text(given.pop("layout"))
         return f"{type(self).__name__}({', '.join([first, *(f'{name}={text(x)}' for name, x in given.items())])})"
 
@@ -151,10 +153,12 @@ class _Rearranged(Parametrization):
             if name not in paths:
                 raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
         for name, path in paths.items():
-            if name not in held and not optional(self._stored[path]):
+            if name not in held and not is_optional(self._stored[path]):
                 raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
-        effective = write(self._model, read(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes)
+        effective = write_arrays(
+            self._model, read_values(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes
+        )
         if lacking := sorted(effective.keys() ^ nodes.keys()):
             raise ValueError(
                 f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
@@ -164,28 +168,31 @@ class _Rearranged(Parametrization):
 
     def _home(self, stored: str) -> str:
         """The array of the model at whose place a raw array is stored."""
-        first = names(self._stored[stored])[0]
-        return next(path for path, block in self._model.items() if first in names(block))
+        first = value_names(self._stored[stored])[0]
+        return next(path for path, block in self._model.items() if first in value_names(block))
 
 
-def _found(slots: Mapping[Names, Slot], wanted: Callable[[Names], bool]) -> list[tuple[str, Names]]:
+def _visible_arrays(slots: Mapping[Names, Slot], wanted: Callable[[Names], bool]) -> list[tuple[str, Names]]:
     """The paths and places of the wanted arrays that stages may see."""
     return [(slot.path, place) for place, slot in slots.items() if slot.visible and wanted(place)]
 
 
-def _text(cell: str) -> str:
+def _quote_cell(cell: str) -> str:
+    """A cell as errors show it; empty if it is the whole tree."""
     return repr(cell) if cell else ""
 
 
-def _at(who: str, cell: str) -> str:
+def _who_at(who: str, cell: str) -> str:
+    """How errors name a call at a cell."""
     return f"{who} at {cell!r}" if cell else who
 
 
-def _below(cell: str, path: str) -> str:
+def _path_below(cell: str, path: str) -> str:
+    """The path of an array of a cell in the whole tree."""
     return f"{cell}/{path}" if cell else path
 
 
-def _above(path: str, full: str) -> str | None:
+def _cell_above(path: str, full: str) -> str | None:
     """The cell whose array at ``path`` has the full path, or None."""
     if full == path:
         return ""
@@ -197,21 +204,22 @@ def _label(path: str) -> str:
     return path.replace("/", "_").replace(".", "_")
 
 
-def _pairs(layout: Any) -> str | tuple[tuple[str, Block], ...]:
+def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
     """A layout as a field: its name, or its paths and blocks."""
-    found = blocks(layout)
+    found = blocks_of(layout)
     return layout if isinstance(layout, str) else tuple(found.items())
 
 
-def _checked_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+    """Sizes as pairs of names and numbers; raises an error for anything else."""
     if not isinstance(sizes, Mapping | tuple | list):
         raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
     return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
 
 
-def _alone(layout: Mapping[str, Block]) -> dict[str, Block]:
+def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
     """Each value of a layout as a separate array."""
-    return {names(text)[0]: text for block in layout.values() for text in texts(block)}
+    return {value_names(text)[0]: text for block in layout.values() for text in value_texts(block)}
 
 
 class Pack(_Rearranged):
@@ -242,11 +250,11 @@ class Pack(_Rearranged):
 
     @property
     def _model(self) -> dict[str, Block]:
-        return blocks(self.layout)
+        return blocks_of(self.layout)
 
     @property
     def _stored(self) -> dict[str, Block]:
-        return _alone(self._model)
+        return _one_array_each(self._model)
 
 
 class Split(_Rearranged):
@@ -281,19 +289,19 @@ class Split(_Rearranged):
     model: Any = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", None if self.model is None else _pairs(self.model))
+        object.__setattr__(self, "model", None if self.model is None else _layout_as_field(self.model))
         super().__post_init__()
 
     @property
     def _model(self) -> dict[str, Block]:
-        return _alone(self._stored) if self.model is None else blocks(self.model)
+        return _one_array_each(self._stored) if self.model is None else blocks_of(self.model)
 
     @property
     def _stored(self) -> dict[str, Block]:
-        return blocks(self.layout)
+        return blocks_of(self.layout)
 
     @property
     def _copies(self) -> dict[str, str]:
-        holder = {name: stored for stored, block in self._stored.items() for name in names(block)}
-        held = {path: holder[names(block)[0]] for path, block in self._model.items()}
+        holder = {name: stored for stored, block in self._stored.items() for name in value_names(block)}
+        held = {path: holder[value_names(block)[0]] for path, block in self._model.items()}
         return {path: f"{self._home(stored)}/{_label(stored)}" for path, stored in held.items()}

@@ -39,8 +39,8 @@ class _Tied(Site):
         del key, seen
         return {name: {} for name in arrays}
 
-    def close(self, values: Held, drawn: Array | None) -> dict[str, Array]:
-        del drawn
+    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
         return {"w": self.transform(values["source"][""])}
 
 
@@ -48,7 +48,7 @@ class _Ties(Planner):
     """The planner of a tie."""
 
     def plan_init(self, tree: Flat) -> Layer:
-        who, (slots, tied) = self.who("init"), _seen(tree, self.stage.kind)
+        who, (slots, tied) = self.who("init"), _find_tied(tree, self.stage.kind)
         places = self._places("init", slots)
         for target, (source, transform) in places.items():
             if again := [place for place in (target, source) if place in tied]:
@@ -61,6 +61,7 @@ class _Ties(Planner):
         return self.layer("init", self._sites(slots, places, tree.arrays))
 
     def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
+        """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
         shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
         if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
             raise ValueError(
@@ -74,7 +75,7 @@ class _Ties(Planner):
             )
 
     def plan(self, method: str, tree: Flat) -> Layer:
-        who, (slots, tied) = self.who(method), _seen(tree, self.stage.kind)
+        who, (slots, tied) = self.who(method), _find_tied(tree, self.stage.kind)
         for target, _, _ in self.stage.ties:
             if not matches(target, [slot.path for slot in slots.values()]):
                 raise ValueError(
@@ -133,7 +134,7 @@ class _Ties(Planner):
                         f"{self.who(method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
                         f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
-                places[place] = (own[source][image], transform or _same)
+                places[place] = (own[source][image], transform or _identity)
         return places
 
     def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
@@ -141,7 +142,7 @@ class _Ties(Planner):
         who = self.who(method)
         found: list[Tied] = []
         for target, source, transform in self.stage.ties:
-            pairs = [(match[0], _expanded(who, match, source, paths)) for match in matches(target, paths)]
+            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
             missing = [path for _, path in pairs if path not in paths] if pairs else [target]
             if missing:
                 near = nearest(missing[0], paths)
@@ -197,7 +198,7 @@ class Tie(Parametrization):
     _planner: ClassVar[type[Planner]] = _Ties
 
     def __post_init__(self) -> None:
-        ties = _entries(self.ties)
+        ties = _parse_ties(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
         if self.unequal not in ("refuse", "overwrite"):
@@ -211,7 +212,7 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
 
 
-def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
+def _find_tied(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
     """The description of each array and of each place that a tie of this kind has taken; and the nodes there."""
     nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
     closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
@@ -219,7 +220,7 @@ def _seen(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
     return slots, nodes
 
 
-def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
+def _expand_source(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
     """The source of a matched target, with the groups filled in."""
     if source in paths:
         return source
@@ -229,7 +230,8 @@ def _expanded(who: str, match: re.Match[str], source: str, paths: Sequence[str])
         raise ValueError(f"{who} cannot make a path of {source!r} for {match[0]!r}: {error}.") from error
 
 
-def _entries(ties: Any) -> tuple[Tied, ...]:
+def _parse_ties(ties: Any) -> tuple[Tied, ...]:
+    """The ties as target, source and transform; raises an error for other forms, and for none."""
     pairs = isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties)
     if not isinstance(ties, Mapping) and not pairs:
         raise TypeError(
@@ -237,7 +239,7 @@ def _entries(ties: Any) -> tuple[Tied, ...]:
             f"Write `rpx.Tie({{target: source}})`."
         )
     items = ties.items() if isinstance(ties, Mapping) else [(t[0], t[1] if len(t) == 2 else t[1:]) for t in ties]
-    entries = tuple(_entry(target, value) for target, value in items)
+    entries = tuple(_parse_tie(target, value) for target, value in items)
     if not entries:
         raise ValueError("Tie got no ties. Name at least one target and its source.")
     _require_one_source("Tie", entries)
@@ -245,6 +247,7 @@ def _entries(ties: Any) -> tuple[Tied, ...]:
 
 
 def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
+    """Raises an error if a target has two sources."""
     sources: dict[str, str] = {}
     for target, source, _ in ties:
         if target in sources:
@@ -255,6 +258,7 @@ def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
 
 
 def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
+    """Raises an error if the sources of a target lead back to it."""
     for target in sources:
         loop = [target]
         while (source := sources.get(loop[-1])) is not None:
@@ -264,7 +268,8 @@ def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
             loop.append(source)
 
 
-def _entry(target: Any, value: Any) -> Tied:
+def _parse_tie(target: Any, value: Any) -> Tied:
+    """One tie as target, source and transform, which is None if there is none."""
     match target, value:
         case str(), str():
             return target, value, None
@@ -279,11 +284,13 @@ def _entry(target: Any, value: Any) -> Tied:
             )
 
 
-def _same(x: Array) -> Array:
+def _identity(x: Array) -> Array:
+    """The transform of a tie that has none."""
     return x
 
 
-def _numbers(x: Array) -> np.ndarray:
+def _as_numpy(x: Array) -> np.ndarray:
+    """An array in numpy; of PRNG keys their words."""
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
@@ -292,7 +299,7 @@ def _differ(target: Any, source: Any, transform: Transform) -> bool:
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
     with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
-        got, want = (_numbers(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
+        got, want = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
     eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
     wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64
     return not np.allclose(got.astype(wide), want.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)

@@ -26,6 +26,7 @@ def check_shares(value: Any, who: str, name: str) -> Any:
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
+    """A share of the weights; an error for numbers that may mean a count: 1, and a traced integer."""
     if is_whole(value) and value == 1:
         raise ValueError(
             f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
@@ -62,28 +63,28 @@ def require_one(stage: Pruning) -> None:
         )
 
 
-def left(stage: Pruning, size: Any) -> Any:
+def count_left(stage: Pruning, size: Any) -> Any:
     """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
     if stage.count is not None:
         return size - stage.count
     rest: Any = size
     for share in stage.sparsity if isinstance(stage.sparsity, tuple) else (stage.sparsity,):
-        rest = rest - _share(share, rest)
+        rest = rest - _round_share(share, rest)
     return rest
 
 
-def _share(amount: Any, count: Any) -> Any:
+def _round_share(amount: Any, count: Any) -> Any:
     """The share ``amount`` of ``count``, rounded to a whole number; halves go to the even one."""
     if isinstance(amount, float) and isinstance(count, int):
         return round(amount * count)
     # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
-    high, low = _product(jnp.asarray(count).astype(jnp.uint32), units)
+    high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
     whole, part = (high << 1) | (low >> 31), low & (2**31 - 1)
     return (whole + (part + whole % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
 
 
-def _product(a: Array, b: Array) -> tuple[Array, Array]:
+def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
     """The upper and lower 32 bits of a product of numbers of at most 32 bits."""
     lower = (a & 0xFFFF) * (b & 0xFFFF)
     middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)

@@ -28,9 +28,11 @@ class _Freezing(OnArrays):
         return super().plan(method, tree)
 
     def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a default may find no array to freeze."""
         return self.stage.where is None and any(place.present for place in candidates)
 
     def is_done(self, chosen: Candidate) -> bool:
+        """Whether an array is fixed already, and holds codes."""
         return chosen.slot.fixed and not is_inexact(chosen.array())
 
 

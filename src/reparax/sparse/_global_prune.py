@@ -12,12 +12,12 @@ from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest
-from reparax._stage.constraint import refuse_infinite
+from reparax._stage.constraint import why_infinite
 from reparax._stage.together import Together
 from reparax._stage.varied import Number
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._mask import masked, masking
+from reparax.sparse._mask import apply_mask, mask_values
 
 
 class GlobalPrune(Together):
@@ -60,27 +60,28 @@ class GlobalPrune(Together):
         _amount.require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return refuse_infinite(w)
+        return why_infinite(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return masking(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array
+        return mask_values(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array
 
     def init_arrays(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
         values = {place: self.init_leaf(w) for place, w in arrays.items()}
         return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
 
     def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
-        return {place: masked(held) for place, held in values.items()}
+        return {place: apply_mask(held) for place, held in values.items()}
 
     def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
-        masks = self._masks([held["w"] for held in values.values()])
+        masks = self._find_masks([held["w"] for held in values.values()])
         return {place: {"mask": mask} for place, mask in zip(values, masks, strict=True)}
 
-    def _masks(self, weights: list[Array]) -> list[Array]:
+    def _find_masks(self, weights: list[Array]) -> list[Array]:
+        """Masks of the largest weights of all arrays; raises an error if there are too few weights."""
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
         if (wrong := _amount.too_many(self, scores.size)) is not None:
             raise ValueError(wrong)
-        kept = largest(scores, _amount.left(self, scores.size))
+        kept = largest(scores, _amount.count_left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])
         parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
-        return [masking(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]
+        return [mask_values(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]

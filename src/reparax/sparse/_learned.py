@@ -18,7 +18,7 @@ INPUTS = 128
 """The inputs of a block that share a ranking, as in the paper on SparseGPT."""
 
 
-def require_fit(stage: Any) -> None:
+def require_fit_fields(stage: Any) -> None:
     """Requires fields that fit ``stage.fit``."""
     who = type(stage).__name__
     if stage.fit != "sparsegpt" and stage.percdamp != 0.01:
@@ -29,7 +29,7 @@ def require_fit(stage: Any) -> None:
         )
 
 
-def collects(fit: str) -> tuple[str, ...]:
+def data_needs(fit: str) -> tuple[str, ...]:
     """What a way to find masks needs of the data."""
     return (MOMENTS[fit],) if fit in MOMENTS else ()
 

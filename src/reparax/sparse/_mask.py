@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
+from reparax._axes.numbers import LAST, Axis, check_one_along, last_to_number, position
 from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
 from reparax._data.learned import better
@@ -18,15 +18,15 @@ from reparax._numerics.select import each_column
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
-from reparax.sparse._learned import FITS, MOMENTS, collects, require_fit, sparsegpt, wanda
+from reparax.sparse._learned import FITS, MOMENTS, data_needs, require_fit_fields, sparsegpt, wanda
 
 
-def masking(w: Array, kept: Array) -> dict[str, Array]:
+def mask_values(w: Array, kept: Array) -> dict[str, Array]:
     """The raw values of a masked weight."""
     return {"w": w, "mask": kept.astype(w.real.dtype)}
 
 
-def masked(values: dict[str, Array]) -> Array:
+def apply_mask(values: dict[str, Array]) -> Array:
     """The effective weight: zero where the mask is zero."""
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
 
@@ -61,10 +61,10 @@ class Mask(Reparametrization):
     entrywise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return masking(w, w != 0)
+        return mask_values(w, w != 0)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return masked(values)
+        return apply_mask(values)
 
 
 class NofM(Constraint):
@@ -118,44 +118,45 @@ class NofM(Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fit(self)
+        require_fit_fields(self)
         if not 0 <= self.n <= self.m or self.m < 1:
             raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[position(self.along, w)] % self.m:
             return (
-                f"expected an axis {as_number(self.along)} whose length is divisible by {self.m}, got shape {w.shape}. "
-                f"Leave it out with `where`, or choose another axis."
+                f"expected an axis {last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
+                f"{w.shape}. Leave it out with `where`, or choose another axis."
             )
         return None
 
     @property
     def collects(self) -> tuple[str, ...]:
         """What the start needs of the data."""
-        return collects(self.fit)
+        return data_needs(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
-            return masking(w, self._kept(jnp.abs(widened(w))))
+            return mask_values(w, self._keep_n_of_m(jnp.abs(widened(w))))
         read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
         if self.fit == "wanda":
-            return masking(*wanda(w, read, self._kept))
+            return mask_values(*wanda(w, read, self._keep_n_of_m))
 
         def keep(scores: Array, real: Array) -> Array:
             del real
             return each_column(scores, self.n)
 
-        learned = masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
-        return better(self, read, w, learned, masking(w, self._kept(jnp.abs(widened(w)))))
+        learned = mask_values(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
+        return better(self, read, w, learned, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return masked(values)
+        return apply_mask(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
 
-    def _kept(self, scores: Array) -> Array:
+    def _keep_n_of_m(self, scores: Array) -> Array:
+        """Which scores are among the n largest of their m."""
         axis = position(self.along, scores)
         rows = jnp.moveaxis(scores, axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)

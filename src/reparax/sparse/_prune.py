@@ -21,8 +21,8 @@ from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._learned import FITS, INPUTS, MOMENTS, collects, require_fit, sparsegpt, wanda
-from reparax.sparse._mask import masked, masking
+from reparax.sparse._learned import FITS, INPUTS, MOMENTS, data_needs, require_fit_fields, sparsegpt, wanda
+from reparax.sparse._mask import apply_mask, mask_values
 
 
 class _Prune(Constraint):
@@ -43,14 +43,15 @@ class _Prune(Constraint):
         return _amount.too_many(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return masked(values)
+        return apply_mask(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
-        return masking(w, largest(scores, _amount.left(self, scores.size)))
+        return mask_values(w, largest(scores, _amount.count_left(self, scores.size)))
 
 
 def _check_order(value: Any, who: str, name: str) -> float:
+    """The order of a norm, greater than 0."""
     order = check_number(value, who, name)
     if not (isinstance(order, float) and order > 0):
         raise ValueError(f"{who} got {name}={order}, but takes the order of a norm, greater than 0.")
@@ -125,7 +126,7 @@ class MagnitudePrune(_Prune):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fit(self)
+        require_fit_fields(self)
         if self.fit != "magnitude" and (self.axis != EACH or self.count is not None):
             got = f"axis={self.axis!r}" if self.count is None else f"count={self.count}"
             raise ValueError(
@@ -136,27 +137,28 @@ class MagnitudePrune(_Prune):
     @property
     def collects(self) -> tuple[str, ...]:
         """What the start needs of the data."""
-        return collects(self.fit)
+        return data_needs(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
-            return self._masking(w, _scores(w, self.axis, self.order))
+            return self._masking(w, _slice_scores(w, self.axis, self.order))
         read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
         if self.fit == "wanda":
-            return masking(*wanda(w, read, lambda scores: self._kept_of_each_output(scores, read)))
+            return mask_values(*wanda(w, read, lambda scores: self._keep_of_each_output(scores, read)))
 
         def keep(scores: Array, real: Array) -> Array:
-            return largest(scores, _amount.left(self, jnp.sum(real) * scores.shape[1]))
+            return largest(scores, _amount.count_left(self, jnp.sum(real) * scores.shape[1]))
 
-        learned = masking(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
+        learned = mask_values(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
         return better(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
 
-    def _kept_of_each_output(self, scores: Array, read: Read) -> Array:
+    def _keep_of_each_output(self, scores: Array, read: Read) -> Array:
+        """Which scores are among the largest of their output."""
         columns = read.matrices(scores)
-        return read.array(each_column(columns, _amount.left(self, columns.shape[1])), scores)
+        return read.array(each_column(columns, _amount.count_left(self, columns.shape[1])), scores)
 
 
 class RandomPrune(_Prune):
@@ -193,15 +195,15 @@ class RandomPrune(_Prune):
     """
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _scores(w, self.axis, 2.0))
+        return self._masking(w, _slice_scores(w, self.axis, 2.0))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        scores = _scores(w, self.axis, math.inf)
+        scores = _slice_scores(w, self.axis, math.inf)
         drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
         return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in random order
 
 
-def _scores(w: Array, axis: Axes, order: float) -> Array:
+def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
     """The scores of slices: numbers that grow with their norm, of size 1 along the normed axes."""
     x = jnp.abs(widened(w))
     if axis == EACH:

@@ -16,10 +16,11 @@ from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._mask import masked, masking
+from reparax.sparse._mask import apply_mask, mask_values
 
 
 def _check_drop(value: Any, who: str, name: str) -> Any:
+    """A share from 0 to 1, if it is known."""
     share = check_number(value, who, name)
     if isinstance(share, float) and not 0 <= share <= 1:
         raise ValueError(f"{who} got {name}={share}, but takes a share of the weights from 0 to 1.")
@@ -52,11 +53,12 @@ class _Regrow(Constraint):
         return self._masking(w, jnp.where(w == 0, drawn - 0.5, drawn))  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return masked(values)
+        return apply_mask(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
-        kept = largest(scores, _amount.left(self, w.size))
-        return masking(jnp.where(kept, w, jnp.zeros_like(w)), kept)
+        """The raw values of ``w``; the weights with the largest scores stay."""
+        kept = largest(scores, _amount.count_left(self, w.size))
+        return mask_values(jnp.where(kept, w, jnp.zeros_like(w)), kept)
 
     def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
@@ -69,7 +71,7 @@ class _Regrow(Constraint):
         dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         kept = largest(jnp.where(active, size, hidden), count - dropped)
         grown = largest(jnp.where(kept, hidden.astype(scores.dtype), scores), dropped)
-        return masking(jnp.where(grown & ~active, jnp.zeros_like(w), w), kept | grown)
+        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), kept | grown)
 
 
 class RigL(_Regrow):

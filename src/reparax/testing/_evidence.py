@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.planner import planner
-from reparax._core.verbs import closed, means
+from reparax._core.planner import planner_of
+from reparax._core.verbs import close_raw, mean_stages
 from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization
@@ -35,6 +35,7 @@ compiled_init = jax.jit(started, static_argnums=0)
 
 @partial(jax.jit, static_argnums=0)
 def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree:
+    """``p.apply(raw, key)``, in one program for equal chains and types."""
     return p.apply(raw, key)
 
 
@@ -50,7 +51,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any(planner(stage).reads_grads for stage in stages(p))
+    reads = any(planner_of(stage).reads_grads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
@@ -59,6 +60,7 @@ compiled_update = jax.jit(updated, static_argnums=0)
 
 @partial(jax.jit, static_argnums=0)
 def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
+    """``p.rebase(raw)``, in one program for equal chains and types."""
     return p.rebase(raw)
 
 
@@ -75,7 +77,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 
     def objective(moving: PyTree) -> Array:
         rng = np.random.default_rng(0)
-        wide = [widened(w) for _, w in arrays(p.apply(combine(moving, held), key)) if is_inexact(w)]
+        wide = [widened(w) for _, w in named_arrays(p.apply(combine(moving, held), key)) if is_inexact(w)]
         terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
         return sum((term.astype(float) for term in terms), jnp.zeros((), float))
 
@@ -109,16 +111,20 @@ class Alone:
 
     @property
     def stage(self) -> Parametrization:
-        return stages(self.chain)[self.number]
+        """The stage itself."""
+        return stages_of(self.chain)[self.number]
 
     def apply(self, raw: PyTree, key: Array) -> PyTree:
-        return closed([self.stage], self._seen(raw), key)
+        """The output of the stage, on that of the earlier stages without noise."""
+        return close_raw([self.stage], self._input_of_stage(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
-        return closed(means([self.stage]), self._seen(raw))
+        """The same, without noise of the stage."""
+        return close_raw(mean_stages([self.stage]), self._input_of_stage(raw))
 
-    def _seen(self, raw: PyTree) -> PyTree:
-        return closed(means(stages(self.chain)[: self.number]), raw)
+    def _input_of_stage(self, raw: PyTree) -> PyTree:
+        """The tree that the stage gets: what the earlier stages make of ``raw`` without noise."""
+        return close_raw(mean_stages(stages_of(self.chain)[: self.number]), raw)
 
 
 class Doubled(Reparametrization):
@@ -141,7 +147,7 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
     other = Doubled()
 
     # Weights that an earlier stage computes cannot be moved.
-    moves = any(stage.moves_weights for stage in stages(p))
+    moves = any(stage.moves_weights for stage in stages_of(p))
 
     def after_a_step(chain: Parametrization, params: PyTree) -> PyTree:
         raw = started(chain, params, key)
@@ -200,11 +206,13 @@ def comparable(w: Array) -> Array:
 
 
 def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
+    """Raises an AssertionError that says ``otherwise``, unless the law holds."""
     if not holds:
         raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
 
 
 def require_raises(p: Parametrization, law: str, call: Callable[[], object], otherwise: str) -> None:
+    """Requires that a call raises a ValueError or a TypeError; any other error breaks the law too."""
     try:
         call()
     except (ValueError, TypeError):
@@ -215,50 +223,55 @@ def require_raises(p: Parametrization, law: str, call: Callable[[], object], oth
 
 
 def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
-    for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
+    """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
+    for (path, a), (_, b) in zip(named_arrays(got), named_arrays(want), strict=True):
         x, y = (np.asarray(w).astype(complex) for w in (a, b))
         size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
         error = float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
         require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
 
 
-def arrays(tree: PyTree) -> list[tuple[str, Array]]:
+def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:
+    """The path and the array of each leaf."""
     return [(path_text(path), leaf) for path, leaf in items(tree)]
 
 
 def rounding(*trees: PyTree) -> float:
     """64 units in the last place of the coarsest dtype in the trees."""
-    dtypes = [w.dtype for tree in trees for _, w in arrays(tree) if jnp.issubdtype(w.dtype, jnp.inexact)]
+    dtypes = [w.dtype for tree in trees for _, w in named_arrays(tree) if jnp.issubdtype(w.dtype, jnp.inexact)]
     return 64 * max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
 
 
 def equal(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold the same bits at the same paths."""
-    left, right = ([(path, np.asarray(w)) for path, w in arrays(tree)] for tree in (a, b))
+    left, right = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
     return [path for path, _ in left] == [path for path, _ in right] and all(
         (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
         for (_, x), (_, y) in zip(left, right, strict=True)
     )
 
 
-def paths(tree: PyTree) -> list[str]:
-    return [path for path, _ in arrays(tree)]
+def array_paths(tree: PyTree) -> list[str]:
+    """The path of each leaf."""
+    return [path for path, _ in named_arrays(tree)]
 
 
-def types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
-    return [(path, w.shape, w.dtype) for path, w in arrays(tree)]
+def named_types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
+    """The path, the shape and the dtype of each leaf."""
+    return [(path, w.shape, w.dtype) for path, w in named_arrays(tree)]
 
 
 def require_same_types(p: Parametrization, law: str, got: PyTree, want: PyTree, who: str) -> None:
     """Requires the same structure, and for each array the same shape, dtype and weak type."""
     same = jax.tree.structure(got) == jax.tree.structure(want)
     require(p, law, same, f"{who} gives {jax.tree.structure(got)}, not {jax.tree.structure(want)}")
-    for (path, a), (_, b) in zip(arrays(got), arrays(want), strict=True):
-        found, asked = _type(a), _type(b)
+    for (path, a), (_, b) in zip(named_arrays(got), named_arrays(want), strict=True):
+        found, asked = _describe_type(a), _describe_type(b)
         require(p, law, found == asked, f"{who} makes {path!r} {found}, but it was {asked}")
 
 
-def _type(w: Array) -> str:
+def _describe_type(w: Array) -> str:
+    """The dtype and the shape of an array, and whether its type is weak, as text."""
     weak = "weakly typed " if jax.typeof(w).weak_type else ""
     return f"{weak}{w.dtype}{list(w.shape)}"
 
@@ -271,10 +284,10 @@ def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
     return moving, rest
 
 
-def moved(raw: PyTree, key: Array) -> PyTree:
+def move_randomly(raw: PyTree, key: Array) -> PyTree:
     """The raw tree with random changes to free values: a generic point, unlike many a start."""
     moving, rest = trainable(raw)
-    return combine(along(moving, normal(moving, key), 0.1), rest)
+    return combine(move_along(moving, normal(moving, key), 0.1), rest)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:
@@ -288,7 +301,9 @@ def normal(tree: PyTree, key: Array) -> PyTree:
     return jax.tree.map(draw, tree)
 
 
-def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
+def move_along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
+    """``tree + by * direction``, computed in float32 or wider and cast back."""
+
     def step(w: Array, d: Array) -> Array:
         wide = np.promote_types(w.dtype, np.float32)
         return jnp.asarray((np.asarray(w).astype(wide) + by * np.asarray(d).astype(wide)).astype(w.dtype))
@@ -296,16 +311,18 @@ def along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
     return jax.tree.map(step, tree, direction)
 
 
-def twice(tree: PyTree) -> PyTree:
+def batch_of_two(tree: PyTree) -> PyTree:
     """A batch of two equal copies."""
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
 
 
-def zeros(params: PyTree) -> PyTree:
+def zeros_of(params: PyTree) -> PyTree:
+    """Zeros of the same shapes and dtypes."""
     return jax.tree.map(lambda w: jnp.asarray(np.zeros(w.shape, w.dtype)), params)
 
 
-def without_row(w: Array) -> Array:
+def clear_first_row(w: Array) -> Array:
+    """``w`` with zeros in its first row."""
     cleared = np.array(w)
     if cleared.size and cleared.ndim:
         cleared[0] = 0
@@ -325,23 +342,23 @@ def widened_if_inexact(w: Array) -> Array:
     return jnp.asarray(np.asarray(w).astype(np.promote_types(w.dtype, np.float32))) if is_inexact(w) else w
 
 
-def doubled(w: Array) -> Array:
+def in_double_precision(w: Array) -> Array:
     """``w`` in double precision; integers do not change."""
     return jnp.asarray(np.asarray(w).astype(complex if jnp.iscomplexobj(w) else float)) if is_inexact(w) else w
 
 
-def keeps(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
+def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
     """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
     try:
         trees = jax.eval_shape(lambda w: (trainable(started(p, w, key))[0], p.fold(started(p, w, key))), params)
     except (ValueError, TypeError):
         return False
-    return all(jnp.finfo(w.dtype).bits >= bits for _, w in arrays(trees) if is_inexact(w))
+    return all(jnp.finfo(w.dtype).bits >= bits for _, w in named_arrays(trees) if is_inexact(w))
 
 
 def picklable(p: Parametrization) -> bool:
     """Whether pickle finds the classes and functions in ``p`` by name."""
-    classes = [type(stage) for stage in stages(p)]
+    classes = [type(stage) for stage in stages_of(p)]
     found = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
     return not has_functions(p) and found == classes
 
@@ -355,13 +372,14 @@ def has_functions(p: Parametrization) -> bool:
     return False
 
 
-def stages(p: Parametrization) -> tuple[Parametrization, ...]:
+def stages_of(p: Parametrization) -> tuple[Parametrization, ...]:
+    """The stages of a chain; of a stage, itself."""
     return p.stages if isinstance(p, Chain) else (p,)
 
 
 def without_means(p: Parametrization) -> Parametrization:
     """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
-    means = [stage.deterministic for stage in stages(p)]
+    means = [stage.deterministic for stage in stages_of(p)]
     left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
-    kept = [stage for stage, out in zip(stages(p), left_out, strict=True) if not out]
-    return p if len(kept) == len(stages(p)) else functools.reduce(operator.rshift, kept, Chain())
+    kept = [stage for stage, out in zip(stages_of(p), left_out, strict=True) if not out]
+    return p if len(kept) == len(stages_of(p)) else functools.reduce(operator.rshift, kept, Chain())

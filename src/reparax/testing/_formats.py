@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 
 Way = Callable[[PyTree], PyTree]
 
@@ -52,13 +52,13 @@ def by_safetensors(raw: PyTree) -> PyTree:
     """Safetensors, flat, under the paths of the raw tree."""
     from safetensors import numpy
 
-    paths, leaves, treedef = named(raw)
+    paths, leaves, treedef = flatten_with_names(raw)
     names = [path_text(path) or "." for path in paths]
     loaded = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
     return treedef.unflatten([loaded[name] for name in names])
 
 
-def installed(raw: PyTree) -> dict[str, Way]:
+def installed_formats(raw: PyTree) -> dict[str, Way]:
     """The formats whose library is installed and takes the dtypes of ``raw``."""
     ways: dict[str, Way] = {"pickle": by_pickle}
     leaves = jax.tree.leaves(raw)
@@ -66,12 +66,12 @@ def installed(raw: PyTree) -> dict[str, Way]:
     if importlib.util.find_spec("flax"):
         ways["flax"] = by_flax
     if importlib.util.find_spec("orbax"):
-        ways |= {"orbax": by_orbax} | ({"orbax without a template": by_orbax_alone} if _of_dicts(raw) else {})
+        ways |= {"orbax": by_orbax} | ({"orbax without a template": by_orbax_alone} if _is_of_dicts(raw) else {})
     if importlib.util.find_spec("safetensors") and plain:
         ways["safetensors"] = by_safetensors
     return ways
 
 
-def _of_dicts(raw: PyTree) -> bool:
+def _is_of_dicts(raw: PyTree) -> bool:
     """Whether a file that knows no classes can hold the tree: boxes and modules come back as dicts."""
-    return all(map(_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])
+    return all(map(_is_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])

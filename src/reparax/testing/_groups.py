@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._tree.paths import PyTree, named, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry import Group, permute
 
 Order = np.ndarray[Any, Any]
@@ -47,9 +47,9 @@ def check_groups(
     """
     # Drawn and permuted by numpy, as each operation of JAX would be compiled.
     random = np.random.default_rng(np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key)))
-    names, arrays, treedef = named(params)
+    names, arrays, treedef = flatten_with_names(params)
     paths = list(map(path_text, names))
-    noisy = [_noisy(w, random) for w in arrays]
+    noisy = [_add_noise(w, random) for w in arrays]
     compute = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))
     want, shapes = compute(noisy), dict(zip(paths, map(jnp.shape, noisy), strict=True))
 
@@ -57,28 +57,31 @@ def check_groups(
         return _distance(compute(jax.tree.leaves(permute(treedef.unflatten(noisy), group, order))), want)
 
     def counts(path: str) -> bool:
-        other = [_noisy(w, random) if each == path else w for each, w in zip(paths, noisy, strict=True)]
+        other = [_add_noise(w, random) if each == path else w for each, w in zip(paths, noisy, strict=True)]
         return _distance(compute(other), want) > ROUNDING
 
     for group in groups:
-        order = _order(group, shapes, random)
+        order = _make_permutation(group, shapes, random)
         if (far := change(group, order)) > ROUNDING:
-            raise AssertionError(f"{_name(group)} is no group: permuting it changes outputs by {far:.1g} of them.")
+            raise AssertionError(
+                f"{_name_group(group)} is no group: permuting it changes outputs by {far:.1g} of them."
+            )
         for member in group.members if len(group.members) > 1 else ():
             rest = replace(group, members=tuple(each for each in group.members if each != member))
             if change(rest, order) <= ROUNDING and counts(member.path):
                 raise AssertionError(
-                    f"{_name(group)} need not hold {tuple(member)}: without it, outputs stay the same."
+                    f"{_name_group(group)} need not hold {tuple(member)}: without it, outputs stay the same."
                 )
 
 
-def _noisy(w: Any, random: np.random.Generator) -> Any:
+def _add_noise(w: Any, random: np.random.Generator) -> Any:
+    """``w`` plus normal numbers of standard deviation 0.3; integers do not change."""
     if not jnp.issubdtype(jnp.result_type(w), jnp.floating):
         return w
     return np.asarray(w) + (0.3 * random.standard_normal(jnp.shape(w))).astype(jnp.result_type(w))
 
 
-def _order(group: Group, shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> Order:
+def _make_permutation(group: Group, shapes: dict[str, tuple[int, ...]], random: np.random.Generator) -> Order:
     """A permutation that leaves no index in place; another one for each step, where steps may differ."""
     steps = {tuple(shapes[member.path][axis] for axis in member.steps) for member in group.members}
     shape = steps.pop() if group.by_step and len(steps) == 1 else ()
@@ -92,7 +95,7 @@ def _distance(got: list[Array], want: list[Array]) -> float:
     return max(float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1e-30)) for x, y in pairs)
 
 
-def _name(group: Group) -> str:
+def _name_group(group: Group) -> str:
     """A group, by its first members."""
     members = [tuple(member) for member in group.members]
     return f"{members[:3]}" if len(members) <= 3 else f"{members[:3]} with {len(members) - 3} more"

@@ -30,13 +30,14 @@ from reparax._stage.where import all_but, selected
 from reparax._tree.flat import flatten
 from reparax._tree.markers import WrongType
 from reparax._tree.paths import PyTree, is_array, path_text
-from reparax._tree.raw import empty_nodes, flatten_slots, parameter
+from reparax._tree.raw import empty_nodes, flatten_slots, parameter_path
 from reparax.testing import _formats
 from reparax.testing._evidence import (
     Alone,
-    along,
-    arrays,
+    array_paths,
+    batch_of_two,
     beside_another,
+    clear_first_row,
     compiled_apply,
     compiled_effective,
     compiled_fold,
@@ -47,14 +48,16 @@ from reparax.testing._evidence import (
     compiled_update,
     deviation,
     deviations,
-    doubled,
     equal,
     has_functions,
-    keeps,
+    in_double_precision,
+    keeps_precision,
     large,
-    moved,
+    move_along,
+    move_randomly,
+    named_arrays,
+    named_types,
     normal,
-    paths,
     picklable,
     require,
     require_close,
@@ -62,16 +65,13 @@ from reparax.testing._evidence import (
     require_same_types,
     rounding,
     slope,
-    stages,
+    stages_of,
     started,
     trainable,
-    twice,
-    types,
     updated,
     widened_if_inexact,
     without_means,
-    without_row,
-    zeros,
+    zeros_of,
 )
 from reparax.training import combine, partition
 
@@ -128,7 +128,7 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     stages whose mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
     raw, q = compiled_init(p, params, key), without_means(p)
-    point = compiled_fold(q, moved(raw, key))
+    point = compiled_fold(q, move_randomly(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
         point = compiled_fold(q, compiled_init(p, point, key))
     again = compiled_fold(q, compiled_init(p, point, key))
@@ -139,8 +139,8 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
     raw = compiled_init(p, params, key)
     for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
-        require(p, "types", paths(effective) == paths(params), "the effective tree has different paths")
-        for (path, got), (_, want) in zip(arrays(effective), arrays(params), strict=True):
+        require(p, "types", array_paths(effective) == array_paths(params), "the effective tree has different paths")
+        for (path, got), (_, want) in zip(named_arrays(effective), named_arrays(params), strict=True):
             same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
             require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
     _require_shardings(p, params, key)
@@ -160,7 +160,7 @@ def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
         return
     narrow, wide = (compiled_results(p, tree, key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
     for what in ("init", "fold", "apply", "the gradient", "update"):
-        for (path, got), (_, want) in zip(arrays(narrow[what]), arrays(wide[what]), strict=True):
+        for (path, got), (_, want) in zip(named_arrays(narrow[what]), named_arrays(wide[what]), strict=True):
             x, y = (np.asarray(w).astype(complex) for w in (got, want))
             size = float(np.max(np.abs(y), initial=0.0))
             if size < float(jnp.finfo(jnp.float16).max):
@@ -172,6 +172,7 @@ def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def _is_wrong_type(error: BaseException | None) -> bool:
+    """Whether an error is a WrongType, or was raised because of one."""
     return error is not None and (isinstance(error, WrongType) or _is_wrong_type(error.__cause__))
 
 
@@ -188,7 +189,9 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = compiled_init(p, sharded, key)
     leaves, slots, _ = flatten_slots(raw)
     kept = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for (path, got), (_, want) in zip(arrays(compiled_effective(p, raw, key)), arrays(sharded), strict=True):
+    for (path, got), (_, want) in zip(
+        named_arrays(compiled_effective(p, raw, key)), named_arrays(sharded), strict=True
+    ):
         source = kept.get((path, want.shape))
         follows = source is None or source != want.sharding or got.sharding.is_equivalent_to(want.sharding, got.ndim)
         require(p, "types", follows, f"{path!r} has the sharding {got.sharding}, but its raw value {want.sharding}")
@@ -229,21 +232,21 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         "jit": compiled_apply(p, raw, key),
         "jit of init": compiled_fold(p, compiled_init(p, params, key)),
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
-        **ways(twice(params), raw, twice(raw)),
+        **ways(batch_of_two(params), raw, batch_of_two(raw)),
     }
     first, folded = p.apply(raw, key), p.fold(raw)
     second = compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": folded,
         "jit of update": p.fold(p.update(raw, key)),
-        "vmap of init": twice(folded),
+        "vmap of init": batch_of_two(folded),
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first, second),
     }
     for way, got in compiled.items():
         want = eager.get(way, first)
         require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(partial(started, p), params, key)
-    same = types(abstract) == types(raw)
+    same = named_types(abstract) == named_types(raw)
     require(p, "transformations", same, "eval_shape of init gives different shapes or dtypes")
 
 
@@ -278,9 +281,11 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
-    shared = {parameter(path) for path in empty_nodes(raw)}
+    shared = {parameter_path(path) for path in empty_nodes(raw)}
     many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
-    draws = {path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in arrays(many) if path not in shared}
+    draws = {
+        path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in named_arrays(many) if path not in shared
+    }
     noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
     for a, b in itertools.combinations(noise, 2):
         x, y = noise[a], noise[b]
@@ -315,13 +320,16 @@ def mean(p: Parametrization, params: PyTree, key: Array) -> None:
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
     draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
     """
-    for i, stage in enumerate(stages(p)):
+    for i, stage in enumerate(stages_of(p)):
         if stage.stochastic:
             _require_mean(stage, *deviations(Alone(p, i), compiled_init(p, params, key), jax.random.split(key, 1024)))
 
 
 def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares: PyTree) -> None:
-    for (path, m), (_, total), (_, square) in zip(arrays(claimed), arrays(sums), arrays(squares), strict=True):
+    """Requires that the mean of 1024 draws is within six standard errors of the claimed one."""
+    for (path, m), (_, total), (_, square) in zip(
+        named_arrays(claimed), named_arrays(sums), named_arrays(squares), strict=True
+    ):
         off, error = deviation(np.asarray(total), np.asarray(square), 1024)
         excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
         worst = int(np.argmax(excess))
@@ -345,38 +353,40 @@ def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
     name, start = "gradients", compiled_init(p, params, key)
     for where, point in {
         "its start": start,
-        "a row of zeros": compiled_init(p, jax.tree.map(without_row, params), key),
-        "zero": compiled_init(p, zeros(params), key),
+        "a row of zeros": compiled_init(p, jax.tree.map(clear_first_row, params), key),
+        "zero": compiled_init(p, zeros_of(params), key),
     }.items():
-        for path, g in arrays(slope(p, point, key)[1]):
+        for path, g in named_arrays(slope(p, point, key)[1]):
             require(p, name, np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
-    for path, g in arrays(slope(p, moved(start, key), key)[1]):
+    for path, g in named_arrays(slope(p, move_randomly(start, key), key)[1]):
         require(p, name, g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
     if not p.straight_through:
         _require_finite_differences(p, params, key)
 
 
 def _require_finite_differences(p: Parametrization, params: PyTree, key: Array) -> None:
+    """Requires that gradients agree with finite differences, in float64 if the stage keeps it."""
     with jax.enable_x64():
-        double = jax.tree.map(doubled, params)
-        if keeps(p, double, key, 64):
+        double = jax.tree.map(in_double_precision, params)
+        if keeps_precision(p, double, key, 64):
             _require_slope(p, double, key, step=1e-6, bound=1e-6)
             return
-    if keeps(p, params, key, 32):
+    if keeps_precision(p, params, key, 32):
         _require_slope(p, params, key, step=1e-2, bound=1e-2)
 
 
 def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, bound: float) -> None:
-    moving, rest = trainable(moved(compiled_init(p, params, key), key))
+    """Requires that the gradient in a random direction is a central difference with this step."""
+    moving, rest = trainable(move_randomly(compiled_init(p, params, key), key))
     direction = normal(moving, jax.random.fold_in(key, 1))
-    ahead, behind = (slope(p, combine(along(moving, direction, t), rest), key)[0] for t in (step, -step))
+    ahead, behind = (slope(p, combine(move_along(moving, direction, t), rest), key)[0] for t in (step, -step))
     found = (float(ahead) - float(behind)) / (2 * step)
-    pairs = zip(arrays(slope(p, combine(moving, rest), key)[1]), arrays(direction), strict=True)
+    pairs = zip(named_arrays(slope(p, combine(moving, rest), key)[1]), named_arrays(direction), strict=True)
     given = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
     holds = abs(given - found) < bound * (1 + abs(found))
     advice = "if that is intended, set `straight_through = True`"
     # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
-    double = any(x.dtype == np.float64 for _, x in arrays(moving))
+    double = any(x.dtype == np.float64 for _, x in named_arrays(moving))
     if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, rest), key)):
         advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
     require(p, "gradients", holds, f"the slope is {found:.8g}, but {given:.8g} by the gradient; {advice}")
@@ -384,7 +394,7 @@ def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, 
 
 def update(p: Parametrization, params: PyTree, key: Array) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
-    raw = moved(compiled_init(p, params, key), key)
+    raw = move_randomly(compiled_init(p, params, key), key)
     first, again = updated(p, raw, key), updated(p, raw, key)
     require(p, "update", equal(first, again), "the same raw tree and key give different results")
     compiled = partial(compiled_update, p, key=key)
@@ -392,15 +402,17 @@ def update(p: Parametrization, params: PyTree, key: Array) -> None:
     for who, advanced in ways.items():  # in order, because a stage cannot read the result of a wrong update
         got = advanced()
         require_same_types(p, "update", got, raw, who)
-        if any(stage.moves_weights for stage in stages(p)):
+        if any(stage.moves_weights for stage in stages_of(p)):
             continue
-        for (path, w), (_, before) in zip(arrays(partition(got)[0]), arrays(partition(raw)[0]), strict=True):
+        for (path, w), (_, before) in zip(
+            named_arrays(partition(got)[0]), named_arrays(partition(raw)[0]), strict=True
+        ):
             require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")
 
 
 def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
     """``rebase`` keeps the effective tree, up to rounding, and the types of the raw tree."""
-    raw = moved(compiled_init(p, params, key), key)
+    raw = move_randomly(compiled_init(p, params, key), key)
     based = compiled_rebase(p, raw)
     require_same_types(p, "rebase", based, raw, "it")
     before = compiled_fold(p, raw)
@@ -409,10 +421,10 @@ def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
-    raw = moved(compiled_init(p, params, key), key)
+    raw = move_randomly(compiled_init(p, params, key), key)
     got = compiled_transfer(p, raw)
-    require(p, "transfer", paths(got) == paths(raw), "`transfer(p, p, raw)` has different paths")
-    for (path, w), (_, before) in zip(arrays(got), arrays(raw), strict=True):
+    require(p, "transfer", array_paths(got) == array_paths(raw), "`transfer(p, p, raw)` has different paths")
+    for (path, w), (_, before) in zip(named_arrays(got), named_arrays(raw), strict=True):
         require(p, "transfer", equal(w, before), f"`transfer(p, p, raw)` changes {path!r}")
 
 
@@ -428,7 +440,12 @@ def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
         text = f"beside another stage it fails: {type(error).__name__}: {error}"
         raise AssertionError(f"{p!r} breaks the law of chains: {text}") from error
     for place, (got, want) in found.items():
-        require(p, "chains", paths(got) == paths(want), f"{place} another stage the effective tree has other paths")
+        require(
+            p,
+            "chains",
+            array_paths(got) == array_paths(want),
+            f"{place} another stage the effective tree has other paths",
+        )
         require_close(p, "chains", got, want, rounding(want), f"{place} another stage it gives another array")
 
 
@@ -440,7 +457,7 @@ def selection(p: Parametrization, params: PyTree, key: Array) -> None:
         del path, array
         return False
 
-    for stage in stages(p):
+    for stage in stages_of(p):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
             for where in (name, none, selected({name: True}), all_but(name)):
                 alone = replace(stage, where=where)
@@ -451,7 +468,7 @@ def selection(p: Parametrization, params: PyTree, key: Array) -> None:
 def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     raw, name = compiled_init(p, params, key), "checkpoints"
-    for way, there_and_back in _formats.installed(raw).items():
+    for way, there_and_back in _formats.installed_formats(raw).items():
         restored = there_and_back(raw)
         require(p, name, equal(restored, raw), f"{way} returns a different raw tree")
         p.check(restored, like=params)
@@ -464,7 +481,7 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
         wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
         require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check accepts a wrong tree")
-    if paths(raw) != paths(params):
+    if array_paths(raw) != array_paths(params):
         require_raises(p, name, lambda: p.apply(params, key), "apply accepts a tree that never went through init")
         require_raises(p, name, lambda: p.init(raw, key), "init accepts a raw tree")
         require_raises(p, name, lambda: Chain().apply(raw), "another chain accepts its raw tree")
@@ -475,7 +492,9 @@ def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
     folded = p.fold(compiled_init(p, params, key))
     same = jax.tree.structure(folded) == jax.tree.structure(params)
     require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
-    require(p, "plain trees", all(is_array(w) for _, w in arrays(folded)), "fold gives a leaf that is not an array")
+    require(
+        p, "plain trees", all(is_array(w) for _, w in named_arrays(folded)), "fold gives a leaf that is not an array"
+    )
 
 
 def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> None:
@@ -486,9 +505,9 @@ def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> Non
     correlation, from which a stage cannot learn. For stages that keep their weights, both errors are zero.
     """
     trees = (p.fold(p.init(params, key, seen=given)) for given in (seen, ANY))
-    after, before = (dict(arrays(tree)) for tree in trees)
+    after, before = (dict(named_arrays(tree)) for tree in trees)
     known = {path_text(place): entry for place, entry in by_place("learned", flatten(params), seen).items()}
-    for path, w in arrays(params):
+    for path, w in named_arrays(params):
         for read in known[path].reads if path in known else ():
             found, plain = (float(lost(read, w, tree[path])) for tree in (after, before))
             bound = plain + rounding(w) * float(lost(read, w, jnp.zeros_like(w)))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from reparax._tree.paths import PyTree, is_array
-from reparax._tree.unlike import Difference, difference
+from reparax._tree.unlike import Difference, TreeOf, first_difference
 from reparax.training._held import open_state
 from reparax.training._partition import partition
 
@@ -25,11 +25,11 @@ def checked(init: Callable[[PyTree], PyTree], update: Update) -> Update:
         try:
             moved, new = update(updates, state, params, **extra)
         except Exception as error:  # any type: a transformation may fail in any way on another tree
-            if (why := _misfit(init, updates, state, params)) is None:
+            if (why := _explain_arguments(init, updates, state, params)) is None:
                 raise
             raise ValueError(f"optimizer.update takes {why}") from error
-        if (_reshaped(state, new) or _reshaped(params, moved)) and (
-            why := _misfit(init, updates, state, params)
+        if (_has_other_shapes(state, new) or _has_other_shapes(params, moved)) and (
+            why := _explain_arguments(init, updates, state, params)
         ) is not None:
             raise ValueError(f"optimizer.update takes {why}")
         return moved, new
@@ -37,18 +37,19 @@ def checked(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     return checked
 
 
-def _reshaped(before: PyTree, after: PyTree) -> bool:
+def _has_other_shapes(before: PyTree, after: PyTree) -> bool:
     """Whether arrays of two trees of one structure have other shapes."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         return False
-    return [_shape(x) for x in jax.tree.leaves(before)] != [_shape(x) for x in jax.tree.leaves(after)]
+    return [_shape_of(x) for x in jax.tree.leaves(before)] != [_shape_of(x) for x in jax.tree.leaves(after)]
 
 
-def _shape(x: Any) -> Any:
+def _shape_of(x: Any) -> Any:
+    """The shape of an array; None for any other leaf."""
     return x.shape if is_array(x) else None
 
 
-def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, params: PyTree) -> str | None:
+def _explain_arguments(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, params: PyTree) -> str | None:
     """What is wrong with the arguments of a step, and what to do; None if they fit each other."""
     if params is not None and not hasattr(params, "_fields"):  # lookahead has two trees of parameters
         if type(updates) is tuple and type(params) is not tuple:
@@ -58,22 +59,23 @@ def _misfit(init: Callable[[PyTree], PyTree], updates: PyTree, state: PyTree, pa
             )
         if type(params) is tuple and type(updates) is not tuple:
             return f"the raw tree last, but got a tuple. {CALL}"
-        if (found := difference(partition(updates)[0], partition(params)[0])) is not None:
-            return _of_gradients(found)
+        if (found := first_difference(partition(updates)[0], partition(params)[0])) is not None:
+            return _explain_gradients(found)
     whole = updates if params is None else params
-    return _of_state(init, state, whole)
+    return _explain_state(init, state, whole)
 
 
-def _of_gradients(found: Difference) -> str:
+def _explain_gradients(found: Difference) -> str:
+    """What is wrong with gradients that differ from the raw tree, and what to do."""
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             return (
                 f"gradients of the raw tree, but got those of the model's own parameters: {found}. Differentiate with "
                 f"respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`."
             )
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             return f"the raw tree as params, but got the model's own parameters: {found.swapped}. {CALL}"
-        case "other shapes":
+        case TreeOf.OTHER_SHAPES:
             return (
                 f"gradients of the raw tree, but got those of other shapes: {found}. Differentiate one number, such as "
                 f"the mean of the loss over a batch."
@@ -82,30 +84,31 @@ def _of_gradients(found: Difference) -> str:
             return f"gradients of the raw tree, but got those of {of}: {found}. Differentiate with respect to `raw`."
 
 
-def _of_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) -> str | None:
+def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) -> str | None:
+    """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
     try:
         wanted = jax.eval_shape(lambda whole: open_state(init(whole))[0], whole)
     except Exception:  # then it is not the state that is wrong
         return None
     state = open_state(state)[0]
-    if (found := difference(state, wanted)) is None:
+    if (found := first_difference(state, wanted)) is None:
         return None
-    if difference(state, whole) is None or difference(state, partition(whole)[0]) is None:
+    if first_difference(state, whole) is None or first_difference(state, partition(whole)[0]) is None:
         return f"a state second, but got a raw tree. {CALL}"
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             whose, then = "that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             return (
                 f"gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
                 f"{found.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
             )
-        case "another chain":
+        case TreeOf.ANOTHER_CHAIN:
             whose = "that of another chain"
             then = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
-        case "another model" if "@fixed" in found.path and found.wanted == "nothing":
+        case TreeOf.ANOTHER_MODEL if "@fixed" in found.path and found.wanted == "nothing":
             whose, then = "one with values for what is fixed", "Make it by the same `tx`, `tx.init(raw)`."
-        case "another model":
+        case TreeOf.ANOTHER_MODEL:
             whose, then = "that of another optimizer or model", "Make it by the same `tx`, `tx.init(raw)`."
         case of:
             whose, then = f"one of {of}", "Make it by the same `tx`, `tx.init(raw)`."

@@ -9,8 +9,8 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import parts_of
 from reparax._programs import jaxprs
 from reparax._programs.divisors import divisors
-from reparax._tree.paths import PyTree, named
-from reparax.training._held import held_paths, text
+from reparax._tree.paths import PyTree, flatten_with_names
+from reparax.training._held import held_paths, plain_path
 
 
 def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[PyTree], Any]) -> None:
@@ -30,6 +30,6 @@ def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[P
 
 def _divided_by(state: PyTree, update: Callable[[PyTree], Any]) -> set[str]:
     """The paths of the arrays by which an update divides."""
-    paths, _, _ = named(state)
+    paths, _, _ = flatten_with_names(state)
     program, consts = jaxprs.consts_first(jax.make_jaxpr(update)(state))
-    return {text(paths[i - len(consts)]) for i in divisors(program) if i >= len(consts)}
+    return {plain_path(paths[i - len(consts)]) for i in divisors(program) if i >= len(consts)}

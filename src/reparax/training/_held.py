@@ -9,7 +9,7 @@ import jax
 
 from reparax._core.algebra import Parametrization
 from reparax._numerics.arithmetic import is_inexact
-from reparax._tree.paths import Names, PyTree, is_array, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 from reparax._tree.raw import holds_markers
 
 
@@ -43,14 +43,14 @@ class StateArray:
 def store(p: Parametrization, state: PyTree) -> PyTree:
     """The state with raw values of ``p`` for the arrays that it selects, unless these are no smaller."""
     _tell_flax()
-    paths, leaves, treedef = named(state)
+    paths, leaves, treedef = flatten_with_names(state)
     numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
-    raw = p.init({text(path): _matrix(x) for path, x in numbers}) if numbers else {}
+    raw = p.init({plain_path(path): _as_matrix(x) for path, x in numbers}) if numbers else {}
 
     def held(path: Names, x: Any) -> Any:
-        values = raw.get(text(path))
+        values = raw.get(plain_path(path))
         smaller = holds_markers(values) and sum(y.nbytes for y in jax.tree.leaves(values)) < x.nbytes
-        return StateArray(values, p, text(path), tuple(x.shape)) if smaller else x
+        return StateArray(values, p, plain_path(path), tuple(x.shape)) if smaller else x
 
     return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
 
@@ -94,14 +94,16 @@ def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return treedef.unflatten(plain), lambda state: store(p, state)
 
 
-def text(path: Names) -> str:
+def plain_path(path: Names) -> str:
     """The path of an array of a state, in which markers are plain names: they belong to the raw tree of the model."""
     return path_text(tuple(name.removeprefix("@") for name in path))
 
 
-def _matrix(x: Any) -> Any:
+def _as_matrix(x: Any) -> Any:
+    """An array of more than two axes as a matrix with its last axis as columns."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.ndim > 2 else x
 
 
 def _is_held(x: object) -> bool:
+    """Whether a node is an array that is stored in another form."""
     return isinstance(x, StateArray)

@@ -16,9 +16,9 @@ from reparax._core.keys import Keys, check_key
 from reparax._numerics.arguments import check_known_number, one_of
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import PyTree, describe, is_array, named, path_text
-from reparax.training._regression_mean import reads_of_all, regressed
-from reparax.training._task_vectors import agreeing_mean, dropped, trimmed, weighted_mean, weighted_sum
+from reparax._tree.paths import PyTree, describe, flatten_with_names, is_array, path_text
+from reparax.training._regression_mean import merge_by_regression, reads_of_all
+from reparax.training._task_vectors import agreeing_mean, drop, trim, weighted_mean, weighted_sum
 
 GIVE = {
     "base": "the model that all of them were before training, `base=params`",
@@ -42,10 +42,10 @@ _WAYS = {
     "mean": _Way(()),
     "regmean": _Way(("seen",)),
     "task_arithmetic": _Way(("base",)),
-    "magnitude_prune": _Way(("base", "density"), lambda task, density, key: trimmed(task, density)),
-    "ties": _Way(("base", "density"), lambda task, density, key: trimmed(task, density), agreeing_mean),
-    "dare_linear": _Way(("base", "density", "key"), dropped),
-    "dare_ties": _Way(("base", "density", "key"), dropped, agreeing_mean),
+    "magnitude_prune": _Way(("base", "density"), lambda task, density, key: trim(task, density)),
+    "ties": _Way(("base", "density"), lambda task, density, key: trim(task, density), agreeing_mean),
+    "dare_linear": _Way(("base", "density", "key"), drop),
+    "dare_ties": _Way(("base", "density", "key"), drop, agreeing_mean),
 }
 
 
@@ -140,17 +140,17 @@ def merge(
             f"merge takes a list of two or more models, or of one and a base, but got {got}. Call "
             f"`merge([first, second])`."
         )
-    paths, trees = _leaves([*models, *([] if base is None else [base])], len(models))
-    part = 1.0 if density is None else _part("density", density)
-    scales = _scales(how, weights, len(models))
-    keys = _keys(key, paths, len(models))
+    paths, trees = _leaves_of_models([*models, *([] if base is None else [base])], len(models))
+    part = 1.0 if density is None else _check_part("density", density)
+    scales = _weights_of_models(how, weights, len(models))
+    keys = _keys_by_path(key, paths, len(models))
     reads = {} if seen is None else reads_of_all(models, seen)
-    scale = _part("off_diagonal", off_diagonal)
+    scale = _check_part("off_diagonal", off_diagonal)
 
     def merged(i: int, arrays: Sequence[Any]) -> Any:
         first = arrays[0]
         if not (is_array(first) and is_inexact(first)):
-            return _shared(paths[i], arrays)
+            return _common_leaf(paths[i], arrays)
         if way.join is agreeing_mean and jnp.iscomplexobj(first):
             raise ValueError(
                 f"merge(how={how!r}) takes real arrays, whose signs agree or not, but got {describe(first)} at "
@@ -159,7 +159,7 @@ def merge(
         wide = [widened(jnp.asarray(x)) for x in arrays]
         own = scales.astype(wide[0].dtype)
         if paths[i] in reads:
-            return regressed(wide, reads[paths[i]], own, scale).astype(first.dtype)
+            return merge_by_regression(wide, reads[paths[i]], own, scale).astype(first.dtype)
         if base is None:
             return weighted_mean(jnp.stack(wide), own).astype(first.dtype)
         *after, before = wide
@@ -180,13 +180,13 @@ def _require_arguments(how: str, way: _Way, given: dict[str, Any]) -> None:
             raise ValueError(f"merge(how={how!r}) takes no {name}; {takers} do. Leave it out, or change `how`.")
 
 
-def _leaves(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[Any]]]:
+def _leaves_of_models(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[Any]]]:
     """The paths of the leaves, and the leaves of each tree; the trees after the first ``count`` are bases."""
-    paths, first, treedef = named(trees[0])
+    paths, first, treedef = flatten_with_names(trees[0])
     texts, found = list(map(path_text, paths)), [first]
     for number, tree in enumerate(trees[1:], 1):
         who = f"models[{number}]" if number < count else "base"
-        others, leaves, other = named(tree)
+        others, leaves, other = flatten_with_names(tree)
         if other != treedef:
             lost, new = set(paths) - set(others), set(others) - set(paths)
             names = ", ".join(sorted(repr(path_text(path)) for path in lost | new)[:3])
@@ -205,14 +205,15 @@ def _leaves(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[A
     return texts, found
 
 
-def _part(name: str, value: float) -> float:
+def _check_part(name: str, value: float) -> float:
+    """A known number greater than 0 and at most 1."""
     checked = check_known_number(value, "merge", name)
     if not 0 < checked <= 1:
         raise ValueError(f"merge got {name}={checked}, but takes a number greater than 0 and at most 1.")
     return checked
 
 
-def _scales(how: str, weights: Any, count: int) -> Array:
+def _weights_of_models(how: str, weights: Any, count: int) -> Array:
     """The weight of each model."""
     given = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
     if given.shape not in ((), (count,)):
@@ -232,7 +233,7 @@ def _scales(how: str, weights: Any, count: int) -> Array:
     return scales
 
 
-def _keys(key: Any, paths: Sequence[str], count: int) -> list[Any]:
+def _keys_by_path(key: Any, paths: Sequence[str], count: int) -> list[Any]:
     """For each model, a key for each path; None without a key."""
     if key is None:
         return [[None] * len(paths)] * count
@@ -240,7 +241,7 @@ def _keys(key: Any, paths: Sequence[str], count: int) -> list[Any]:
     return [keys.of_arrays("merge", number, paths) for number in range(1, count + 1)]
 
 
-def _shared(path: str, leaves: Sequence[Any]) -> Any:
+def _common_leaf(path: str, leaves: Sequence[Any]) -> Any:
     """What all models have where nothing can be averaged."""
     first, *others = leaves
     if any(isinstance(x, Tracer) for x in leaves):

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, is_array, items, named
-from reparax._tree.raw import FIXED, aligned
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items
+from reparax._tree.raw import FIXED, is_aligned
 from reparax.training._held import open_state
 
 
@@ -47,10 +47,10 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
       >>> rpx.training.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
       Array([[1., 1., 0., 1.]], dtype=float32)
     """
-    hidden = _hidden(_grown(before, after), after)
+    hidden = _activated_entries(_activated_by_mask(before, after), after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
     state, stored = open_state(state)
-    paths, leaves, treedef = named(state)
+    paths, leaves, treedef = flatten_with_names(state)
     # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
 
@@ -58,23 +58,23 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
         starts = [i for i in range(len(path) + 1) if path[i:] in free]
         return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
 
-    return stored(treedef.unflatten([_zeroed(x, flags(path)) for x, path in zip(leaves, paths, strict=True)]))
+    return stored(treedef.unflatten([_zero_where(x, flags(path)) for x, path in zip(leaves, paths, strict=True)]))
 
 
-def _hidden(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
+def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
     """For the path of each masked value, which of its entries or slices became active."""
     found: dict[Names, Array] = {}
     for path, x in items(raw):
         for node, flags in grown.items():
-            below = path[: len(node)] == node and FIXED not in path and is_array(x) and aligned(path)
+            below = path[: len(node)] == node and FIXED not in path and is_array(x) and is_aligned(path)
             if below and _covers(flags, x):
                 found[path] = flags | found.get(path, False)
     return found
 
 
-def _grown(before: PyTree, after: PyTree) -> dict[Names, Array]:
+def _activated_by_mask(before: PyTree, after: PyTree) -> dict[Names, Array]:
     """For the path of each node with a mask, where the mask changes from 0 to 1."""
-    old, new = _masks(before), _masks(after)
+    old, new = _masks_by_node(before), _masks_by_node(after)
     if not new:
         raise ValueError(
             "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only their "
@@ -88,7 +88,7 @@ def _grown(before: PyTree, after: PyTree) -> dict[Names, Array]:
     return {node: (old[node] == 0) & (mask != 0) for node, mask in new.items()}
 
 
-def _masks(raw: PyTree) -> dict[Names, Array]:
+def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
     """The mask of each node that has one."""
     return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
 
@@ -98,7 +98,8 @@ def _covers(flags: Array, x: Any) -> bool:
     return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
 
 
-def _zeroed(x: Any, flags: Array | None) -> Any:
+def _zero_where(x: Any, flags: Array | None) -> Any:
+    """``x`` with zeros where a flag is set; as it is, if there are no flags or they do not fit."""
     if flags is None or not is_array(x) or not _covers(flags, x):
         return x
     return jnp.where(flags, jnp.zeros_like(x), x)

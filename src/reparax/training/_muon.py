@@ -68,7 +68,7 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
     raw, known = raw_roles(WHO, tuple(p), roles)
     _, slots, treedef = flatten_slots(raw)
     by_place = {path_text(place): role for place, role in known.items()}
-    chosen = _chosen(where, [slot.parameter for slot in slots])
+    chosen = _match_parameters(where, [slot.parameter for slot in slots])
 
     def sides(slot: Slot) -> Any:
         """The inputs and outputs of a main value that may be matrices."""
@@ -89,7 +89,7 @@ def _is_matrix(role: Role, sides: Collection[Collection[int]]) -> bool:
     return several and not (role.is_table or role.ambiguous or role.unknown())
 
 
-def _chosen(where: Any, parameters: Collection[str]) -> Collection[str]:
+def _match_parameters(where: Any, parameters: Collection[str]) -> Collection[str]:
     """The parameters that an expression matches."""
     if where is None:
         return parameters

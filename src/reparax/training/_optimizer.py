@@ -94,16 +94,16 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             f"Pass one, as in `rpx.optimizer(tx, state=rpx.Moments8bit())`."
         )
 
-    stored = state and Chain(tuple(map(_on_tables_too, parts_of(state))))
+    stored = state and Chain(tuple(map(_include_tables, parts_of(state))))
 
     def init(params: PyTree) -> PyTree:
         require_tree("optimizer.init", params, "tx.init(p.init(params))")
         free = partition(params)[0]
-        return inner.init(free) if stored is None else store(stored, inner.init(_wide(free)))
+        return inner.init(free) if stored is None else store(stored, inner.init(_widen(free)))
 
     def update(updates: PyTree, held: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         whole = updates if params is None else params
-        given = {name: _of_free(value, *partition(whole)) for name, value in extra.items()}
+        given = {name: _take_free(value, *partition(whole)) for name, value in extra.items()}
         free = partition(updates)[0], partition(params)[0]
         if stored is None:
             moved, held = inner.update(free[0], open_state(held)[0], free[1], **given)
@@ -111,17 +111,17 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             plain = open_state(holding(held, lambda: init(whole)))[0]
 
             def stepped(plain: PyTree) -> tuple[PyTree, PyTree]:
-                return inner.update(_wide(free[0]), plain, _wide(free[1]), **given)
+                return inner.update(_widen(free[0]), plain, _widen(free[1]), **given)
 
             require_positive_kept(stored, plain, stepped)
             moved, plain = stepped(plain)
             held = store(stored, plain)
-        return combine(moved, jax.tree.map(_unmoved, partition(whole)[1])), held
+        return combine(moved, jax.tree.map(_neutral_update, partition(whole)[1])), held
 
     return type(inner)(init, checked(init, update))
 
 
-def _on_tables_too(stage: Any) -> Any:
+def _include_tables(stage: Any) -> Any:
     """The stage, whose default leaves out no table: moments of embeddings are as large as any."""
     leaves_out = getattr(stage, "where", "") is None and not stage.tables
     return replace(stage, where=has_columns) if leaves_out else stage
@@ -133,20 +133,22 @@ def has_columns(path: str, x: Any) -> bool:
     return x.ndim > 1
 
 
-def _wide(free: PyTree) -> PyTree:
+def _widen(free: PyTree) -> PyTree:
     """The values that train, in float32 if they are in half precision."""
     return jax.tree.map(lambda x: widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, free)
 
 
-def _of_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
+def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
-        return _on_free(value, free, fixed)
+        return _function_of_free(value, free, fixed)
     alike = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
     return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if alike else value
 
 
-def _on_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
+def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
+    """A function of raw trees as one of their free parts."""
+
     def called(*args: Any, **kwargs: Any) -> Any:
         whole = [combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args]
         return function(*whole, **kwargs)
@@ -155,10 +157,11 @@ def _on_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Calla
 
 
 def _is_none(x: object) -> bool:
+    """Whether a node is None, where JAX sees no leaf."""
     return x is None
 
 
-def _unmoved(x: Any) -> Any:
+def _neutral_update(x: Any) -> Any:
     """A zero that keeps every bit of ``x`` when added to it, subnormal numbers apart; None if nothing can be added."""
     if is_array(x) and x.dtype == jax.dtypes.float0:  # the gradient of an integer or a boolean
         return jnp.zeros(x.shape, bool)

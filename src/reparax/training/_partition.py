@@ -61,8 +61,9 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     trees = with_names(free, _is_none), with_names(fixed, _is_none)
     if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
         raise ValueError(
-            f"combine takes the two halves of one raw tree, but got trees of different structures{_unlike(*trees)}. If "
-            f"`free` was saved alone, make its other half with `rpx.partition(p.init(params))[1]`."
+            f"combine takes the two halves of one raw tree, but got trees of different "
+            f"structures{_explain_difference(*trees)}. If `free` was saved alone, make its other half with "
+            f"`rpx.partition(p.init(params))[1]`."
         )
     pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
     if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
@@ -73,7 +74,7 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
 
 
-def _unlike(free: PyTree, fixed: PyTree) -> str:
+def _explain_difference(free: PyTree, fixed: PyTree) -> str:
     """Where two trees differ, in words; nothing if it is in the types of their nodes."""
     a, b = ({path_text(path) for path, _ in items(tree, _is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
@@ -81,6 +82,7 @@ def _unlike(free: PyTree, fixed: PyTree) -> str:
 
 
 def _is_none(x: object) -> bool:
+    """Whether a node is None, where JAX sees no leaf."""
     return x is None
 
 
@@ -171,4 +173,5 @@ def are_free(raw: PyTree) -> list[bool]:
 
 
 def _has_gradient(x: Any) -> bool:
+    """Whether a leaf is an array of floating or complex numbers."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)

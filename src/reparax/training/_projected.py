@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import call, require_chains, with_any_key
-from reparax._core.verbs import opened
+from reparax._core.calls import call_name, require_chains, with_any_key
+from reparax._core.verbs import open_params
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
 from reparax._tree.transformation import Transformation
-from reparax._tree.unlike import difference
+from reparax._tree.unlike import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
 
@@ -46,21 +46,21 @@ def projected(p: Parametrization) -> Transformation:
     require_chains("training.projected(p)", p)
 
     def init(params: PyTree) -> PyTree:
-        require_no_raw(call(p, "projected"), params, INSTEAD)
-        opened(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
+        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        open_params(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         del extra
         if params is None:
             raise ValueError(
-                f"{call(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"{call_name(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
                 f"`tx.update(grads, state, params)`."
             )
-        require_no_raw(call(p, "projected"), params, INSTEAD)
-        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := difference(updates, params)):
+        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := first_difference(updates, params)):
             raise ValueError(
-                f"{call(p, 'projected')} takes updates and parameters of one structure: {found}. Call "
+                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {found}. Call "
                 f"`tx.update(grads, state, params)`."
             )
         moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)

@@ -14,7 +14,7 @@ from reparax._numerics.linalg import adjoint, product
 from reparax._tree.flat import flatten
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import PyTree, path_text
-from reparax.training._task_vectors import spread, weighted_mean
+from reparax.training._task_vectors import spread_weights, weighted_mean
 
 
 def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
@@ -41,7 +41,7 @@ def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
     return found
 
 
-def regressed(arrays: Sequence[Array], reads: Sequence[Read], weights: Array, off_diagonal: float) -> Array:
+def merge_by_regression(arrays: Sequence[Array], reads: Sequence[Read], weights: Array, off_diagonal: float) -> Array:
     """One array of all models, merged by their data."""
     moments = jnp.stack([read.second for read in reads]).astype(arrays[0].dtype)
     matrices = jnp.stack([reads[0].matrices(x) for x in arrays])
@@ -61,7 +61,7 @@ def regression_mean(matrices: Array, moments: Array, weights: Array, off_diagona
       off_diagonal: What multiplies the moments of two different inputs.
     """
     mean = weighted_mean(matrices, weights)
-    away, moments = matrices - mean[None], spread(weights, moments) * moments
+    away, moments = matrices - mean[None], spread_weights(weights, moments) * moments
     if moments.ndim < matrices.ndim:
         total = jnp.sum(moments, 0)
         return mean + jnp.sum(moments[..., None] * away, 0) / jnp.where(total == 0, 1, total)[..., None]

@@ -12,10 +12,10 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._core.lineage import lineage_of
 from reparax._numerics.usage import shows_usage
-from reparax._tree.folding import Line, folded
+from reparax._tree.folding import Line, fold_lines
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
-from reparax._tree.raw import parameter
-from reparax._tree.sizes import readable, size_in_bytes
+from reparax._tree.raw import parameter_path
+from reparax._tree.sizes import readable_size, size_in_bytes
 from reparax.training._partition import are_free
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Row:
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
-        counts = (f"{self.free:,}", f"{self.fixed:,}", readable(self.bytes))
+        counts = (f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes))
         return self.path, self.value, self.type, *counts, " >> ".join(self.stages)
 
 
@@ -86,7 +86,7 @@ class Summary:
         unnamed = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
         body = [
             ("", *cells[1:-1], "") if i else cells
-            for line in folded(unnamed)
+            for line in fold_lines(unnamed)
             for i, cells in enumerate(row.times(line).cells for row in line.value)
         ]
         return [_TITLES, *body, self.total.cells]
@@ -148,22 +148,23 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     """
     require_chains("summary(p, params)", p)
     raw = types_of_result(with_any_key(p.init), params)
-    return Summary(repr(p), tuple(_rows(raw, _acting(p, raw))))
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(p, raw))))
 
 
-def _acting(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
+def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
     found: dict[str, tuple[str, ...]] = {}
     for layer in lineage_of(p, raw).layers:
-        for path in dict.fromkeys(parameter(spot.place) for _, spot in layer.spots):
+        for path in dict.fromkeys(parameter_path(spot.place) for _, spot in layer.spots):
             found[path] = (*found.get(path, ()), type(layer.stage).__name__)
     return found
 
 
-def _rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+    """A row for each raw value, and for each place without one."""
     free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
     for names, leaf in items(raw, is_empty):
-        path = parameter(names)
+        path = parameter_path(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
         if is_array(leaf):
             trained, held = (leaf.size, 0) if names in free else (0, leaf.size)

@@ -13,7 +13,7 @@ from reparax._numerics.select import largest
 
 def weighted_sum(tasks: Array, weights: Array) -> Array:
     """The sum over models, each times its weight."""
-    return jnp.sum(spread(weights, tasks) * tasks, 0)
+    return jnp.sum(spread_weights(weights, tasks) * tasks, 0)
 
 
 def weighted_mean(arrays: Array, weights: Array) -> Array:
@@ -21,14 +21,14 @@ def weighted_mean(arrays: Array, weights: Array) -> Array:
     return arrays[0] + weighted_sum(arrays - arrays[:1], weights) / jnp.sum(weights)
 
 
-def trimmed(task: Array, density: float) -> Array:
+def trim(task: Array, density: float) -> Array:
     """The largest entries of one task vector, a part ``density`` of all; the others are zero."""
-    return _where(largest(jnp.abs(task), int(density * task.size)), task)
+    return _keep_where(largest(jnp.abs(task), int(density * task.size)), task)
 
 
-def dropped(task: Array, density: float, key: Array) -> Array:
+def drop(task: Array, density: float, key: Array) -> Array:
     """Each entry with the probability ``density``, divided by it; otherwise zero."""
-    return _where(jax.random.bernoulli(key, density, task.shape), task) / density
+    return _keep_where(jax.random.bernoulli(key, density, task.shape), task) / density
 
 
 def agreeing_mean(tasks: Array, weights: Array, method: str) -> Array:
@@ -36,15 +36,15 @@ def agreeing_mean(tasks: Array, weights: Array, method: str) -> Array:
     signs = jnp.sign(tasks)
     total = jnp.sum(tasks if method == "total" else signs, 0)
     agrees = signs == jnp.where(total >= 0, 1, -1).astype(tasks.dtype)[None]
-    return weighted_sum(_where(agrees, tasks), weights) / jnp.maximum(jnp.sum(agrees.astype(tasks.dtype), 0), 1)
+    return weighted_sum(_keep_where(agrees, tasks), weights) / jnp.maximum(jnp.sum(agrees.astype(tasks.dtype), 0), 1)
 
 
-def _where(kept: Array, task: Array) -> Array:
+def _keep_where(kept: Array, task: Array) -> Array:
     """The entries that are kept, and zero, or NaN, where they are not."""
     # XLA takes `task * kept` for a choice between `task` and 0, and so loses NaN.
     return jnp.where(kept, task, 0 * task)
 
 
-def spread(weights: Array, like: Array) -> Array:
+def spread_weights(weights: Array, like: Array) -> Array:
     """The weight of each model, with the axes of stacked arrays."""
     return weights.astype(like.dtype).reshape(-1, *[1] * (like.ndim - 1))

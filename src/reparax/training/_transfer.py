@@ -20,12 +20,12 @@ from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
 from reparax._core.layers import Layer
 from reparax._core.lineage import lineage_of
-from reparax._core.planner import planner
-from reparax._core.verbs import followed
+from reparax._core.planner import planner_of
+from reparax._core.verbs import follow_axes
 from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
-from reparax._tree.paths import Names, PyTree, is_array, items, named, path_text, types_of_result
+from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
 from reparax._tree.raw import FIXED, kind_of, outer_markers
 from reparax.training._held import open_state
 from reparax.training._partition import are_free
@@ -70,30 +70,30 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     """
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
-        return _carried(raw, old, new)[0]
+        return _carry_over(raw, old, new)[0]
     state, stored = open_state(raw)
-    return stored(_of_state(state, old, new, like))
+    return stored(_convert_state(state, old, new, like))
 
 
-def _carried(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
+def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
     """The new raw tree, and the paths of its nodes that were kept from the old one."""
     read, keys, kept = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree = read.effective
     for stage in reversed(tuple(new)):
-        layer = planner(stage).plan_init(tree)
+        layer = planner_of(stage).plan_init(tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
         for own, spot in layer.spots:
             array = tree.arrays[spot.place]
-            if not spot.mark and _within(kept, spot.place):
+            if not spot.mark and _all_within(kept, spot.place):
                 stay[spot.place] = {spot.place: read.before(own, spot.place, array)}
             elif spot.mark and (values := read.values(own, spot.place, array, kept)) is not None:
                 stay[spot.place] = spot.opened(values, own.raw_values)
-                kept.update([_plain(spot.place)] if _within(kept, spot.place) else [])
-        tree = _placed(_opened(layer, tree, keys, stay.keys()), stay)
-    return spread_boxes(functools.partial(followed, tuple(new)), nest(read.effective), nest(tree)), kept
+                kept.update([_path_without_numbers(spot.place)] if _all_within(kept, spot.place) else [])
+        tree = _place(_open_new(layer, tree, keys, stay.keys()), stay)
+    return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(read.effective), nest(tree)), kept
 
 
-def _opened(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
+def _open_new(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
     """The tree with new raw values, without data, at each site where not all values stay."""
     fresh = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
     try:
@@ -107,7 +107,7 @@ def _opened(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Fl
         ) from error
 
 
-def _placed(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
+def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
     """The tree with these values in place of all that stands at, or below, each of these places."""
     inside: dict[Names, list[Names]] = {place: [] for place in values}
     for at in tree.arrays:
@@ -142,19 +142,23 @@ class _Old:
             for stage, spot in layer.spots:
                 if spot.mark:
                     values = {name: before[at] for name, at in spot.values.items()}
-                    self._nodes[_plain(spot.place)] = _Node(stage, self.effective.arrays[spot.place], values)
+                    self._nodes[_path_without_numbers(spot.place)] = _Node(
+                        stage, self.effective.arrays[spot.place], values
+                    )
                 else:
-                    self._in_place.setdefault(_plain(spot.place), []).append((stage, before[spot.place]))
+                    self._in_place.setdefault(_path_without_numbers(spot.place), []).append((stage, before[spot.place]))
 
     def values(
         self, stage: Parametrization, place: Names, array: Array, kept: AbstractSet[Names]
     ) -> Mapping[str, Array] | None:
         """The old values for an array that a new stage opens, if the same stage made both."""
-        node = self._nodes.get(_plain(place)) if _within(kept, place) else self._of_base(place, array)
-        same = node is not None and _same(stage, node.stage) and array.shape == node.array.shape
+        node = (
+            self._nodes.get(_path_without_numbers(place)) if _all_within(kept, place) else self._base_of(place, array)
+        )
+        same = node is not None and _act_alike(stage, node.stage) and array.shape == node.array.shape
         return node.values if node is not None and same else None
 
-    def _of_base(self, place: Names, array: Array) -> _Node | None:
+    def _base_of(self, place: Names, array: Array) -> _Node | None:
         """What the base of a new adapter was, if the adapter left the array as it is."""
         root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
         same = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
@@ -162,28 +166,31 @@ class _Old:
 
     def before(self, stage: Parametrization, place: Names, array: Array) -> Array:
         """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
-        changes = self._in_place.get(_plain(place), [])
-        return changes.pop()[1] if changes and _same(stage, changes[-1][0]) else array
+        changes = self._in_place.get(_path_without_numbers(place), [])
+        return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
 
 
-def _plain(path: Names) -> Names:
+def _path_without_numbers(path: Names) -> Names:
     """A path without the numbers of markers, which follow from how they are nested."""
     return tuple(f"@{kind_of(name)}" if name.startswith("@") else name for name in path)
 
 
-def _within(nodes: AbstractSet[Names], path: Names) -> bool:
+def _all_within(nodes: AbstractSet[Names], path: Names) -> bool:
     """Whether all nodes on a path are among these."""
     marks = [i for i, name in enumerate(path) if name.startswith("@") and name != FIXED]
-    return all(_plain(path[:i]) in nodes for i in marks)
+    return all(_path_without_numbers(path[:i]) in nodes for i in marks)
 
 
-def _same(stage: Parametrization, other: Parametrization) -> bool:
+def _act_alike(stage: Parametrization, other: Parametrization) -> bool:
     """Whether two stages act in the same way on an array that both select."""
     names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
-    return type(stage) is type(other) and all(_equal(getattr(stage, name), getattr(other, name)) for name in names)
+    return type(stage) is type(other) and all(
+        _equal_settings(getattr(stage, name), getattr(other, name)) for name in names
+    )
 
 
-def _equal(x: Any, y: Any) -> bool:
+def _equal_settings(x: Any, y: Any) -> bool:
+    """Whether two settings are equal; those that hold arrays are not."""
     return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
 
 
@@ -194,7 +201,8 @@ def _equal_numbers(x: Any, y: Any) -> bool:
     return (x.shape, x.dtype) == (y.shape, y.dtype) and bool(jnp.array_equal(x, y))
 
 
-def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
+def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, like: PyTree) -> PyTree:
+    """The state with each part that has the structure of the old raw tree converted."""
     if not jax.tree.leaves(state):
         return state
     part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old)
@@ -205,21 +213,23 @@ def _of_state(state: PyTree, old: Parametrization, new: Parametrization, like: P
             f"belongs to as `like`: a state of `rpx.optimizer` has no entries for fixed values, so their shapes come "
             f"from `like`."
         )
-    return treedef.unflatten([_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves])
+    return treedef.unflatten(
+        [_convert_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves]
+    )
 
 
-def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
+def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
     """Converts a part of a state that has the structure of ``raw``."""
     kept: set[Names] = set()
 
     def of_types(raw: PyTree) -> PyTree:
-        tree, nodes = _carried(raw, old, new)
+        tree, nodes = _carry_over(raw, old, new)
         kept.update(nodes)
         return tree
 
     types = types_of_result(of_types, raw)
-    known = _arrays(raw)
-    held = _arrays(x)
+    known = _arrays_by_path(raw)
+    held = _arrays_by_path(x)
     free = _free_paths(raw)
     has_all = free <= held.keys() and all(held[path].shape == known[path].shape for path in free)
     nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
@@ -227,7 +237,7 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
     trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
 
     def moment(path: Names, like: Any) -> Any:
-        if path in known and _within(kept, path):
+        if path in known and _all_within(kept, path):
             return held.get(path, nothing)
         if not is_array(like) or (path not in trains and not holds_fixed):
             return nothing
@@ -240,18 +250,24 @@ def _moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization)
         dtype = next(iter(held.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
-    paths, leaves, treedef = named(types)
-    return treedef.unflatten([moment(_plain(path), leaf) for path, leaf in zip(paths, leaves, strict=True)])
+    paths, leaves, treedef = flatten_with_names(types)
+    return treedef.unflatten(
+        [moment(_path_without_numbers(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    )
 
 
-def _arrays(tree: PyTree) -> dict[Names, Any]:
+def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
     """The arrays of a tree by their paths."""
-    return {_plain(path): x for path, x in items(tree) if is_array(x)}
+    return {_path_without_numbers(path): x for path, x in items(tree) if is_array(x)}
 
 
 def _free_paths(tree: PyTree) -> set[Names]:
     """The paths of the values that train."""
-    return {_plain(path) for path, free in zip(named(tree)[0], are_free(tree), strict=True) if free}
+    return {
+        _path_without_numbers(path)
+        for path, free in zip(flatten_with_names(tree)[0], are_free(tree), strict=True)
+        if free
+    }
 
 
 def _is_nothing(x: object) -> bool:
@@ -261,8 +277,10 @@ def _is_nothing(x: object) -> bool:
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
-    inside = {path_text(path) for path in named(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
-    return bool(inside) and inside <= {path_text(path) for path in named(like)[0]}
+    inside = (
+        {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
+    )
+    return bool(inside) and inside <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:

@@ -11,9 +11,9 @@ from jax import Array
 from reparax._core.keys import Keys, check_key
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, named, path_text
+from reparax._tree.paths import Names, PyTree, flatten_with_names, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
-from reparax._tree.unlike import difference
+from reparax._tree.unlike import TreeOf, first_difference
 
 
 @shows_usage
@@ -47,11 +47,11 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
       Zamirai, Zhang, Aberger and De Sa, *Revisiting BFloat16 Training*, 2020.
     """
     _require_updates(params, updates)
-    paths, leaves, treedef = named(params, _is_none)
+    paths, leaves, treedef = flatten_with_names(params, _is_none)
     known, given = dict(zip(paths, leaves, strict=True)), dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
     moved = {path: u for path, u in given.items() if u is not None and known[path] is not None}
     new: dict[Names, Any] = {}
-    for path in (path for path in moved if _adds(path)):
+    for path in (path for path in moved if _has_correction(path)):
         rest = (*path[:-1], FIXED, "rest")
         if known.get(rest) is None:
             raise ValueError(
@@ -61,11 +61,11 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
         new[path], new[rest] = registered_kind(kind_of(path[-2])).add_leaf(known[path], known[rest], moved[path])
     others = {path: known[path] for path in moved if path not in new}
     drawn = [path for path, x in others.items() if x.dtype == jnp.bfloat16]
-    batch = Keys(_checked(key)).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
+    batch = Keys(_check_key(key)).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
     keys = {} if batch is None else {path: batch[i] for i, path in enumerate(drawn)}
     for path, x in others.items():
-        total = _sum(x, moved[path])
-        new[path] = rounded(total, keys[path]) if path in keys else total.astype(x.dtype)
+        total = _add(x, moved[path])
+        new[path] = round_by_chance(total, keys[path]) if path in keys else total.astype(x.dtype)
     return treedef.unflatten([new.get(path, x) for path, x in known.items()])
 
 
@@ -78,25 +78,26 @@ def _require_updates(params: PyTree, updates: PyTree) -> None:
             "apply_updates takes updates in the structure of params, but got a tuple. `tx.update` returns two trees: "
             "`updates, state = tx.update(grads, state, raw)`."
         )
-    if (found := difference(updates, params)) is None:
+    if (found := first_difference(updates, params)) is None:
         return
     match found.of:
-        case "the model":
+        case TreeOf.THE_MODEL:
             whose, then = "those of the model's own parameters", "Make them from gradients with respect to `raw`."
-        case "a raw tree":
+        case TreeOf.A_RAW_TREE:
             whose, then = "those of a raw tree", "Pass the raw tree: `rpx.apply_updates(raw, updates)`."
         case of:
             whose, then = f"those of {of}", "Pass the tree whose gradients the optimizer got."
     raise ValueError(f"apply_updates takes updates in the structure of params, but got {whose}: {found}. {then}")
 
 
-def _checked(key: Any) -> Array | None:
+def _check_key(key: Any) -> Array | None:
     """The key, if it is one."""
     batches = "jax.vmap(rpx.apply_updates, in_axes=(None, None, 0))(params, updates, keys)"
     return None if key is None else check_key(key, "apply_updates", batches)
 
 
-def _sum(x: Any, update: Any) -> Array:
+def _add(x: Any, update: Any) -> Array:
+    """``x`` plus its update, in float32 or wider if ``x`` is floating."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         wide = widened(x)
         return wide + jnp.asarray(update).astype(wide.dtype)
@@ -104,7 +105,7 @@ def _sum(x: Any, update: Any) -> Array:
         return jnp.asarray(x + update)
 
 
-def rounded(x: Array, key: Array) -> Array:
+def round_by_chance(x: Array, key: Array) -> Array:
     """``x`` in bfloat16, up or down by chance, with ``x`` as the mean."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     cut = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
@@ -112,7 +113,7 @@ def rounded(x: Array, key: Array) -> Array:
     return jnp.where(jnp.isfinite(x), kept, x.astype(jnp.bfloat16))
 
 
-def _adds(path: Names) -> bool:
+def _has_correction(path: Names) -> bool:
     """Whether a stage holds the sum of this value and a correction."""
     if len(path) < 2 or not is_mark(path[-2]):
         return False
@@ -121,4 +122,5 @@ def _adds(path: Names) -> bool:
 
 
 def _is_none(x: object) -> bool:
+    """Whether a node is None, where JAX sees no leaf."""
     return x is None
