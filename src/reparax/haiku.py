@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_start, needs_stream
 from reparax._wrapped.collections import joined, parted
 
-hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
+hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
 
 
 def parametrized(transformed: Any, p: Parametrization) -> Any:

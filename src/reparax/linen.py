@@ -10,13 +10,13 @@ from typing import Any
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import checked, has_fixed, made_by, needs_fixed, needs_stream
 from reparax._wrapped.collections import joined, parted
 
-nn: Any = imported("flax.linen", "rpx.linen", "flax")
-scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")
+nn: Any = import_library("flax.linen", "rpx.linen", "flax")
+scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")
 
 
 def parametrized(module: Any, p: Parametrization, *, name: str | None = None) -> Any:

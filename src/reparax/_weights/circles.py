@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._numerics.terms import wound
+from reparax._numerics.terms import circulant
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ class Circle:
 
     def whole(self) -> Any:
         """The matrices."""
-        return wound(self.numbers)
+        return circulant(self.numbers)
 
     def spectrum(self, *, transposed: bool) -> Any:
         """The Fourier transform of the first column, or of the first row."""

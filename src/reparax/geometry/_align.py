@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._data.seen import Read, Seen
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, items, named, path_text
 from reparax.geometry._groups import Group, Member
@@ -88,7 +88,7 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
 
 def _assignment() -> Any:
     """What finds, for each row of a matrix, the column of its own with the largest sum of entries."""
-    optimize = imported("scipy.optimize", "align", "reparax[align]")
+    optimize = import_library("scipy.optimize", "align", "reparax[align]")
     return lambda matrix: optimize.linear_sum_assignment(matrix, maximize=True)[1]
 
 

@@ -25,7 +25,7 @@ def declares(eqn: JaxprEqn) -> bool:
 def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
     specs = specs_of(Jit(eqn).name) or []
-    n_arrays = sum(len(spec.inputs) for spec in specs)
+    n_arrays = sum(len(spec.letters) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
@@ -43,7 +43,7 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
         batch = tuple(map(Label, out.shape[: out.ndim - len(spec.axes)]))
         held: dict[str, Label] = {}
         factors: list[Factor] = []
-        for letters, circle in zip(spec.inputs, spec.circles, strict=True):
+        for letters, circle in zip(spec.letters, spec.circles, strict=True):
             array, still = next(given)
             array = stored(array, out.dtype)
             array = Circle(array) if circle else array

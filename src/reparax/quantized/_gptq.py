@@ -11,7 +11,7 @@ from reparax._data.compensation import compensated
 from reparax._data.learned import better
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import each_column, largest
+from reparax._numerics.select import largest, largest_of_columns
 from reparax.quantized._fits import Entries, from_units, in_units
 
 ROWS = 128
@@ -93,7 +93,7 @@ def _kept(stage: Any, scores: Array, real: Array) -> Array:
         count = jnp.sum(real, dtype=jnp.float32) * scores.shape[1]
         return largest(scores, count - jnp.round(stage.sparsity * count))
     n, m = stage.sparsity
-    return each_column(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
+    return largest_of_columns(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
 
 
 def _largest(stage: Any, w: Array, read: Read) -> Array:

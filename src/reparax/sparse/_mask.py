@@ -14,7 +14,7 @@ from reparax._data.learned import better
 from reparax._data.seen import Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import each_column
+from reparax._numerics.select import largest_of_columns
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
@@ -144,7 +144,7 @@ class NofM(Constraint):
 
         def keep(scores: Array, real: Array) -> Array:
             del real
-            return each_column(scores, self.n)
+            return largest_of_columns(scores, self.n)
 
         learned = masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
         return better(self, read, w, learned, masking(w, self._kept(jnp.abs(widened(w)))))
@@ -159,4 +159,4 @@ class NofM(Constraint):
         axis = position(self.along, scores)
         rows = jnp.moveaxis(scores, axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
-        return jnp.moveaxis(each_column(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)
+        return jnp.moveaxis(largest_of_columns(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)

@@ -16,7 +16,7 @@ from reparax._data.seen import Read, Seen, needed
 from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
-from reparax._numerics.select import each_column, largest
+from reparax._numerics.select import largest, largest_of_columns
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
@@ -156,7 +156,7 @@ class MagnitudePrune(_Prune):
 
     def _kept_of_each_output(self, scores: Array, read: Read) -> Array:
         columns = read.matrices(scores)
-        return read.array(each_column(columns, _amount.left(self, columns.shape[1])), scores)
+        return read.array(largest_of_columns(columns, _amount.left(self, columns.shape[1])), scores)
 
 
 class RandomPrune(_Prune):
