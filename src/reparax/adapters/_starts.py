@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.seen import Read, Seen, needed
+from reparax._data.seen import Read, Seen, require_seen
 from reparax._numerics.linalg import identity, no_rank, product
 
 Factors = tuple[Array, Array]
@@ -47,7 +47,7 @@ def _covariance(x: Array, key: Array, seen: Seen | None) -> Array:
 
 def _of_rows_alone(x: Array, seen: Seen | None) -> Read:
     """The data of one matrix whose inputs are the rows."""
-    read = needed(seen, "full").read("full", x, axes=(0,))
+    read = require_seen(seen, "full").read("full", x, axes=(0,))
     matrices, inputs, _ = read.sizes()
     if matrices != 1 or inputs != x.shape[0]:
         raise ValueError(
@@ -59,7 +59,7 @@ def _of_rows_alone(x: Array, seen: Seen | None) -> Read:
 
 def _gradient(x: Array, key: Array, seen: Seen | None) -> Array:
     del key
-    return needed(seen, "gradients").slope(x).astype(x.dtype)
+    return require_seen(seen, "gradients").slope(x).astype(x.dtype)
 
 
 # Formulas. ---------------------------------------------------------------------------------------------------------

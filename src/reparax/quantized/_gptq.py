@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.compensation import compensated
-from reparax._data.learned import better
+from reparax._data.compensation import round_with_compensation
+from reparax._data.learned import choose_better_start
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest, largest_of_columns
@@ -29,7 +29,7 @@ def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     round_matrices = _followed if stage._scales_follow else _known
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
     learned = stage._values_of(rounded, stage._held(planned, w.dtype))
-    return better(stage, read, w, learned, stage._plain(_largest(stage, w, read)))
+    return choose_better_start(stage, read, w, learned, stage._plain(_largest(stage, w, read)))
 
 
 def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ def _followed(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
         return block, _whole(one._entries(one._held(block, w.dtype), one._blocks(block)), block)
 
     def round_rows(x: Array, moments: Array) -> tuple[Array, Array]:
-        rounded, (planned, _) = compensated(
+        rounded, (planned, _) = round_with_compensation(
             x, moments, plan, lambda row, planned: _nearest(stage, row, planned[1]), **_sizes(stage, stage._block)
         )
         return planned, rounded
@@ -69,7 +69,7 @@ def _known(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
         given = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
-        rounded, (_, kept) = compensated(
+        rounded, (_, kept) = round_with_compensation(
             x[order], moments[order][:, order], plan, nearest, given=given, **_sizes(stage, _rows(stage))
         )
         rounded = jnp.where(kept, rounded, 0 * rounded)[jnp.argsort(order)]

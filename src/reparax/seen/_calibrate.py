@@ -22,7 +22,7 @@ from reparax._core.keys import key_of_step
 from reparax._core.layers import Site
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._core.verbs import followed
-from reparax._data.compensation import propagated
+from reparax._data.compensation import make_up_for_inputs
 from reparax._data.seen import ANY, Seen
 from reparax._data.sights import takes_data
 from reparax._numerics.arguments import check_flag, check_known_number
@@ -428,7 +428,7 @@ class _Calibration:
         if read.cross.ndim == 2:  # rows that are looked up have no errors
             return w
         x = read.matrices(widened(w)[None])
-        moved = jax.vmap(functools.partial(propagated, share=self.share))(x, read.second, read.cross)
+        moved = jax.vmap(functools.partial(make_up_for_inputs, share=self.share))(x, read.second, read.cross)
         return read.array(moved, w[None])[0].astype(w.dtype)
 
     def _cross_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:

@@ -10,8 +10,8 @@ from jax import Array
 from reparax._axes.numbers import LAST, Axis, as_number, check_one_along, position
 from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
-from reparax._data.learned import better
-from reparax._data.seen import Seen, needed
+from reparax._data.learned import choose_better_start
+from reparax._data.seen import Seen, require_seen
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.select import largest_of_columns
@@ -138,7 +138,7 @@ class NofM(Constraint):
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
             return masking(w, self._kept(jnp.abs(widened(w))))
-        read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
+        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
         if self.fit == "wanda":
             return masking(*wanda(w, read, self._kept))
 
@@ -147,7 +147,7 @@ class NofM(Constraint):
             return largest_of_columns(scores, self.n)
 
         learned = masking(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
-        return better(self, read, w, learned, masking(w, self._kept(jnp.abs(widened(w)))))
+        return choose_better_start(self, read, w, learned, masking(w, self._kept(jnp.abs(widened(w)))))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return masked(values)

@@ -11,8 +11,8 @@ from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, check_slices, count_from_front, other_axes
 from reparax._core.value import argument
-from reparax._data.learned import better
-from reparax._data.seen import Read, Seen, needed
+from reparax._data.learned import choose_better_start
+from reparax._data.seen import Read, Seen, require_seen
 from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
@@ -141,7 +141,7 @@ class MagnitudePrune(_Prune):
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
             return self._masking(w, _scores(w, self.axis, self.order))
-        read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
+        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
         if self.fit == "wanda":
             return masking(*wanda(w, read, lambda scores: self._kept_of_each_output(scores, read)))
 
@@ -149,7 +149,7 @@ class MagnitudePrune(_Prune):
             return largest(scores, _amount.left(self, jnp.sum(real) * scores.shape[1]))
 
         learned = masking(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
-        return better(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
+        return choose_better_start(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
