@@ -181,7 +181,7 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     branches = [branch(place, *body) for place, body in enumerate(jaxprs.bodies(eqn))]
 
     def chosen(*bodies: Any, state: Any) -> Any:
-        return jaxprs.chosen(eqn, index, bodies, [state, *operands])
+        return jaxprs.run_cond(eqn, index, bodies, [state, *operands])
 
     outs = list(reader.threaded(chosen, *branches))
     return outs, [combined_facts(facts) for _ in outs]
@@ -201,7 +201,7 @@ def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[
         inputs = [_local(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)]
         return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, local))
 
-    outs = list(reader.threaded(lambda body, state: jaxprs.sharded(eqn, body, specs, state, operands), body))
+    outs = list(reader.threaded(lambda body, state: jaxprs.run_sharded(eqn, body, specs, state, operands), body))
     return outs, [combined_facts(facts) for _ in outs]
 
 

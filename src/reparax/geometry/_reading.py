@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Arguments, caller, is_keys
+from reparax._programs.call import Arguments, check_call, is_keys
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax.geometry._bases import Bases
 from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
@@ -32,7 +32,7 @@ class Parameter:
 
 def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
     """The name of a call for errors, and the position of the one argument that holds the parameters."""
-    who = caller(method, fun, argnums)
+    who = check_call(method, fun, argnums)
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
@@ -61,7 +61,7 @@ class Reading:
         self.bases = Bases(self.labels)
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
-        self._lines = calls(traced.program)
+        self._lines = lines_by_origin(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
         data = (x for x, chosen in zip(arguments.arrays, arguments.chosen, strict=True) if not chosen)
@@ -120,7 +120,7 @@ class Reading:
             return self._sharded(eqn, operands)
         if jaxprs.is_call(eqn):
             return self._body(jaxprs.body(eqn), operands)
-        line = reader_of(eqn, "reads it", self._lines)
+        line = describe_read(eqn, "reads it", self._lines)
         axes = axes_of(view, Operands(self.labels, view, operands, line))
         zeros = Zeros(self.labels, view, operands)
         outs = list(map(zeros.kept, self.uses.outputs(view, operands, axes, line)))
@@ -144,7 +144,7 @@ class Reading:
 
     def _sharded(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> Sequence[Labelled]:
         """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
-        (program, consts), why = jaxprs.body(eqn), reader_of(eqn, "lays it over devices", self._lines)
+        (program, consts), why = jaxprs.body(eqn), describe_read(eqn, "lays it over devices", self._lines)
 
         def part(value: Labelled, sizes: Sequence[int], others: Sequence[int]) -> Labelled:
             axes = list[Axis]()
@@ -197,7 +197,7 @@ class Reading:
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         n_consts, n_carry = jaxprs.counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-        why, steps = reader_of(eqn, "takes it in steps", self._lines), list[Labelled]()
+        why, steps = describe_read(eqn, "takes it in steps", self._lines), list[Labelled]()
         for value in operands[n_consts + n_carry :]:
             along, *axes = value.axes
             self.labels.freeze(along.label, why)

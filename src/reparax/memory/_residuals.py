@@ -161,7 +161,7 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
     if not moving or not smooth:
         return of_moving(*points)[1], [], _Part([], {}, jaxprs.part(half, [], []))
     _, pushed, outs = jax.linearize(of_moving, *points, has_aux=True)
-    program, residuals = jaxprs.pushing(pushed, points, len(smooth))
+    program, residuals = jaxprs.program_and_residuals(pushed, points, len(smooth))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)

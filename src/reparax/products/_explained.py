@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from reparax._programs.call import Argnums, Arguments, caller
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.call import Argnums, Arguments, check_call
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax._tree.paths import describe
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
@@ -91,10 +91,10 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     if isinstance(under_jit, Reports):
         return under_jit.explained(args, kwargs)
     rehearse()
-    arguments = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
+    arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = arguments.trace()
     plan = planned(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))
-    return Explained(tuple(_weights(plan, paths_of(arguments, traced), calls(traced.program))))
+    return Explained(tuple(_weights(plan, paths_of(arguments, traced), lines_by_origin(traced.program))))
 
 
 def _weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
@@ -108,7 +108,9 @@ def _weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) 
 
 def _reason(costs: tuple[float, float], reads: Sequence[SumRead], lines: Mapping[int, str], *, in_factors: bool) -> str:
     products = [read for read in reads if read.factored is not None]
-    reasons = dict.fromkeys(reader_of(read.eqn, "needs the array", lines) for read in reads if read.factored is None)
+    reasons = dict.fromkeys(
+        describe_read(read.eqn, "needs the array", lines) for read in reads if read.factored is None
+    )
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0

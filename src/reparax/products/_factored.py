@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, caller
+from reparax._programs.call import Argnums, Arguments, check_call
 from reparax._weights.facts import Facts, facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
@@ -64,7 +64,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     References:
       Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022.
     """
-    who = caller("factored", fun, argnums)
+    who = check_call("factored", fun, argnums)
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:

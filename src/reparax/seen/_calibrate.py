@@ -29,7 +29,7 @@ from reparax._numerics.arguments import check_flag, check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._programs.alike import Alike
-from reparax._programs.call import Arguments, caller
+from reparax._programs.call import Arguments, check_call
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, is_array, is_box, named, path_text, types_of_result
@@ -107,7 +107,7 @@ def calibrate(
     """
     require_chains("calibrate(p, loss, params, batches)", p)
     rehearse()
-    who = caller("calibrate", loss, 0)
+    who = check_call("calibrate", loss, 0)
     share = check_known_number(error_propagation, who, "error_propagation")
     if not 0 <= share <= 1:
         raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")

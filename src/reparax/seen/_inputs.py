@@ -15,9 +15,9 @@ from reparax._data.seen import MOMENTS, Read, Seen
 from reparax._numerics.arguments import one_of
 from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, Traced, caller
+from reparax._programs.call import Argnums, Arguments, Traced, check_call
 from reparax._programs.mixing import Dependence, Mixing, Value
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax._tree.paths import PyTree, describe, named, path_text
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.reader import Reader
@@ -32,7 +32,7 @@ class Inputs(Reports):
     """A function that returns what weights are multiplied with; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums, moments: str, where: Any, *, gradients: bool) -> None:
-        self.who, self.fun, self.argnums = caller("inputs", fun, argnums), fun, argnums
+        self.who, self.fun, self.argnums = check_call("inputs", fun, argnums), fun, argnums
         self.moments, self.where, self.gradients = one_of(*MOMENTS)(moments, self.who, "moments"), where, gradients
         functools.update_wrapper(self, fun)
 
@@ -122,7 +122,7 @@ def inputs(
 
 def first_look(traced: Traced, moments: str, only: Mapping[Any, tuple[int, Any]] | None = None) -> Seeing:
     """What a program does with the arrays that the user named, before anything is counted; ``only`` as of a way."""
-    first = Seeing(moments, calls(traced.program), only=only)
+    first = Seeing(moments, lines_by_origin(traced.program), only=only)
     jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
     return first
 
@@ -229,7 +229,7 @@ def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     mixing.program(traced.program, inputs)
     return {
         root: {
-            reader_of(eqn, "reads it", way.lines): reader_of(eqn, "reads it with data", way.lines)
+            describe_read(eqn, "reads it", way.lines): describe_read(eqn, "reads it with data", way.lines)
             for eqn in eqns.values()
         }
         for root, eqns in mixing.found.items()

@@ -22,7 +22,7 @@ from reparax._programs.equations.elementwise import ConvertType, Divide, Multipl
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._programs.equations.view import View
 from reparax._programs.roots import holds_apply, is_apply, mark_of
-from reparax._programs.sources import reader_of
+from reparax._programs.sources import describe_read
 from reparax._weights import moves, multiply
 from reparax._weights.facts import Facts, of_outputs
 from reparax._weights.reader import AS_IS, Outs, Reader
@@ -213,7 +213,7 @@ class Seeing:
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
         unchecked = eqn is not None and kind_of(eqn) is ShardMap
-        reason = reader_of(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
+        reason = describe_read(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
         self.why.setdefault(x.root, {})[reason] = None
         return _array(x)
 
