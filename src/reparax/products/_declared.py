@@ -11,7 +11,7 @@ from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.kinds import view_of
 from reparax._weights.circles import Circle
-from reparax._weights.dtypes import covers, has_range, stored
+from reparax._weights.dtypes import cast_factor, covers, has_range
 from reparax._weights.facts import Facts, facts_in
 from reparax._weights.sums import Factor, Label, Product, Sum
 
@@ -45,7 +45,7 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
         factors: list[Factor] = []
         for letters, circle in zip(spec.letters, spec.circles, strict=True):
             array, still = next(given)
-            array = stored(array, out.dtype)
+            array = cast_factor(array, out.dtype)
             array = Circle(array) if circle else array
             n = len(array.shape) - len(letters)
             if n not in (0, len(batch)):

@@ -32,7 +32,7 @@ class Factoring:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
 
-    def declared(
+    def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         if kind_of(eqn) is Gather and isinstance(args[0], Sum):
@@ -47,7 +47,7 @@ class Factoring:
     def made(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> Outs | None:
-        made = makers.made(eqn, args, facts) if own.known else None
+        made = makers.make_if_smaller(eqn, args, facts) if own.known else None
         if made is None:
             return None
         made = self._new(reader, eqn, args, facts, own, made)
@@ -68,13 +68,13 @@ class Factoring:
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
-        return multiply.formed(x)
+        return multiply.array_of_sum(x)
 
     def _looked_up(
         self, reader: Reader, eqn: JaxprEqn, weight: Sum, rest: Sequence[Any], facts: Sequence[Facts]
     ) -> Outs | None:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        outs = moves.moved(eqn, [weight, *rest])
+        outs = moves.move_sum(eqn, [weight, *rest])
         if outs is None:
             return None
         made = replace(outs[0], root=(*reader.path, id(eqn)))
@@ -88,7 +88,7 @@ class Factoring:
                 made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, formation=read)
             )
             self.plan.reads(made, SumRead(eqn, times, in_formula=True, factored=taken))
-        return [multiply.formed(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
+        return [multiply.array_of_sum(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
 
     def _new(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum
@@ -98,7 +98,7 @@ class Factoring:
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
             known = self.plan.records
-            cost = reader.times * makers.forming(eqn, facts) + sum(known[each].forming for each in parents)
+            cost = reader.times * makers.cost_to_form(eqn, facts) + sum(known[each].forming for each in parents)
             self.plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
         return None if self.plan.forms(made.root) else made
 

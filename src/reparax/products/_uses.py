@@ -15,10 +15,20 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDo
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
 from reparax._weights import moves
-from reparax._weights.dtypes import between, keeps_range
-from reparax._weights.multiply import ENTRY, cost, total
+from reparax._weights.dtypes import keeps_range, product_dtype
+from reparax._weights.multiply import ENTRY, array_of_products, cost
 from reparax._weights.pairs import How
-from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries, grouped
+from reparax._weights.sums import (
+    Factor,
+    Label,
+    Merged,
+    Product,
+    Sum,
+    all_or_none,
+    contract,
+    contract_in_groups,
+    count_entries,
+)
 
 
 @dataclass(frozen=True)
@@ -59,14 +69,14 @@ def _whole(x: Sum) -> Product:
 
 def _dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
     contracting, batch = view.contracting, view.batch
-    return _matrices(view, args, lambda a, b: contracted(a, b, contracting, batch))
+    return _matrices(view, args, lambda a, b: contract(a, b, contracting, batch))
 
 
 def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
     *operands, sizes = args
     if not view.is_whole or isinstance(sizes, Sum):
         return None
-    return _matrices(view, operands, lambda a, b: grouped(a, b, sizes, view))
+    return _matrices(view, operands, lambda a, b: contract_in_groups(a, b, sizes, view))
 
 
 def _matrices(
@@ -82,15 +92,15 @@ def _matrices(
     def with_data(weights: Sequence[Product]) -> list[Product] | None:
         left = weights if x is weight else [Product.of(x, still=False)]
         right = weights if y is weight else [Product.of(y, still=False)]
-        return complete([product(a, b) for a in left for b in right])
+        return all_or_none([product(a, b) for a in left for b in right])
 
     products, whole = with_data(weight.products), with_data([_whole(weight)])
     if products is None or whole is None:
         return None
-    how = How(weight.dtype, between(weight.dtype, out.dtype), precision)
+    how = How(weight.dtype, product_dtype(weight.dtype, out.dtype), precision)
 
     def array() -> Any:
-        return total(products, out.shape, how).astype(out.dtype)
+        return array_of_products(products, out.shape, how).astype(out.dtype)
 
     return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
 
@@ -111,8 +121,8 @@ def costs_of_lookup(weight: Sum, taken: Sum) -> tuple[float, float, float]:
 
 def _of_lookup(weight: Sum, shape: Sequence[int], taken: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
-    written = ENTRY * entries(shape)
-    table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
+    written = ENTRY * count_entries(shape)
+    table = 0.0 if _still(weight) else ENTRY * count_entries(weight.shape)
     return written + sum(map(cost, taken)), written + table
 
 
@@ -143,7 +153,7 @@ def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
     def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return complete([moves.along(each, axis, count, change) for each in weight.products])
+        return all_or_none([moves.change_axis_of_product(each, axis, count, change) for each in weight.products])
 
     costs = of_rows(counted)
     if costs is None:
@@ -152,7 +162,7 @@ def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     def array() -> Any:
         products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
         shape = [weight.shape[i] for i in rest]
-        x = total(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
+        x = array_of_products(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
         if mode != lax.GatherScatterMode.CLIP:
             inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
@@ -195,18 +205,18 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         return None
     if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
-    result = between(weight.dtype, out.dtype)
+    result = product_dtype(weight.dtype, out.dtype)
     numbers = view.dimension_numbers
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
-    parts = complete(_channels(each, to) for each in weight.products)
+    parts = all_or_none(_channels(each, to) for each in weight.products)
     if parts is None:
         return None
     others = [i for i in range(out.ndim) if i != channel]
-    places = entries(out.shape[i] for i in others)
+    places = count_entries(out.shape[i] for i in others)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
-        window = entries(size for i, size in enumerate(weight.shape) if i != to)
+        window = count_entries(size for i, size in enumerate(weight.shape) if i != to)
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
@@ -218,7 +228,7 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         shape = [n if i == to else size for i, size in enumerate(weight.shape)]
         y = lax.conv_general_dilated(
             x,
-            total([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
+            array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
             dimension_numbers=numbers,
             **view.window,
             precision=view.precision,
@@ -227,7 +237,9 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         if tail is None:
             return y
         how = How(weight.dtype, result, view.precision)
-        mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
+        mixed = array_of_products(
+            [_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how
+        )
         return jnp.moveaxis(mixed, -1, channel)
 
     return WeightUse(

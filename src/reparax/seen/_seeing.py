@@ -24,7 +24,7 @@ from reparax._programs.equations.view import View
 from reparax._programs.roots import holds_apply, is_apply, mark_of
 from reparax._programs.sources import describe_read
 from reparax._weights import moves, multiply
-from reparax._weights.facts import Facts, of_outputs
+from reparax._weights.facts import Facts, facts_of_outputs
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Factor, Label, Product, Sum
 from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
@@ -162,11 +162,11 @@ class Seeing:
         del own
         return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
 
-    def declared(
+    def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         del alone
-        view, out = view_of(eqn), of_outputs(eqn, facts, own)
+        view, out = view_of(eqn), facts_of_outputs(eqn, facts, own)
         if is_apply(eqn):
             return self._applied(reader, eqn, args), out
         if isinstance(view, ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact):
@@ -490,7 +490,7 @@ def _array(x: Any) -> Any:
     (product,) = x.products
     indices = [factor for factor in product.factors if ONE in factor.labels]
     own = tuple(factor for factor in product.factors if all(factor is not each for each in indices))
-    return multiply.formed(replace(x, products=(replace(product, factors=own),)))
+    return multiply.array_of_sum(replace(x, products=(replace(product, factors=own),)))
 
 
 def _cast(x: Sum, dtype: Any) -> Sum:
@@ -513,7 +513,7 @@ def _scaled(view: View, x: Sum, *numbers: Any) -> Sum:
     (number,) = numbers or (jnp.asarray(-1, x.dtype),)
     number = number.reshape(())
     factor = 1 / number if isinstance(view, Divide) else number
-    return moves.scaled(x, factor, still=True)
+    return moves.scale_sum(x, factor, still=True)
 
 
 def _are_whole(args: Sequence[Any]) -> bool:
