@@ -335,7 +335,7 @@ def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
 def again(eqn, args, body=None):
     """The values of an equation that is written again, by default with its own body."""
     inside, consts = jaxprs.body(eqn)
-    return jaxprs.rebound(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
+    return jaxprs.runner_of(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
@@ -393,7 +393,7 @@ def test_a_shard_map_is_written_again():
 
 
 def test_other_equations_are_not_written_again():
-    assert jaxprs.rebound(equation("remat2", CALLS["remat2"], W, X)) is None
+    assert jaxprs.runner_of(equation("remat2", CALLS["remat2"], W, X)) is None
 
 
 # ---- a JAX that writes otherwise

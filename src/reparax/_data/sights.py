@@ -51,5 +51,5 @@ def _describe_leaf(x: Any) -> str:
 
 
 def _is_seen(x: object) -> bool:
-    """Whether a node of a tree is an entry, in which flattening does not look."""
+    """Whether a node of a tree is an entry, which flattening leaves whole."""
     return isinstance(x, Seen)

@@ -75,13 +75,13 @@ def _known_outputs(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 
 def _known_outputs_of(eqn: JaxprEqn, given: Flags) -> Flags:
-    """Whether each output of an equation is known; none is of one that must run exactly once."""
+    """Whether each output of an equation is known; those of one that must run exactly once are not."""
     n, once = len(eqn.outvars), jaxprs.has_effects(eqn)
     if once or False not in given:
         return [not once] * n
     # Even if no input is known, a body may compute known values from its own literals.
     if jaxprs.is_scan(eqn):
-        return _known_outputs(jaxprs.inner(eqn)[0], steady(eqn, given))
+        return _known_outputs(jaxprs.inner(eqn)[0], steady_inputs(eqn, given))
     if jaxprs.is_cond(eqn):
         return [
             all(each) for each in zip(*[_known_outputs(branch, given[1:]) for branch in jaxprs.inner(eqn)], strict=True)
@@ -89,7 +89,7 @@ def _known_outputs_of(eqn: JaxprEqn, given: Flags) -> Flags:
     return _known_outputs(jaxprs.inner(eqn)[0], given) if jaxprs.is_call(eqn) else [False] * n
 
 
-def steady(scan: JaxprEqn, given: Flags) -> Flags:
+def steady_inputs(scan: JaxprEqn, given: Flags) -> Flags:
     """Which inputs of a scan's body are known at every step, if ``given`` are known before the first."""
     n_consts, n_carry = jaxprs.counts(scan)
     while True:
@@ -116,7 +116,7 @@ def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
     return part(jaxpr, early, [v for v in late.invars if v in made and v not in jaxpr.invars]), late
 
 
-def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
+def recomputing_program(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
     """The program that recomputes the known values ``wanted``, from inputs and the values to store that it needs."""
     needed, eqns = set(wanted), list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):

@@ -134,7 +134,7 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
     return jaxpr.replace(constvars=[], invars=invars, outvars=list(outvars), eqns=list(eqns))
 
 
-def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
+def substitute_inputs(jaxpr: Jaxpr, names: Env) -> Jaxpr:
     """The program with other atoms instead of some inputs, which are removed from its inputs."""
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in names],
@@ -153,7 +153,7 @@ def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
-def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
+def open_calls(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
     """The program with the bodies of some calls in their place and constants as first inputs, and these constants.
 
     None if one body stands in two places, as its values need other names in each.
@@ -184,7 +184,7 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
     return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=_substituted(jaxpr.outvars, names), eqns=eqns), held
 
 
-def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
+def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     """The program of ``invars`` that runs the parts in order and returns the outputs of the last."""
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
@@ -196,12 +196,12 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def pruned(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+def keep_used(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """The program with only the used outputs and the inputs that they need, and which inputs these are."""
     return partial_eval.dce_jaxpr(jaxpr, list(used))
 
 
-def batched(
+def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
     """The batched program with its constants as first inputs, these constants, and the batch axis of each output.
@@ -516,14 +516,14 @@ def lines(eqn: JaxprEqn) -> list[str]:
 # ---- equations, rebuilt with another body
 
 
-def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
-    run = threaded(eqn)
+    run = runner_with_state(eqn)
     return run and (lambda body, *args: run(lambda state, *args: (body(*args), state), [], args)[0])
 
 
-def threaded(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
-    """As :func:`rebound`, with a state that each run of the body takes, and returns after its outputs."""
+def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
+    """As :func:`runner_of`, with a state that each run of the body takes, and returns after its outputs."""
     functions: dict[type[View], Callable[..., Any]] = {Jit: _run_jit, Scan: _run_scan, ShardMap: _run_shard_map}
     function = functions.get(kind_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))

@@ -93,7 +93,7 @@ class Mixing:
         makers: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         for v, (traces, alone) in zip(jaxpr.outvars, self._follow_program(jaxpr, inputs, ()), strict=True):
             if traces and not alone and jaxprs.type_of(v).shape:
-                self._note(traces, makers[v])
+                self._note_mixed(traces, makers[v])
 
     def _follow_program(self, jaxpr: Jaxpr, inputs: Sequence[Value], path: Path) -> list[Value]:
         """The outputs of a program, from its inputs; ``path`` are the equations whose bodies hold it."""
@@ -123,14 +123,14 @@ class Mixing:
             jaxpr, consts = jaxprs.body(eqn)
             return self._follow_program(jaxpr, [*_values_of_constants(consts), *inputs], own)
         alone = all(known for _, known in inputs) and not jaxprs.has_effects(eqn)
-        traces = {each: _dependence_on(eqn, inputs, each, alone=alone) for each in _any_of(inputs)[0]}
+        traces = {each: _dependence_on(eqn, inputs, each, alone=alone) for each in _worst_of(inputs)[0]}
         return [(traces, alone) for _ in eqn.outvars]
 
     def _follow_scan(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
         """The outputs of a scan, whose body is followed until what it carries stays as it is."""
         n_consts, n_carry = jaxprs.counts(eqn)
         jaxpr, consts = jaxprs.body(eqn)
-        known = dependence.steady(eqn, [alone for _, alone in inputs])
+        known = dependence.steady_inputs(eqn, [alone for _, alone in inputs])
         inputs = [(traces, flag) for (traces, _), flag in zip(inputs, known, strict=True)]
         while True:
             inside = [
@@ -139,7 +139,7 @@ class Mixing:
             ]
             outs = self._follow_program(jaxpr, [*_values_of_constants(consts), *inside], own)
             carried = inside[n_consts : n_consts + n_carry]
-            after = [_any_of([a, b]) for a, b in zip(carried, outs, strict=False)]
+            after = [_worst_of([a, b]) for a, b in zip(carried, outs, strict=False)]
             if after == carried:
                 return [*carried, *outs[n_carry:]]
             inputs = [*inside[:n_consts], *after, *inside[n_consts + n_carry :]]
@@ -152,17 +152,17 @@ class Mixing:
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn))
         ]
         chosen: Value = dict.fromkeys(chooses, Dependence.ARRAY), alone
-        return [_any_of([chosen, *each]) for each in zip(*branches, strict=True)]
+        return [_worst_of([chosen, *each]) for each in zip(*branches, strict=True)]
 
     def _drop_mixed(self, eqn: JaxprEqn, value: Value) -> Value:
         """A value without the arrays that the equation mixes with data; these are noted."""
         traces, alone = value
         if alone:
             return value
-        self._note([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
+        self._note_mixed([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
         return {each: kind for each, kind in traces.items() if kind is not Dependence.ARRAY}, False
 
-    def _note(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
+    def _note_mixed(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
         """Adds an equation to those that were found for these arrays."""
         for each in arrays:
             self.found.setdefault(each, {})[id(eqn)] = eqn
@@ -181,7 +181,7 @@ def _as_number(v: Any, value: Value) -> Value:
     return dict.fromkeys(traces, Dependence.NUMBER), True
 
 
-def _any_of(values: Sequence[Value]) -> Value:
+def _worst_of(values: Sequence[Value]) -> Value:
     """What may be any of these values."""
     traces: dict[Hashable, Dependence] = {}
     for each, kind in (item for own, _ in values for item in own.items()):

@@ -40,7 +40,7 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
     if is_apply(eqn):
         return jaxprs.variables(eqn.invars)
-    if jaxprs.rebound(eqn) is None or not holds_apply(eqn):
+    if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
     roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]

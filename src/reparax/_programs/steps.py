@@ -285,7 +285,7 @@ def _parts_in_body(
             return None
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in found.parts if v in wholes):
         return None
-    before = jaxprs.pruned(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
+    before = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
     if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *before.invars)):
         return None
 

@@ -70,7 +70,7 @@ def _enter_scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence
     """Reads the body of a scan, which sums enter: constant ones as they are, others in slices, or formed."""
     n_consts, n_carry = jaxprs.counts(eqn)
     jaxpr, consts = jaxprs.body(eqn)
-    steady = dependence.steady(eqn, [each.known for each in facts])
+    steady = dependence.steady_inputs(eqn, [each.known for each in facts])
     known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
     for i, v in enumerate(jaxpr.invars[len(consts) :][: n_consts + n_carry]):
         if i >= n_consts:  # a later step may carry what differs
@@ -128,7 +128,7 @@ def _run_with_body(
     reader: Any, eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]
 ) -> Outs | None:
     """The outputs of the equation with another body, and facts about them."""
-    run = jaxprs.threaded(eqn)
+    run = jaxprs.runner_with_state(eqn)
     if run is None:
         return None
     outs = list(reader.threaded(lambda body, state: run(body, state, operands), body))

@@ -14,7 +14,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, items, named, path_text
 from reparax.geometry._groups import Group, Member
 from reparax.geometry._permute import permute_axis
-from reparax.geometry._units import Values, by_index, is_plain, require_arrays
+from reparax.geometry._units import Values, entries_by_index, is_plain, require_arrays
 
 SWEEPS = 100
 """How often all groups are solved at most: with data, what is best for one may undo what was best for another."""
@@ -135,7 +135,7 @@ def _best_order(
     """The order of the indices, ``(size,)`` or one for each step, in which members are most like the wanted ones."""
 
     def rows(x: Values, member: Member) -> Values:
-        each = np.moveaxis(by_index(x, member, group), -3, -4)
+        each = np.moveaxis(entries_by_index(x, member, group), -3, -4)
         return each.reshape(*each.shape[:-3], -1)
 
     def likeness(member: Member) -> Values:

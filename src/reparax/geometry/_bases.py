@@ -42,7 +42,7 @@ class Bases:
         step = _Step(self, view, operands, line)
         return [replace(out, bases=step.bases(n, out)) for n, out in enumerate(outs)]
 
-    def forbid(self, axes: Iterable[Axis], line: str) -> None:
+    def forbid_turning(self, axes: Iterable[Axis], line: str) -> None:
         """Says that axes cannot be turned."""
         for axis in axes:
             self.lines.setdefault(axis.label, line)
@@ -52,7 +52,7 @@ class Bases:
         for value in values:
             if not value.is_zero:
                 other = (axis for i, axis in enumerate(value.axes) if value.basis(i) != VECTOR)
-                self.forbid(other, "a loop or a condition carries what is no vector along it")
+                self.forbid_turning(other, "a loop or a condition carries what is no vector along it")
 
     def why(self, label: int) -> str:
         """The equation that computes entry by entry along a label; empty if there is none."""
@@ -83,18 +83,18 @@ class _Step:
             return self._bases_of_move(out)
         if isinstance(view, MOVES) or (isinstance(view, moves.Pad) and self.operands[1].is_zero):
             return self._bases_of_move(out)
-        self._forbid_all(self.operands, [out])
+        self._forbid_turning_all(self.operands, [out])
         return ()
 
-    def _forbid_all(self, *values: Sequence[Labelled]) -> None:
+    def _forbid_turning_all(self, *values: Sequence[Labelled]) -> None:
         """Nothing is known: no axis can be turned, unless all entries along it are equal."""
         for value in (value for each in values for value in each):
             other = (axis for i, axis in enumerate(value.axes) if value.basis(i) != SAME)
-            self.found.forbid(other, self.line)
+            self.found.forbid_turning(other, self.line)
 
-    def _forbid(self, *axes: Axis) -> Basis:
+    def _forbid_turning(self, *axes: Axis) -> Basis:
         """Says that axes cannot be turned; the output counts as a vector along them."""
-        self.found.forbid(axes, self.line)
+        self.found.forbid_turning(axes, self.line)
         return VECTOR
 
     # ---- entry by entry
@@ -121,13 +121,13 @@ class _Step:
         bases = {value.basis(i) for value in added if not value.is_zero}
         if added and len(bases) == 1 and SAME not in bases:
             return self._note_reads(i, out, bases.pop())
-        return self._forbid(out.axes[i])
+        return self._forbid_turning(out.axes[i])
 
     def _basis_of_multiply(self, i: int, out: Labelled) -> Basis:
-        """What a product of two values is along an axis that both vary along: turned, scaled, or neither."""
+        """What a product of two values that both vary along an axis is there: one of entries, if both are vectors."""
         a, b = self.operands
         if a.basis(i) != VECTOR or b.basis(i) != VECTOR:
-            return self._forbid(out.axes[i])
+            return self._forbid_turning(out.axes[i])
         scale = next((found for found in (self._scale_of(a, b, i), self._scale_of(b, a, i)) if found is not None), None)
         return Basis(Along.PRODUCT, scale) if scale else self._note_reads(i, out, Basis(Along.PRODUCT))
 
@@ -168,10 +168,10 @@ class _Step:
         left, right = a.basis(i), b.basis(j)
         if SAME in (left, right):
             return right if left == SAME else left
-        return self._forbid(a.axes[i], b.axes[j])
+        return self._forbid_turning(a.axes[i], b.axes[j])
 
     def _note_contraction(self, i: int, j: int) -> None:
-        """Notes a contraction: turned on both sides, or by a scale; other axes cannot be turned."""
+        """Notes which parameters a contraction reads, as they are or after a scale; other axes cannot be turned."""
         a, b = self.operands
         (left, right), (x, y) = (a.basis(i), b.basis(j)), (a.axes[i], b.axes[j])
         if left == right == VECTOR:
@@ -181,10 +181,10 @@ class _Step:
         elif right.scale and left == VECTOR and len(x.of) == 1 and x.in_place:
             self.found.reads |= {(right.scale, origin) for origin in x.of}
         elif (left, right) != (SAME, SAME):
-            self._forbid(x, y)
+            self._forbid_turning(x, y)
 
     def _bases_of_convolution(self, view: Conv, out: Labelled) -> tuple[Basis, ...]:
-        """What a convolution is along its axes: only features can be contracted with a matrix."""
+        """What a convolution is along its axes: examples and outputs are as they were, places count as vectors."""
         data, kernel = self.operands
         numbers = view.dimension_numbers
         lhs, rhs, places = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -194,14 +194,14 @@ class _Step:
         return tuple(bases.get(k, VECTOR) for k in range(len(out.axes)))
 
     def _note_sum(self, view: reductions.ReduceSum) -> None:
-        """Notes a sum along axes: that of products stays, while vectors along it cannot be turned."""
+        """Notes a sum: an axis along which it adds vectors cannot be turned; a sum of products does not change."""
         (value,) = self.operands
         for i in view.axes:
             basis = value.basis(i)
             if basis.scale:
                 self.found.plain.add(basis.scale)
             elif basis == VECTOR:
-                self._forbid(value.axes[i])
+                self._forbid_turning(value.axes[i])
 
     # ---- moves
 
@@ -227,5 +227,5 @@ class _Step:
             elif len(found) == 1 and (whole or found < {VECTOR, SAME}):
                 bases.append(found.pop())
             else:
-                bases.append(self._forbid(axis, *(each for each, _ in met)))
+                bases.append(self._forbid_turning(axis, *(each for each, _ in met)))
         return tuple(bases)

@@ -15,7 +15,7 @@ from reparax.geometry._groups import Group
 from reparax.geometry._units import (
     Values,
     along_axes,
-    by_index,
+    entries_by_index,
     is_plain,
     lay_flags,
     map_leaves,
@@ -67,7 +67,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
         )
 
     def kept(group: Group) -> Values:
-        scores = [by_index(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
+        scores = [entries_by_index(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
         total = sum(over_steps(group, each, np.sum) for each in scores)
         return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(share * group.size)
 

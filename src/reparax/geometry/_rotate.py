@@ -39,7 +39,7 @@ def fold_scales(params: PyTree, groups: Iterable[Group]) -> PyTree:
       Array([[2.],
              [3.]], dtype=float32)
     """
-    arrays, treedef = _fold("fold_scales", params, list(groups))
+    arrays, treedef = _fold_scales("fold_scales", params, list(groups))
     return treedef.unflatten(arrays.values())
 
 
@@ -73,7 +73,7 @@ def rotate(params: PyTree, group: Group, matrix: Array) -> PyTree:
     References:
       Ashkboos et al., *SliceGPT*, 2024, and *QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs*, 2024.
     """
-    arrays, treedef = _fold("rotate", params, [group])
+    arrays, treedef = _fold_scales("rotate", params, [group])
     if jnp.shape(matrix) != (group.size, group.size):
         raise ValueError(
             f"rotate takes a matrix of shape {(group.size, group.size)} for this group, but got {jnp.shape(matrix)}."
@@ -106,7 +106,7 @@ def turn_axis(x: Array, axis: int, inner: int, matrix: Array) -> Array:
     return jnp.moveaxis(new.reshape(front.shape), -1, axis).astype(x.dtype)
 
 
-def _fold(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
+def _fold_scales(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
     """The arrays by their paths, with scales folded, and the structure of their tree."""
     require_turning(who, groups)
     paths, leaves, treedef = named(params)
@@ -117,13 +117,13 @@ def _fold(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any]
         s = arrays[scale.path]
         for reader in readers:
             w = arrays[reader.path]
-            factors = _lay_along(widened(s), scale, reader, jnp.ndim(w))
+            factors = _lay_scales_along(widened(s), scale, reader, jnp.ndim(w))
             arrays[reader.path] = (widened(w) * factors).astype(w.dtype)
         arrays[scale.path] = jnp.ones_like(s)
     return arrays, treedef
 
 
-def _lay_along(s: Array, scale: Member, reader: Member, ndim: int) -> Array:
+def _lay_scales_along(s: Array, scale: Member, reader: Member, ndim: int) -> Array:
     """The scales of each step at the axis of another member."""
     front = jnp.moveaxis(s, (*scale.steps, scale.axis), range(len(scale.steps) + 1))
     flat = front.reshape(*front.shape[: len(scale.steps) + 1], *(1,) * (ndim - len(scale.steps) - 1))

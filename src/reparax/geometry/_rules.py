@@ -113,7 +113,7 @@ def _axes_of_reduce_index(view: reductions.ReduceIndex, operands: Operands) -> l
 
 
 def _axes_of_reduce_window(view: reductions.ReduceWindow, operands: Operands) -> list[Axes]:
-    """The order counts along axes on which a window is longer than one entry."""
+    """The order counts along axes on which not each entry is a window of its own."""
     if len(view.eqn.outvars) > 1:
         return _axes_of_unknown(view, operands)
     return [operands.partly(view.keeps)]
@@ -240,7 +240,7 @@ def _axes_of_unstack(view: moves.Unstack, operands: Operands) -> list[Axes]:
 
 
 def _axes_of_pad(view: moves.Pad, operands: Operands) -> list[Axes]:
-    """The order counts along axes that get entries."""
+    """The order counts along axes that get entries, or lose some."""
     return [operands.partly(not any(amounts) for amounts in view.padding)]
 
 

@@ -19,7 +19,7 @@ from reparax.geometry._units import (
     Along,
     Values,
     along_axes,
-    by_index,
+    entries_by_index,
     is_plain,
     lay_flags,
     map_leaves,
@@ -118,7 +118,7 @@ def _dead_indices(group: Group, nonzero: Mapping[str, Values]) -> Values:
     """The indices at which each sum has a term of zero, ``(*steps, size)``."""
 
     def zero(member: Member) -> Values:
-        left = np.any(by_index(nonzero[member.path], member, group), axis=(-4, -2, -1))
+        left = np.any(entries_by_index(nonzero[member.path], member, group), axis=(-4, -2, -1))
         return over_steps(group, np.logical_not(left), np.all)
 
     return np.all([np.any([np.all(list(map(zero, one)), 0) for one in each], 0) for each in group.sums], 0)

@@ -41,7 +41,7 @@ def require_arrays(who: str, groups: Iterable[Group], shapes: Mapping[str, tuple
                 )
 
 
-def by_index(x: Values, member: Member, group: Group) -> Values:
+def entries_by_index(x: Values, member: Member, group: Group) -> Values:
     """An array of shape ``(*steps, outer, size, inner, rest)``."""
     front = np.moveaxis(x, (*member.steps, member.axis), range(len(member.steps) + 1))
     steps = front.shape[: len(member.steps)]

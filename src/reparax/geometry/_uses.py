@@ -159,34 +159,34 @@ def _other_axes(value: Labelled, taken: Collection[int]) -> list[int]:
 
 
 def _ways_of_dot(view: Dot, value: Labelled, i: int) -> Ways:
-    """Of one operand of a product of matrices."""
+    """The axes of an operand of a matrix product that are contracted, that stay, and those of a batch."""
     contracted, batch = view.contracting[i], view.batch[i]
     return contracted, _other_axes(value, (*contracted, *batch)), batch
 
 
 def _ways_of_ragged_dot(view: RaggedDot, value: Labelled, i: int) -> Ways:
-    """Of one operand of a product of rows in groups, whose matrices are operands of their own."""
+    """As of a matrix product; the axis of the matrices of all groups counts as one of a batch."""
     contracted, group = view.contracting[i], [view.group] if i == 1 and view.group is not None else []
     apart = (*view.batch[i], *group)
     return contracted, _other_axes(value, (*contracted, *apart)), apart
 
 
 def _ways_of_convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
-    """Of a kernel; None for the data."""
+    """The axes of a kernel: inputs and the window are contracted, outputs stay; None for the data."""
     del value
     out, *inputs = view.dimension_numbers.rhs_spec
     return (inputs, [out], ()) if i == 1 else None
 
 
 def _ways_of_gather(view: Gather, value: Labelled, i: int) -> Ways | None:
-    """Of a table whose rows are looked up; None for indices, and where no axis goes."""
+    """The axes of a table: that of its rows is contracted; None for indices, or if no axis goes."""
     numbers = view.dimension_numbers
     rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
     return (rows, _other_axes(value, view.gone), batch) if i == 0 and rows else None
 
 
 def _ways_of_dynamic_slice(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
-    """Of a table cut along one axis, whose rows are looked up; None for others."""
+    """The axes of a table: the one axis that is cut is that of its rows; None if there are several."""
     rows = [k for k, (m, n) in enumerate(zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)) if m < n]
     return (rows, _other_axes(value, rows), ()) if i == 0 and len(rows) == 1 else None
 

@@ -29,7 +29,7 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
     if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
-    program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in range(n_arrays)), False])
+    program, read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = [
         (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
     ]

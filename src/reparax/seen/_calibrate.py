@@ -274,7 +274,7 @@ class _Calibration:
             for number, unit in enumerate(todo):
                 raw = kept.read(number)
                 if raw is None:
-                    raw = self._start(unit, effective)
+                    raw = self._start_unit(unit, effective)
                     kept.write(number, raw)
                 self._put_back(unit, raw, found, effective)
                 advance()
@@ -292,17 +292,17 @@ class _Calibration:
         about = {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": describe_units(todo)}
         return about | {"error_propagation": self.share}
 
-    def _start(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
+    def _start_unit(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
         """The raw values of a unit."""
         turn, index = unit
-        seen = self._seen_by(unit, effective)
+        seen = self._seen_by_unit(unit, effective)
         key = self.key if self.key is None or index is None else key_of_step(self.key, index)
-        parts = self._arrays_of(unit, effective)
+        parts = self._arrays_of_unit(unit, effective)
         parts = self._make_up_for_errors(unit, effective, parts) if self.share else parts
         raw = self.chain_of(turn).init(self.model.tree(parts), key, seen=seen)
         return dict(flatten(gather_boxes(raw)).arrays)
 
-    def _arrays_of(self, unit: Unit, effective: Mapping[str, Any]) -> dict[str, Any]:
+    def _arrays_of_unit(self, unit: Unit, effective: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a turn that are not compressed yet."""
         turn, index = unit
         return {path: _slice_of_step(effective[path], axis, index) for path, axis in turn.axes.items()}
@@ -312,7 +312,7 @@ class _Calibration:
     ) -> None:
         """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
         turn, index = unit
-        frame = flatten(self.model.tree(self._arrays_of(unit, effective))).frame
+        frame = flatten(self.model.tree(self._arrays_of_unit(unit, effective))).frame
         types = self.plan.raw
         empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
         folded = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
@@ -352,7 +352,7 @@ class _Calibration:
         args = batch if type(batch) is tuple else (batch,)
         return Arguments.of(self.who, self.loss, 0, (self.model.tree(arrays), *args), {})
 
-    def _seen_by(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
+    def _seen_by_unit(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
         """What the arrays of a turn are multiplied with in the network as it is now; None if none starts from data."""
         turn, index = unit
         wanted = [path for path in turn.paths if self.learns(path)]

@@ -106,7 +106,7 @@ def turns(
         if path in arrays:
             found.setdefault(_key_of_turn(path, arrays[path], reads.get(path), patterns), []).append(path)
     for pattern in patterns:
-        if not any(_takes(pattern, path, x) for path, x in arrays.items()):
+        if not any(_matches(pattern, path, x) for path, x in arrays.items()):
             raise ValueError(
                 f"{who} got where with {pattern!r}, which fits no array that the parametrization acts on: these are "
                 f"{', '.join(map(repr, list(arrays)[:3]))}. Correct it, or leave it out."
@@ -139,7 +139,7 @@ def _key_of_turn(path: str, x: Any, read: First | None, patterns: Sequence[Chose
     """What is equal for arrays of one turn."""
     loop = read and read.loop
     for number, pattern in enumerate(patterns):
-        if _takes(pattern, path, x):
+        if _matches(pattern, path, x):
             return number, loop
     return len(patterns), loop, read and read.data
 
@@ -150,7 +150,7 @@ def _sort_key(key: Any, others: int) -> tuple[bool, int]:
     return (number == others and last is None, number)
 
 
-def _takes(pattern: Chosen, path: str, x: Any) -> bool:
+def _matches(pattern: Chosen, path: str, x: Any) -> bool:
     """Whether a pattern matches the whole path, or a predicate takes the path and the array."""
     return bool(re.fullmatch(pattern, path) if isinstance(pattern, str) else pattern(path, x))
 
