@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.algebra import Parametrization
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree, is_array
 from reparax._wrapped.attributes import find_attribute
 from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
-eqx: Any = imported("equinox", "rpx.equinox", "equinox")
+eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
 
 
 class Parametrized(eqx.Module):

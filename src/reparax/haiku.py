@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import (
     check_chain,
@@ -20,7 +20,7 @@ from reparax._wrapped.chains import (
 )
 from reparax._wrapped.collections import join_collections, split_collections
 
-hk: Any = imported("haiku", "rpx.haiku", "dm-haiku")
+hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
 
 
 def parametrized(transformed: Any, p: Parametrization) -> Any:

@@ -10,13 +10,13 @@ from typing import Any
 
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree
 from reparax._wrapped.chains import check_chain, has_fixed, needs_fixed_error, needs_stream_error, require_made_by
 from reparax._wrapped.collections import join_collections, split_collections
 
-nn: Any = imported("flax.linen", "rpx.linen", "flax")
-scopes: Any = imported("flax.core.scope", "rpx.linen", "flax")
+nn: Any = import_library("flax.linen", "rpx.linen", "flax")
+scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")
 
 
 def parametrized(module: Any, p: Parametrization, *, name: str | None = None) -> Any:

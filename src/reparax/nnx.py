@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from reparax._core.algebra import Parametrization
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree, items, path_text
 from reparax._tree.raw import holds_markers
 from reparax._wrapped.attributes import find_attribute
 from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.training import labels
 
-nnx: Any = imported("flax.nnx", "rpx.nnx", "flax")
+nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
 
 
 _WITH_RNGS = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"

@@ -23,7 +23,9 @@ def rounded(w, moments, size):
     def plan(block, diagonal, given):
         return given * jnp.ones_like(diagonal)
 
-    return compensation.compensated(w, moments, plan, nearest, size=size, percdamp=0.01, given=jnp.full(len(w), 0.3))
+    return compensation.round_with_compensation(
+        w, moments, plan, nearest, size=size, percdamp=0.01, given=jnp.full(len(w), 0.3)
+    )
 
 
 @pytest.mark.parametrize("size", [3, 20, 64])

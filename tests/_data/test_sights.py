@@ -10,7 +10,7 @@ from errors import raises
 from sights import correlated, seen
 
 import reparax as rpx
-from reparax._data.seen import needed
+from reparax._data.seen import require_seen
 
 DATA = correlated(7, 3)
 W = jnp.ones((3, 2))
@@ -23,7 +23,7 @@ class Squares(rpx.Reparametrization):
     raw_values: ClassVar = {"x": rpx.stage.main(aligned=True), "squares": rpx.stage.fixed()}
 
     def init_leaf(self, w, *, seen=None):
-        read = needed(seen, "full").read("full", w, {0})
+        read = require_seen(seen, "full").read("full", w, {0})
         return {"x": w, "squares": jnp.broadcast_to(read.squares[0][:, None], w.shape)}
 
     def apply_leaf(self, values):

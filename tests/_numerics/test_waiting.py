@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reparax._numerics.tie import by_integers, has_bits, read_in_step, tie, whole
+from reparax._numerics.tie import by_integers, has_bits, read_in_step, store_whole, tie
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -104,10 +104,12 @@ def test_what_has_bits():
 
 def test_a_whole_array_is_itself_behind_a_barrier_where_that_helps():
     x = jnp.asarray(VALUES["float32"])
-    assert bits(jax.jit(whole)(x)) == bits(x) == bits(whole(x))
-    np.testing.assert_array_equal(jax.jit(jax.grad(lambda x: jnp.sum(whole(x) ** 2)))(jnp.arange(3.0)), [0.0, 2.0, 4.0])
-    np.testing.assert_array_equal(jax.jvp(whole, (x,), (x,))[1], x)
-    np.testing.assert_array_equal(jax.vmap(whole, 1)(jnp.ones((2, 3))), jnp.ones((3, 2)))
+    assert bits(jax.jit(store_whole)(x)) == bits(x) == bits(store_whole(x))
+    np.testing.assert_array_equal(
+        jax.jit(jax.grad(lambda x: jnp.sum(store_whole(x) ** 2)))(jnp.arange(3.0)), [0.0, 2.0, 4.0]
+    )
+    np.testing.assert_array_equal(jax.jvp(store_whole, (x,), (x,))[1], x)
+    np.testing.assert_array_equal(jax.vmap(store_whole, 1)(jnp.ones((2, 3))), jnp.ones((3, 2)))
     for platform, expected in {"cpu": False, "tpu": True, "cuda": True}.items():
-        text = jax.jit(whole).trace(x).lower(lowering_platforms=(platform,)).as_text()
+        text = jax.jit(store_whole).trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert ("optimization_barrier" in text) is expected

@@ -77,7 +77,7 @@ def test_the_halves_together_are_the_program(name):
 def test_known_values_are_made_again_without_the_data():
     jaxpr = program(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: (w * 2, x * 2), lambda: (w, x)), W, X)
     known = dependence.known(jaxpr, [True, False])
-    again = dependence.remade(jaxpr, [v for v in jaxpr.outvars if known[v]], known)
+    again = dependence.recomputing_program(jaxpr, [v for v in jaxpr.outvars if known[v]], known)
     assert jaxpr.invars[1] not in again.invars
     assert [v.aval.shape for v in again.invars if v not in jaxpr.invars] == [()]  # which branch
 

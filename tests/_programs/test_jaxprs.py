@@ -179,13 +179,13 @@ def test_a_linearized_function_holds_its_program(monkeypatch):
     want = np.cos(X @ W) * (X @ np.ones((2, 3)))
     with monkeypatch.context() as patch:
         patch.delattr(jax, "make_jaxpr")
-        found, stored = jaxprs.pushing(linear, [W], 1)
+        found, stored = jaxprs.program_and_residuals(linear, [W], 1)
     np.testing.assert_allclose(jaxprs.evaluate(found, [*stored, jnp.ones((2, 3))])[0], want.sum(), rtol=1e-6)
 
 
 def test_a_linearized_function_with_zeros_among_its_outputs_is_traced():
     linear = jax.linearize(lambda w: (jax.lax.stop_gradient(w), 2 * w), W)[1]
-    found, stored = jaxprs.pushing(linear, [W], 2)
+    found, stored = jaxprs.program_and_residuals(linear, [W], 2)
     same(jaxprs.evaluate(found, [*stored, W]), [np.zeros((2, 3)), 2 * W])
 
 
@@ -335,7 +335,7 @@ def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
 def again(eqn, args, body=None):
     """The values of an equation that is written again, by default with its own body."""
     inside, consts = jaxprs.body(eqn)
-    return jaxprs.rebound(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
+    return jaxprs.runner_of(eqn)(body or (lambda *args: jaxprs.evaluate(inside, [*consts, *args])), *args)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reverse": True}, {"unroll": 3}, {"length": 4}], ids=str)
@@ -356,7 +356,7 @@ def test_a_scan_is_written_again(settings):
 def test_a_cond_is_written_again():
     f = jax.jit(lambda i, w: jax.lax.switch(i, [jnp.sin, jnp.cos], w))
     eqn = next(eqn for eqn in jaxprs.inner(equation("jit", f, 1, W))[0].eqns if jaxprs.is_cond(eqn))
-    same(jaxprs.chosen(eqn, 1, [lambda w: [w], lambda w: [2 * w]], [W]), [2 * W])
+    same(jaxprs.run_cond(eqn, 1, [lambda w: [w], lambda w: [2 * w]], [W]), [2 * W])
 
 
 def test_a_choice_of_a_platform_is_written_again():
@@ -365,9 +365,9 @@ def test_a_choice_of_a_platform_is_written_again():
 
     eqn = equation("cond", f, W)
     branches = [lambda w: [jnp.cos(w)], lambda w: [jnp.tan(w)], lambda w: [jnp.sin(w)]]
-    rewritten = equation("cond", lambda w: jaxprs.chosen(eqn, 0, branches, [w]), W)
+    rewritten = equation("cond", lambda w: jaxprs.run_cond(eqn, 0, branches, [w]), W)
     assert rewritten.params["branches_platforms"] == eqn.params["branches_platforms"]
-    same(jaxprs.chosen(eqn, 0, branches, [W]), [jnp.sin(W)])
+    same(jaxprs.run_cond(eqn, 0, branches, [W]), [jnp.sin(W)])
 
 
 def test_a_jit_without_shardings_is_written_again_as_its_body():
@@ -393,7 +393,7 @@ def test_a_shard_map_is_written_again():
 
 
 def test_other_equations_are_not_written_again():
-    assert jaxprs.rebound(equation("remat2", CALLS["remat2"], W, X)) is None
+    assert jaxprs.runner_of(equation("remat2", CALLS["remat2"], W, X)) is None
 
 
 # ---- a JAX that writes otherwise
@@ -488,7 +488,7 @@ def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, pr
 
 CHANGES = {
     "a derivative is no tree": ("residuals", lambda linear: ([], None)),
-    "checkpoint hides its policy": ("held_in", lambda eqn, kind: None),
+    "checkpoint hides its policy": ("policy_of", lambda eqn, kind: None),
     "a function is gone": ("partial_eval", None),
 }
 

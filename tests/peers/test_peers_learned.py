@@ -9,7 +9,7 @@ import pytest
 from sights import correlated, seen
 
 import reparax as rpx
-from reparax._data.compensation import propagated
+from reparax._data.compensation import make_up_for_inputs
 
 gptq_core = pytest.importorskip("qwix.contrib.gptq_core")
 awq_core = pytest.importorskip("qwix.contrib.awq_core")
@@ -78,7 +78,7 @@ def test_weights_that_make_up_for_errors_of_their_inputs(share):
         stats = qep_core.compute_qep_stats(jnp.asarray(now.T), jnp.asarray(x.T))
         held = (stats["hessian"], stats["hessian_delta"])
         want = qep_core.weight_correct(jnp.asarray(w.T), *held, correction_factor=share).T
-    got = propagated(jnp.asarray(w), held[0], held[1].T, share)
+    got = make_up_for_inputs(jnp.asarray(w), held[0], held[1].T, share)
     np.testing.assert_allclose(got, want, atol=1e-4)
     assert np.max(np.abs(np.asarray(want) - w)) > 1e-2
 

@@ -28,7 +28,7 @@ def _kept(monkeypatch):
         decide(plan)
         needed = set()
         for root, record in reversed(plan.records.items()):
-            if root in needed or any(read.factored is not None for read in record.reads):
+            if root in needed or any(read.cost_in_factors is not None for read in record.reads):
                 record.is_formed = False
                 needed.update(record.parents)
 

@@ -55,7 +55,7 @@ def _kept(monkeypatch):
     def keep(plan):
         decide(plan)
         for record in plan.records.values():
-            record.is_formed = record.is_formed and not any(read.factored is not None for read in record.reads)
+            record.is_formed = record.is_formed and not any(read.cost_in_factors is not None for read in record.reads)
 
     monkeypatch.setattr(SumPlan, "decide", keep)
 

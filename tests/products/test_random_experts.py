@@ -235,7 +235,7 @@ def keeping(decide):
     def decided(plan):
         decide(plan)
         for record in plan.records.values():
-            record.is_formed = record.is_formed and not any(read.factored is not None for read in record.reads)
+            record.is_formed = record.is_formed and not any(read.cost_in_factors is not None for read in record.reads)
 
     return decided
 

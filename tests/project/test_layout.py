@@ -95,7 +95,7 @@ def test_the_core_knows_of_data_by_few_names():
         ("seen", "ANY"),
         ("seen", "Seen"),
         ("seen", "require_data"),
-        ("sights", "by_place"),
+        ("sights", "seen_by_place"),
     }
 
 

@@ -23,7 +23,7 @@ from reparax._core.recompute import recompute
 from reparax._core.update import advance
 from reparax._core.value import Static
 from reparax._core.verbs import close_raw, follow_axes, rebase_raw, total_log_det, total_penalty
-from reparax._data.sights import by_place
+from reparax._data.sights import seen_by_place
 from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree, types_of_result
@@ -108,7 +108,7 @@ class Parametrization(Static, ABC):
         then = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(call_name(self, "init"), params, then)
         checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
-        sights = by_place(call_name(self, "init"), tree, seen)
+        sights = seen_by_place(call_name(self, "init"), tree, seen)
         return spread_boxes(
             functools.partial(follow_axes, self._parts),
             params,

@@ -11,7 +11,7 @@ from reparax._core.keys import Keys
 from reparax._core.plan import open_all, run, walk
 from reparax._core.planner import planner_of
 from reparax._data.seen import ANY
-from reparax._data.sights import by_place
+from reparax._data.sights import seen_by_place
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, flatten, graft, nest
 from reparax._tree.paths import Names, PyTree, is_array
@@ -23,7 +23,7 @@ Stages = Sequence[Any]
 def open_params(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
     """The raw tree of a tree of arrays, without the boxes of new ones."""
     tree = flatten(params)
-    return nest(open_all(stages, tree, Keys(key), by_place("init", tree, ANY)))
+    return nest(open_all(stages, tree, Keys(key), seen_by_place("init", tree, ANY)))
 
 
 def close_raw(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:

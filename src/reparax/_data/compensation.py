@@ -29,7 +29,7 @@ def output_error(change: Array, moments: Array) -> Array:
     return jnp.sum(moments[..., None] * change**2)
 
 
-def compensated(
+def round_with_compensation(
     w: Array, moments: Array, plan: Sweep, nearest: Nearest, *, size: int, percdamp: float, given: Any = None
 ) -> tuple[Array, Any]:
     r"""Rounds the rows of a matrix one after the other: the loop of GPTQ and SparseGPT.
@@ -59,11 +59,11 @@ def compensated(
     def blocks(x: Array) -> Array:
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)).reshape(number, size, *x.shape[1:])
 
-    factor = _factor(_damped(moments, percdamp))
+    factor = _factor(_damp(moments, percdamp))
     factor = jnp.pad(factor, (0, missing)) + jnp.diag(
         jnp.pad(jnp.zeros(count, w.dtype), (0, missing), constant_values=1)
     )
-    inverses = jax.vmap(_inverse)(_blocks_on_diagonal(factor, size))
+    inverses = jax.vmap(_invert_upper)(_diagonal_blocks(factor, size))
 
     def one_block(changes: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
         i, block, upper, part = each
@@ -91,19 +91,19 @@ def compensated(
     return jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:count], found)
 
 
-def propagated(w: Array, moments: Array, cross: Array, share: float, *, percdamp: float = 0.01) -> Array:
+def make_up_for_inputs(w: Array, moments: Array, cross: Array, share: float, *, percdamp: float = 0.01) -> Array:
     r"""Weights that make up for errors of their inputs: :math:`W + c \, H^{-1} C W`, for a share c.
 
     With c = 1, the products with inputs x that have errors are nearest to those of W with the inputs that have none: H
-    is the sum of :math:`x x^\top`, damped as in :func:`compensated`, and C that of x times what it lacks.
+    is the sum of :math:`x x^\top`, damped as in :func:`round_with_compensation`, and C that of x times what it lacks.
 
     References:
       Arai and Ichikawa, *Quantization Error Propagation* (QEP), 2025.
     """
-    return w + share * jnp.linalg.solve(_damped(moments, percdamp), product(cross, w))
+    return w + share * jnp.linalg.solve(_damp(moments, percdamp), product(cross, w))
 
 
-def _damped(moments: Array, percdamp: float) -> Array:
+def _damp(moments: Array, percdamp: float) -> Array:
     """The moments with a diagonal that is larger, so that they are not singular."""
     mean = jnp.mean(jnp.diagonal(moments))
     return moments + jnp.where(mean == 0, jnp.ones_like(mean), percdamp * mean) * identity(moments)
@@ -125,8 +125,10 @@ def _factor(moments: Array) -> Array:
         rest, factor = state
         start = (number - 1 - k) * BLOCK
         columns = jax.lax.dynamic_slice_in_dim(rest, start, BLOCK, axis=1)
-        own = _factor_one(jax.lax.dynamic_slice_in_dim(columns, start, BLOCK))
-        above = jnp.where((rows < start)[:, None], product(columns, adjoint(_inverse(own))), jnp.zeros_like(columns))
+        own = _factor_block(jax.lax.dynamic_slice_in_dim(columns, start, BLOCK))
+        above = jnp.where(
+            (rows < start)[:, None], product(columns, adjoint(_invert_upper(own))), jnp.zeros_like(columns)
+        )
         rest = rest - product(above, adjoint(above))
         whole = jax.lax.dynamic_update_slice_in_dim(above, own, start, 0)
         return rest, jax.lax.dynamic_update_slice_in_dim(factor, whole, start, 1)
@@ -135,8 +137,8 @@ def _factor(moments: Array) -> Array:
     return factor[:count, :count]
 
 
-def _factor_one(moments: Array) -> Array:
-    """The same for one block, a column at a time."""
+def _factor_block(moments: Array) -> Array:
+    """As ``_factor``, for one block of positive definite moments, a column at a time."""
     size = len(moments)
     rows = jnp.arange(size)
 
@@ -149,7 +151,7 @@ def _factor_one(moments: Array) -> Array:
     return jax.lax.fori_loop(0, size, one_column, (moments, jnp.zeros_like(moments)))[1]
 
 
-def _inverse(upper: Array) -> Array:
+def _invert_upper(upper: Array) -> Array:
     """The inverse of an upper triangular matrix, a row at a time."""
     size = len(upper)
     unit = identity(upper)
@@ -161,6 +163,7 @@ def _inverse(upper: Array) -> Array:
     return jax.lax.fori_loop(0, size, one_row, jnp.zeros_like(upper))
 
 
-def _blocks_on_diagonal(x: Array, size: int) -> Array:
+def _diagonal_blocks(x: Array, size: int) -> Array:
+    """The blocks of ``size`` rows and columns on the diagonal, ``(number, size, size)``."""
     number = len(x) // size
     return jnp.einsum("iaib->iab", x.reshape(number, size, number, size))

@@ -111,6 +111,7 @@ class Read:
         return self._per_example(self.absolute, jnp.ones((), self.absolute.dtype))
 
     def _per_example(self, total: Any, otherwise: Any) -> Any:
+        """A sum over the data divided by the number of examples; ``otherwise`` for a matrix without any."""
         count = self.count.reshape(-1, *(1,) * (total.ndim - 1))
         return jnp.where(count == 0, otherwise, total / jnp.where(count == 0, 1, count))
 
@@ -215,7 +216,10 @@ class Seen:
     @property
     def columns(self) -> tuple[str, str]:
         """How many inputs along which axes, and how many bytes; and what else reads the array."""
-        ways = [f"{_times(read)} inputs along axis {_listed(read.contracted)}{_without(read)}" for read in self.reads]
+        ways = [
+            f"{_count_text(read)} inputs along axis {_axes_text(read.contracted)}{_missing_text(read)}"
+            for read in self.reads
+        ]
         size = readable_size(sum(size_in_bytes(x) for x in jax.tree.leaves(self)))
         return f"{' and '.join(ways) or 'no data'}, {size}", "; ".join(self.uncounted + self.why)
 
@@ -239,15 +243,15 @@ class Seen:
             )
         wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
         fitting = [read for read in self.reads if wanted in (None, read.contracted)]
-        what = "data" if wanted is None else f"data contracted with axis {_listed(wanted)}"
+        what = "data" if wanted is None else f"data contracted with axis {_axes_text(wanted)}"
         if not fitting:
-            known = [f"products contract axis {_listed(read.contracted)}" for read in self.reads]
+            known = [f"products contract axis {_axes_text(read.contracted)}" for read in self.reads]
             why = "; ".join([*known, *self.uncounted, *self.why]) or "nothing reads it"
             raise ValueError(
                 f"expected {what} of this array, but {why}. Leave the array out with `where`, or choose other axes."
             )
         if len(fitting) > 1:
-            ways = " and ".join(f"axis {_listed(read.contracted)} of {read.shape}" for read in fitting)
+            ways = " and ".join(f"axis {_axes_text(read.contracted)} of {read.shape}" for read in fitting)
             raise ValueError(
                 f"expected one way in which products read this array, but they contract {ways}. Leave the array out "
                 f"with `where`."
@@ -307,7 +311,7 @@ class Seen:
         """Both: moments of different kinds of the same products."""
         ways = [(read.shape, read.batch, read.axes) for read in self.reads]
         more = {(read.shape, read.batch, read.axes): read for read in other.reads}
-        both = [_filled(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
+        both = [_fill_missing(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
         gradient = other.gradient if self.gradient is None else self.gradient
         why, uncounted = (
             tuple(dict.fromkeys(mine + others))
@@ -324,7 +328,7 @@ ANY = Seen(stands_in=True)
 """Stands for any data, where only the types of raw values are wanted."""
 
 
-def needed(seen: Seen | None, moments: str) -> Seen:
+def require_seen(seen: Seen | None, moments: str) -> Seen:
     """``seen``, for a stage that cannot start without it."""
     if seen is None:
         argument = "gradients=True" if moments == "gradients" else f"moments={moments!r}"
@@ -354,13 +358,14 @@ def require_data(seen: Seen) -> None:
                 )
 
 
-def _filled(read: Read, other: Read | None) -> Read:
+def _fill_missing(read: Read, other: Read | None) -> Read:
     """``read`` with the entries of ``other`` that it lacks."""
     lacking = [name for name in SUMS if other is not None and getattr(read, name) is None]
     return replace(read, **{name: getattr(other, name) for name in lacking})
 
 
 def _any_data(w: Any, axes: Collection[int] | None) -> Read:
+    """Data of one example that stand for any: their moments are identities, and their mean is zero."""
     own = tuple(range(max(w.ndim - 1, 1))) if axes is None else tuple(sorted(i % w.ndim for i in axes))
     bare = Read(tuple(w.shape), tuple(range(w.ndim)), (), own)
     _, inputs, outputs = bare.sizes()
@@ -376,12 +381,13 @@ def _any_data(w: Any, axes: Collection[int] | None) -> Read:
     )
 
 
-def _times(read: Read) -> str:
+def _count_text(read: Read) -> str:
+    """How many inputs there are, as text: ``64``, or ``8 x 64`` for a batch of 8 matrices."""
     batch, inputs, _ = read.sizes()
     return str(inputs) if batch == 1 else f"{batch} x {inputs}"
 
 
-def _without(read: Read) -> str:
+def _missing_text(read: Read) -> str:
     """How many matrices have no data, where that is known."""
     if read.count is None or isinstance(read.count, Tracer | jax.ShapeDtypeStruct):
         return ""
@@ -389,5 +395,6 @@ def _without(read: Read) -> str:
     return f" ({none} of {batch} without data)" if none else ""
 
 
-def _listed(axes: Collection[int]) -> str:
+def _axes_text(axes: Collection[int]) -> str:
+    """Axes in order, as text: ``0, 2``."""
     return ", ".join(map(str, sorted(axes)))

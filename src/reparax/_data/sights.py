@@ -8,15 +8,15 @@ from reparax._tree.flat import Flat
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, path_text
 
 
-def by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
+def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
     """What each array of ``tree`` is multiplied with, from a tree of :class:`Seen`, or from several."""
     if seen is None:
         return {}
     if seen is ANY:
         return {place: seen for place, x in tree.arrays.items() if is_array(x)}
-    trees = [_entries(who, seen)]
+    trees = [_entries_by_place(who, seen)]
     if isinstance(seen, Sequence) and not trees[0].keys() <= tree.arrays.keys():
-        trees = [_entries(who, each) for each in seen]
+        trees = [_entries_by_place(who, each) for each in seen]
     found: dict[Names, Seen] = {}
     for place, entry in (item for each in trees for item in each.items()):
         if place not in tree.arrays:
@@ -34,19 +34,22 @@ def takes_data(stage: Any) -> bool:
     return stage._sees
 
 
-def _entries(who: str, seen: PyTree) -> dict[Names, Seen]:
+def _entries_by_place(who: str, seen: PyTree) -> dict[Names, Seen]:
+    """The entries of one tree of :class:`Seen`, by place; raises if a leaf is anything else."""
     paths, nodes, _ = flatten_with_names(seen, _is_seen)
     if odd := [x for x in nodes if not _is_seen(x)]:
         raise TypeError(
-            f"{who} takes a tree of `rpx.seen.Seen` as seen, but got {_kind(odd[0])}. Pass the result of "
+            f"{who} takes a tree of `rpx.seen.Seen` as seen, but got {_describe_leaf(odd[0])}. Pass the result of "
             f"`rpx.inputs(loss)(params, batch)`."
         )
     return dict(zip(paths, nodes, strict=True))
 
 
-def _kind(x: Any) -> str:
+def _describe_leaf(x: Any) -> str:
+    """A leaf that is no entry, in an error."""
     return f"an array of shape {x.shape}" if is_array(x) else f"{x!r} of type {type(x).__name__}"
 
 
 def _is_seen(x: object) -> bool:
+    """Whether a node of a tree is an entry, which flattening leaves whole."""
     return isinstance(x, Seen)

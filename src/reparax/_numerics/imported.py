@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 
-def imported(module: str, needs: str, install: str) -> Any:
+def import_library(module: str, needs: str, install: str) -> Any:
     """The module of a library.
 
     Raises:

@@ -30,13 +30,14 @@ def is_zero(x: Array, axes: Indices) -> Array:
     return jnp.all(x == 0, axis=axes, keepdims=True)
 
 
-def _positive(u: Array, axes: Indices) -> Array:
+def _nonzero_length(u: Array, axes: Indices) -> Array:
     """The Euclidean length along ``axes``, or 1 if it is zero, with finite gradients everywhere."""
-    total = _squares(u, axes)
+    total = _sum_of_squares(u, axes)
     return jnp.sqrt(jnp.where(total == 0, 1, total))
 
 
-def _squares(u: Array, axes: Indices) -> Array:
+def _sum_of_squares(u: Array, axes: Indices) -> Array:
+    """The sum of the squared magnitudes along ``axes``, which stay with size 1."""
     squares = jnp.square(u.real) + jnp.square(u.imag) if jnp.iscomplexobj(u) else jnp.square(u)
     return jnp.sum(squares, axis=axes, keepdims=True)
 
@@ -45,11 +46,11 @@ def _squares(u: Array, axes: Indices) -> Array:
 def unit(x: Array, axes: Indices) -> Array:
     """``x`` divided by its length along ``axes``; zero stays zero."""
     u = x / scale(x, axes).astype(x.dtype)
-    return u / _positive(u, axes).astype(x.dtype)
+    return u / _nonzero_length(u, axes).astype(x.dtype)
 
 
 @inlined
-def centred(x: Array, length: Array) -> Array:
+def scale_near_one(x: Array, length: Array) -> Array:
     """``x``, times a power of two if its length is too far from 1 for ``stretched`` to square it."""
     far = 2.0 ** (3 * jnp.finfo(length.dtype).maxexp // 4)
     one = jnp.ones_like(length)
@@ -75,9 +76,10 @@ def _stretch(x: Array, length: Array, axes: Indices) -> Array:
 
 @_stretch.defjvp
 def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The factor ``l / n``, and its derivative ``(dl - l dn / n) / n``, which squares no length."""
     (x, length), (dx, dlength) = primals, tangents
     n = _length(x, axes)
-    return length / n, (dlength - length * (_along(x, n, dx, axes) / n)) / n
+    return length / n, (dlength - length * (_part_along(x, n, dx, axes) / n)) / n
 
 
 def stretched_detached(x: Array, length: Array, axes: Indices) -> Array:
@@ -93,18 +95,19 @@ def _length(x: Array, axes: Indices) -> Array:
     This saves a pass to find the largest magnitude. In float32 it is right for lengths from 4e-34 to 5e33.
     """
     far = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
-    total = _squares(x * far, axes)
-    n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(_squares(x / far, axes)) * far)
+    total = _sum_of_squares(x * far, axes)
+    n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(_sum_of_squares(x / far, axes)) * far)
     return jnp.where(n == 0, 1, n)
 
 
 @_length.defjvp
 def _length_jvp(axes: Indices, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The length, and its derivative: the part of ``dx`` in the direction of ``x``."""
     n = _length(*primals, axes)
-    return n, _along(*primals, n, *tangents, axes)
+    return n, _part_along(*primals, n, *tangents, axes)
 
 
-def _along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
+def _part_along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
     """The part of ``dx`` in the direction of ``x``, of length ``n``."""
     return jnp.sum(((x / n.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
 
@@ -117,6 +120,7 @@ def inverse(length: Array) -> Array:
 
 @inverse.defjvp
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """``1 / l``, and its derivative ``-(1 / l) ((1 / l) dl)``; zero where the length is."""
     (length,), (dlength,) = primals, tangents
     found = inverse(length)
     slope = jnp.where(length == 0, 0, found)
@@ -130,5 +134,5 @@ def norm(x: Array, axes: Indices) -> Array:
     It is right for any finite length, at the price of a pass for the largest magnitude.
     """
     size = scale(x, axes)
-    length = size * _positive(x / size.astype(x.dtype), axes)
+    length = size * _nonzero_length(x / size.astype(x.dtype), axes)
     return jnp.where(is_zero(x, axes), 0, length)

@@ -33,18 +33,20 @@ def normal(words: Array) -> Array:
     upper = jax.lax.bitcast_convert_type(words, jnp.int32) >> np.int32(31)  # all bits set, in the upper half
     below = jax.lax.bitcast_convert_type(words, jnp.int32) ^ upper  # counts from the nearer end
     beyond = (below.astype(jnp.float32) + np.float32(0.5)) * np.float32(2.0**-31)
-    bits = _bits(beyond * (np.float32(2) - beyond))  # of 1 - u^2, where u is 1 - beyond
+    bits = _bits_of(beyond * (np.float32(2) - beyond))  # of 1 - u^2, where u is 1 - beyond
     exponent = (bits >> np.uint32(23)).astype(jnp.int32).astype(jnp.float32) - np.float32(127 - CENTRE)
-    mantissa = _number(bits & np.uint32(2**23 - 1) | np.uint32(127 << 23)) - np.float32(1)
+    mantissa = _number_of(bits & np.uint32(2**23 - 1) | np.uint32(127 << 23)) - np.float32(1)
     size = (np.float32(1) - beyond) * _polynomial(RATIO, exponent + _polynomial(LOG, mantissa))
-    return _number(_bits(size) | (~words & np.uint32(2**31)))
+    return _number_of(_bits_of(size) | (~words & np.uint32(2**31)))
 
 
-def _bits(x: Array) -> Array:
+def _bits_of(x: Array) -> Array:
+    """The bits of float32 numbers, as uint32."""
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _number(bits: Array) -> Array:
+def _number_of(bits: Array) -> Array:
+    """The float32 numbers that have these bits."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 

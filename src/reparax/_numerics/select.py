@@ -16,27 +16,27 @@ def largest(scores: Array, count: Any) -> Array:
     the range of their indices. Each step compares and counts, so a sharded array stays where it is. On a CPU, all steps
     together take 30 ns for a score, where sorting takes 600.
     """
-    keys = _ordered(scores)
+    keys = _integers_in_order(scores)
     wanted = jnp.asarray(count).astype(jnp.int32)
     limits = jnp.iinfo(keys.dtype)
     low, high = jnp.min(keys, initial=limits.max), jnp.max(keys, initial=limits.min)
-    edge = _first(low, high, lambda least: _count(keys > least) < wanted)
+    edge = _smallest_where(low, high, lambda least: _count_true(keys > least) < wanted)
     above, at = keys > edge, keys == edge
-    missing = wanted - _count(above)
+    missing = wanted - _count_true(above)
     index = jnp.arange(keys.size, dtype=jnp.int32).reshape(keys.shape)
     last = jnp.max(jnp.where(at, index + 1, jnp.zeros_like(index)), initial=0)
-    start = jnp.where(_count(at) > missing, jnp.zeros_like(last), last)
-    end = _first(start, last, lambda stop: _count(at & (index < stop)) >= missing)
+    start = jnp.where(_count_true(at) > missing, jnp.zeros_like(last), last)
+    end = _smallest_where(start, last, lambda stop: _count_true(at & (index < stop)) >= missing)
     return above | (at & (index < end))
 
 
-def each_column(scores: Array, count: Any) -> Array:
+def largest_of_columns(scores: Array, count: Any) -> Array:
     """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
     chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
     return chosen(scores.mT).mT
 
 
-def _ordered(x: Array) -> Array:
+def _integers_in_order(x: Array) -> Array:
     """Integers in the order of the numbers: floats of one sign are ordered as their bits. Both zeros are equal."""
     whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     limits = jnp.iinfo(whole)
@@ -45,11 +45,12 @@ def _ordered(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), jnp.full_like(ordered, limits.min), ordered)
 
 
-def _count(flags: Array) -> Array:
+def _count_true(flags: Array) -> Array:
+    """How many flags are true, in int32."""
     return jnp.sum(flags, dtype=jnp.int32)
 
 
-def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
+def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
     """The smallest whole number from ``low`` on for which ``holds``, or ``high`` if it holds for none below that."""
 
     def halved(bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -31,7 +31,7 @@ class Spec:
     text: str
 
     @property
-    def inputs(self) -> list[str]:
+    def letters(self) -> list[str]:
         """The letters of each array; the last axis of a circulant matrix has two."""
         return [re.sub("[()-]", "", each) for each in self.text.split("->")[0].split(",")]
 
@@ -89,34 +89,34 @@ class Term:
 
     def __init__(self, spec: str, *arrays: ArrayLike) -> None:
         self.spec, self.arrays = Spec(spec.replace(" ", "")), tuple(map(jnp.asarray, arrays))
-        if reason := _wrong(self.spec, self.arrays):
+        if reason := _spec_error(self.spec, self.arrays):
             raise ValueError(f"Term({spec!r}) {reason}")
 
     def array(self) -> Array:
         """The product."""
         spec, once = self.spec, "".join(dict.fromkeys("".join(self.spec.axes)))
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
-        arrays = [wound(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
+        arrays = [circulant(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
         arrays = [x.astype(dtype) for x in arrays]
         sizes = {
             letter: n
-            for letters, x in zip(spec.inputs, arrays, strict=True)
+            for letters, x in zip(spec.letters, arrays, strict=True)
             for letter, n in zip(letters, x.shape, strict=True)
         }
-        x = jnp.einsum(f"{','.join(spec.inputs)}->{once}", *arrays, precision="highest")
+        x = jnp.einsum(f"{','.join(spec.letters)}->{once}", *arrays, precision="highest")
         return with_diagonals(x, "".join(spec.axes)).reshape(
             [functools.reduce(lambda n, letter: n * sizes[letter], axis, 1) for axis in spec.axes]
         )
 
 
-def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
+def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
     """What is wrong with a spec for these arrays, or None."""
     if not _SPEC.fullmatch(spec.text):
         return "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'."
-    if len(spec.inputs) != len(arrays):
-        return f"names {len(spec.inputs)} arrays, but got {len(arrays)}."
+    if len(spec.letters) != len(arrays):
+        return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
-    for letters, x in zip(spec.inputs, _shapes(spec, arrays), strict=True):
+    for letters, x in zip(spec.letters, _shapes(spec, arrays), strict=True):
         if len(letters) != x.ndim:
             return f"gives {letters!r} to an array of shape {x.shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
@@ -129,7 +129,7 @@ def _wrong(spec: Spec, arrays: Sequence[Array]) -> str | None:
     return None
 
 
-def wound(x: Array) -> Array:
+def circulant(x: Array) -> Array:
     """The circulant matrix of a first column."""
     i = jnp.arange(x.shape[-1])
     return jnp.take(x, (i[:, None] - i[None]) % len(i), axis=-1, mode="wrap")
@@ -149,15 +149,15 @@ def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
 def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
     """The arrays of a spec; a circulant matrix gets two axes for its last one."""
     pairs = zip(arrays, spec.circles, strict=True)
-    return [jax.eval_shape(wound, x) if circle and x.ndim else x for x, circle in pairs]
+    return [jax.eval_shape(circulant, x) if circle and x.ndim else x for x, circle in pairs]
 
 
-def summed(terms: Any) -> Array:
+def sum_terms(terms: Any) -> Array:
     """The sum of terms."""
-    return functools.reduce(jnp.add, [term.array() for term in _checked(terms)])
+    return functools.reduce(jnp.add, [term.array() for term in _require_terms(terms)])
 
 
-def _checked(terms: Any) -> Sequence[Term]:
+def _require_terms(terms: Any) -> Sequence[Term]:
     """``terms``, after a check that it is a sequence of terms."""
     if not isinstance(terms, list | tuple) or not terms or not all(isinstance(term, Term) for term in terms):
         kinds = [type(term).__name__ for term in terms] if isinstance(terms, list | tuple) else type(terms).__name__
@@ -179,9 +179,9 @@ def with_terms_recorded(formula: Callable[..., Array], terms: Callable[..., Sequ
         return formula(*args), arrays, jnp.int32(0)  # a derivative has no such output
 
     def sum_of_terms(*args: Any) -> Array:
-        made = _checked(terms(*args))
+        made = _require_terms(terms(*args))
         specs.extend(term.spec for term in made)
-        return summed(made)
+        return sum_terms(made)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
     # Under vmap, jax.checkpoint puts the batch axis first in each output.

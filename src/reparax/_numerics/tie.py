@@ -22,14 +22,15 @@ from reparax._numerics.series import has_series
 def tie(x: Array, after: Array) -> Array:
     """``x`` itself; compilers for CPUs can neither compute it before ``after``, nor merge it with another ``x``."""
     # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone.
-    return x if _is_cut(x) or _is_cut(after) else _tie.bind(x, after)
+    return x if _is_sharded(x) or _is_sharded(after) else _tie.bind(x, after)
 
 
-def _is_cut(x: Array) -> bool:
+def _is_sharded(x: Array) -> bool:
+    """Whether an array is split over the devices of an explicit mesh."""
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
-def whole(x: Array) -> Array:
+def store_whole(x: Array) -> Array:
     """``x`` itself; compilers for accelerators store it as an array, instead of fusing it into each of its uses."""
     return _whole.bind(x)
 
@@ -61,69 +62,74 @@ _whole = _Identity("reparax_whole")
 _read = _Identity("reparax_read")
 
 
-def _on_cpu(x: Array, after: Array) -> Array:
-    return _combined(x, _zero(after))
+def _tie_on_cpu(x: Array, after: Array) -> Array:
+    """``x``, plus a zero that is computed from ``after``."""
+    return _add_to_bits(x, _zero_from(after))
 
 
-def _zero(x: Array) -> Array:
+def _zero_from(x: Array) -> Array:
     """A uint32 zero from the bits of one entry: the count of set bits is below 64, so shifting it by 6 gives 0."""
     one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
     if jnp.iscomplexobj(one):
         one = lax.real(one)
     if jnp.issubdtype(one.dtype, jnp.floating):
         one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
-    return _no_bits(lax.convert_element_type(one, jnp.uint32))
+    return _zero_from_bits(lax.convert_element_type(one, jnp.uint32))
 
 
-def _no_bits(bits: Array) -> Array:
+def _zero_from_bits(bits: Array) -> Array:
+    """The counts of set bits, which are below 64, shifted right by 6: zeros, but not to a compiler."""
     return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
 
 
 def by_integers(x: Array) -> Array:
     """``x`` itself, in float32, by operations that compilers do not exchange with a cast."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return lax.bitcast_convert_type(lax.add(bits, _no_bits(bits)), x.dtype)
+    return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
 
 
-def _combined(x: Array, zero: Array) -> Array:
+def _add_to_bits(x: Array, zero: Array) -> Array:
+    """``x``, with a uint32 zero added to its bits; keys and complex numbers by their parts."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return jax.random.wrap_key_data(_combined(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
     if jnp.iscomplexobj(x):
-        return lax.complex(_combined(lax.real(x), zero), _combined(lax.imag(x), zero))
+        return lax.complex(_add_to_bits(lax.real(x), zero), _add_to_bits(lax.imag(x), zero))
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize * 8 == jnp.finfo(x.dtype).bits:
         bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
-        return lax.bitcast_convert_type(_combined(lax.bitcast_convert_type(x, bits), zero), x.dtype)
+        return lax.bitcast_convert_type(_add_to_bits(lax.bitcast_convert_type(x, bits), zero), x.dtype)
     if x.dtype == bool:
         return lax.bitwise_xor(x, lax.broadcast(lax.ne(zero, jnp.uint32(0)), x.shape))
     return lax.add(x, lax.broadcast(lax.convert_element_type(zero, x.dtype), x.shape))
 
 
-def _batched(args: Any, dims: Any) -> Any:
+def _batch_tie(args: Any, dims: Any) -> Any:
+    """The batching rule of ``tie``: one of a batch of ``after`` is enough; if that is sharded, ``x`` alone."""
     (x, after), (place, batch) = args, dims
     if batch is not None:
-        if _is_cut(after):
+        if _is_sharded(after):
             return x, place
         after = lax.index_in_dim(after, 0, batch, keepdims=False)
     return _tie.bind(x, after), place
 
 
-def _partly_known(trace: Any, x: Any, after: Any) -> Any:
+def _partly_evaluate_tie(trace: Any, x: Any, after: Any) -> Any:
     """Does not wait for an unknown value, because JAX transposes only functions whose weights are known before it."""
     return x if x.is_known() and not after.is_known() else trace.default_process_primitive(_tie, (x, after), {})
 
 
-def _is_identity(primitive: Primitive) -> None:
+def _register_identity(primitive: Primitive) -> None:
+    """Registers the value, derivative and batching of a primitive whose result is its operand."""
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
     ad.deflinear2(primitive, lambda ct, x: [ct])
     batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
 
 
-_is_identity(_read)
+_register_identity(_read)
 mlir.register_lowering(_read, lambda ctx, x: [x])
 mlir.register_lowering(_read, mlir.lower_fun(by_integers, multiple_results=False), platform="tpu")
 
-_is_identity(_whole)
+_register_identity(_whole)
 mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
 
@@ -131,7 +137,7 @@ _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)
 ad.primitive_jvps[_tie] = lambda primals, tangents: (_tie.bind(*primals), tangents[0])
 ad.primitive_transposes[_tie] = lambda ct, x, after: [ct, None]
-partial_eval.custom_partial_eval_rules[_tie] = _partly_known
-batching.primitive_batchers[_tie] = _batched
+partial_eval.custom_partial_eval_rules[_tie] = _partly_evaluate_tie
+batching.primitive_batchers[_tie] = _batch_tie
 mlir.register_lowering(_tie, lambda ctx, x, after: [x])
-mlir.register_lowering(_tie, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
+mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False), platform="cpu")

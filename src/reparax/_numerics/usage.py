@@ -53,19 +53,21 @@ def misfit(
     return f"needs {missing[0]!r}." if missing else None
 
 
-def _place(function: Callable[..., Any]) -> str:
+def _public_module(function: Callable[..., Any]) -> str:
     """Where users find a function of the package: at the top, or in its family."""
     package, family, *_ = function.__module__.split(".")
     return "rpx" if function.__name__ in vars(sys.modules[package]) else f"rpx.{family}"
 
 
-def _wrong_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def _call_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call of a function of the package."""
     wrong = misfit(function, args, kwargs)
-    return None if wrong is None else f"{function.__name__} {wrong} Write `{_place(function)}.{usage(function)}`."
+    return (
+        None if wrong is None else f"{function.__name__} {wrong} Write `{_public_module(function)}.{usage(function)}`."
+    )
 
 
-def shows_usage(function: Callable[P, R], wrong: Wrong = _wrong_call) -> Callable[P, R]:
+def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callable[P, R]:
     """``function``, where a call that does not fit it is an error that shows the call to write.
 
     ``wrong(function, args, kwargs)`` is the text of the error, or None if the call fits.

@@ -37,9 +37,10 @@ class Alike:
         self.read: dict[Path, Sequence[Hashable]] = {}
         self.sliced: dict[int, tuple[frozenset[Hashable], bool]] = {}
         self._new = count(len(program.invars))
-        self._outs(program, range(len(program.invars)), ())
+        self._name_outputs(program, range(len(program.invars)), ())
 
-    def _outs(self, jaxpr: Jaxpr, inputs: Sequence[Hashable], path: Path) -> list[Hashable]:
+    def _name_outputs(self, jaxpr: Jaxpr, inputs: Sequence[Hashable], path: Path) -> list[Hashable]:
+        """The names of a program's outputs, from those of its inputs; writes into ``read`` and ``sliced``."""
         env: dict[Any, Hashable] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def name(v: Any) -> Hashable:
@@ -48,25 +49,28 @@ class Alike:
         for eqn in jaxpr.eqns:
             read = [name(v) for v in eqn.invars]
             self.read[*path, id(eqn)] = read
-            env.update(zip(eqn.outvars, self._equation(eqn, read, (*path, id(eqn))), strict=True))
+            env.update(zip(eqn.outvars, self._name_outputs_of(eqn, read, (*path, id(eqn))), strict=True))
         return [name(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: JaxprEqn, read: list[Hashable], own: Path) -> Sequence[Hashable]:
+    def _name_outputs_of(self, eqn: JaxprEqn, read: list[Hashable], own: Path) -> Sequence[Hashable]:
+        """The names of what an equation returns, from those of its operands; programs inside it are followed."""
         if kind_of(eqn) in _MOVES:
             return read[:1]
         if jaxprs.is_cond(eqn):
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn)):
-                self._outs(jaxpr, [*self._others(consts), *read[1:]], (*own, place))
+                self._name_outputs(jaxpr, [*self._new_names(consts), *read[1:]], (*own, place))
         elif jaxprs.is_scan(eqn):
             n_consts, n_carry = jaxprs.counts(eqn)
             jaxpr, consts = jaxprs.body(eqn)
             self.sliced[id(eqn)] = frozenset(read[n_consts + n_carry :]), Scan(eqn).reverse
-            self._outs(jaxpr, [*self._others(consts), *read[:n_consts], *self._others(read[n_consts:])], own)
+            self._name_outputs(
+                jaxpr, [*self._new_names(consts), *read[:n_consts], *self._new_names(read[n_consts:])], own
+            )
         elif jaxprs.is_call(eqn):
             jaxpr, consts = jaxprs.body(eqn)
-            return self._outs(jaxpr, [*self._others(consts), *read], own)
-        return self._others(eqn.outvars)
+            return self._name_outputs(jaxpr, [*self._new_names(consts), *read], own)
+        return self._new_names(eqn.outvars)
 
-    def _others(self, values: Sequence[Any]) -> list[Hashable]:
+    def _new_names(self, values: Sequence[Any]) -> list[Hashable]:
         """As many new names."""
         return [next(self._new) for _ in values]

@@ -31,7 +31,7 @@ class Arguments:
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
         """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are chosen."""
         leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
-        positions = _chosen(who, argnums, args)
+        positions = _chosen_positions(who, argnums, args)
         flags = [i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         flags += [False] * (len(leaves) - len(flags))
         places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
@@ -110,12 +110,12 @@ class Traced:
     restore: Callable[[list[Any]], Any]
 
 
-def caller(method: str, fun: Any, argnums: Any) -> str:
+def check_call(method: str, fun: Any, argnums: Any) -> str:
     """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
     if not callable(fun):
         raise TypeError(
-            f"{method} takes a function, but got {_shown(fun)!r} of type {type(fun).__name__}. Pass one, such as "
-            f"the loss."
+            f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
+            f"such as the loss."
         )
     named = fun
     while isinstance(named, functools.partial):
@@ -126,7 +126,7 @@ def caller(method: str, fun: Any, argnums: Any) -> str:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
         raise TypeError(
             f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
-            f"{_shown(argnums)!r}. Count positional arguments from 0."
+            f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
         )
     return who
 
@@ -134,14 +134,15 @@ def caller(method: str, fun: Any, argnums: Any) -> str:
 _CONTAINERS = (dict, list, tuple)
 
 
-def _shown(x: Any) -> Any:
+def _describe_arrays(x: Any) -> Any:
     """``x`` as an error shows it: arrays as shape and dtype."""
     return jax.tree.map(
         lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
     )
 
 
-def _chosen(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
+def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
+    """The positions of the arguments that the user chose: by default the first, and all that are keys."""
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
     chosen = {argnums} if isinstance(argnums, int) else set(argnums)

@@ -12,8 +12,11 @@ from reparax._programs import jaxprs
 from reparax._programs.jaxprs import live, part, values, variables
 
 Flags = list[bool]
+"""For each input, whether it is given: chosen by the user, or read by an ``apply``."""
 Known = dict[Var, bool]
+"""For each variable, whether it follows from given inputs alone."""
 Special = Callable[[JaxprEqn], Callable[..., Sequence[Any]] | None]
+"""Another function that runs an equation, or None."""
 
 STORED = "reparax_stored"
 """The name (``jax.ad_checkpoint.checkpoint_name``) of values that are stored although they can be recomputed."""
@@ -33,10 +36,10 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], special: Special = lambda eqn: None) 
     for i, eqns in enumerate(segments):
         later = {v for use in uses[i + 1 :] for v in use}
         wanted = [v for eqn in eqns for v in eqn.outvars if v in later]
-        piece = part(jaxpr, eqns, wanted)
+        program = part(jaxpr, eqns, wanted)
         function = functions[id(eqns[0])]
         if function is None:
-            env.update(zip(wanted, jaxprs.evaluate(piece, values(env, piece.invars)), strict=True))
+            env.update(zip(wanted, jaxprs.evaluate(program, values(env, program.invars)), strict=True))
         else:
             with jaxprs.as_written_by(eqns[0]):
                 outs = function(*values(env, eqns[0].invars))
@@ -62,32 +65,36 @@ def known(jaxpr: Jaxpr, given: Flags) -> Known:
     """
     env: Known = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
-        env.update(zip(eqn.outvars, _known_outs(eqn, flags(env, eqn.invars)), strict=True))
+        env.update(zip(eqn.outvars, _known_outputs_of(eqn, flags(env, eqn.invars)), strict=True))
     return env
 
 
-def _outs(jaxpr: Jaxpr, given: Flags) -> Flags:
+def _known_outputs(jaxpr: Jaxpr, given: Flags) -> Flags:
+    """Whether each output of a program is known, where ``given`` says which inputs are."""
     return flags(known(jaxpr, given), jaxpr.outvars)
 
 
-def _known_outs(eqn: JaxprEqn, given: Flags) -> Flags:
+def _known_outputs_of(eqn: JaxprEqn, given: Flags) -> Flags:
+    """Whether each output of an equation is known; those of one that must run exactly once are not."""
     n, once = len(eqn.outvars), jaxprs.has_effects(eqn)
     if once or False not in given:
         return [not once] * n
     # Even if no input is known, a body may compute known values from its own literals.
     if jaxprs.is_scan(eqn):
-        return _outs(jaxprs.inner(eqn)[0], steady(eqn, given))
+        return _known_outputs(jaxprs.inner(eqn)[0], steady_inputs(eqn, given))
     if jaxprs.is_cond(eqn):
-        return [all(each) for each in zip(*[_outs(branch, given[1:]) for branch in jaxprs.inner(eqn)], strict=True)]
-    return _outs(jaxprs.inner(eqn)[0], given) if jaxprs.is_call(eqn) else [False] * n
+        return [
+            all(each) for each in zip(*[_known_outputs(branch, given[1:]) for branch in jaxprs.inner(eqn)], strict=True)
+        ]
+    return _known_outputs(jaxprs.inner(eqn)[0], given) if jaxprs.is_call(eqn) else [False] * n
 
 
-def steady(scan: JaxprEqn, given: Flags) -> Flags:
+def steady_inputs(scan: JaxprEqn, given: Flags) -> Flags:
     """Which inputs of a scan's body are known at every step, if ``given`` are known before the first."""
     n_consts, n_carry = jaxprs.counts(scan)
     while True:
         carried = given[n_consts : n_consts + n_carry]
-        outs = _outs(jaxprs.inner(scan)[0], given)[:n_carry]
+        outs = _known_outputs(jaxprs.inner(scan)[0], given)[:n_carry]
         after = [a and b for a, b in zip(carried, outs, strict=True)]
         if after == carried:
             return given
@@ -109,7 +116,7 @@ def halves(jaxpr: Jaxpr, given: Flags) -> tuple[Jaxpr, Jaxpr]:
     return part(jaxpr, early, [v for v in late.invars if v in made and v not in jaxpr.invars]), late
 
 
-def remade(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
+def recomputing_program(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxpr:
     """The program that recomputes the known values ``wanted``, from inputs and the values to store that it needs."""
     needed, eqns = set(wanted), list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):

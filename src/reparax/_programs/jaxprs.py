@@ -91,12 +91,13 @@ def rehearse(works: Callable[[], bool]) -> None:
 
 def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
     """The program with its constants as first inputs, and these constants."""
-    jaxpr = _open(program)
+    jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), consts
 
 
-def _open(program: Any) -> Jaxpr:
+def _jaxpr_of(program: Any) -> Jaxpr:
+    """The jaxpr of a program, with or without its constants."""
     return getattr(program, "jaxpr", program)
 
 
@@ -122,7 +123,7 @@ def values(env: Env, atoms: Iterable[Any]) -> list[Any]:
 
 def types(program: Any) -> list[Any]:
     """The types of the outputs of a program."""
-    return [v.aval for v in _open(program).outvars]
+    return [v.aval for v in _jaxpr_of(program).outvars]
 
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
@@ -133,25 +134,26 @@ def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxp
     return jaxpr.replace(constvars=[], invars=invars, outvars=list(outvars), eqns=list(eqns))
 
 
-def renamed(jaxpr: Jaxpr, names: Env) -> Jaxpr:
+def substitute_inputs(jaxpr: Jaxpr, names: Env) -> Jaxpr:
     """The program with other atoms instead of some inputs, which are removed from its inputs."""
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in names],
-        outvars=_renamed(jaxpr.outvars, names),
-        eqns=[_reading(eqn, _renamed(eqn.invars, names)) for eqn in jaxpr.eqns],
+        outvars=_substituted(jaxpr.outvars, names),
+        eqns=[_with_operands(eqn, _substituted(eqn.invars, names)) for eqn in jaxpr.eqns],
     )
 
 
-def _renamed(atoms: Iterable[Any], names: Env) -> list[Any]:
+def _substituted(atoms: Iterable[Any], names: Env) -> list[Any]:
+    """The atoms, with others in place of some variables."""
     return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
 
 
-def _reading(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
+def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
     """The equation with other operands; itself if they are the same."""
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
-def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
+def open_calls(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
     """The program with the bodies of some calls in their place and constants as first inputs, and these constants.
 
     None if one body stands in two places, as its values need other names in each.
@@ -160,29 +162,29 @@ def opened_at(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, l
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
-            read = _renamed(eqn.invars, names)
+            read = _substituted(eqn.invars, names)
             if not opens(eqn):
-                eqns.append(_reading(eqn, read))
+                eqns.append(_with_operands(eqn, read))
                 continue
             inside, consts = body(eqn)
-            if id(_held(eqn)[0]) in visited:
+            if id(_programs_in(eqn)[0]) in visited:
                 return False
-            visited.add(id(_held(eqn)[0]))
+            visited.add(id(_programs_in(eqn)[0]))
             invars.extend(inside.invars[: len(consts)])
             held.extend(consts)
             own: Env = dict(zip(inside.invars[len(consts) :], read, strict=True))
             if not opened_in(inside, own):
                 return False
-            names.update(zip(eqn.outvars, _renamed(inside.outvars, own), strict=True))
+            names.update(zip(eqn.outvars, _substituted(inside.outvars, own), strict=True))
         return True
 
     names: Env = {}
     if not opened_in(jaxpr, names):
         return None
-    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=_renamed(jaxpr.outvars, names), eqns=eqns), held
+    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=_substituted(jaxpr.outvars, names), eqns=eqns), held
 
 
-def joined(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
+def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     """The program of ``invars`` that runs the parts in order and returns the outputs of the last."""
     eqns = [eqn for part in parts for eqn in part.eqns]
     effects = {effect for eqn in eqns for effect in eqn.effects}
@@ -194,12 +196,12 @@ def live(jaxpr: Jaxpr) -> Jaxpr:
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def pruned(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+def keep_used(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """The program with only the used outputs and the inputs that they need, and which inputs these are."""
     return partial_eval.dce_jaxpr(jaxpr, list(used))
 
 
-def batched(
+def batch_program(
     jaxpr: Jaxpr, args: Sequence[Any], dims: Sequence[int | None], axis: Any
 ) -> tuple[Jaxpr, list[Any], list[int | None]]:
     """The batched program with its constants as first inputs, these constants, and the batch axis of each output.
@@ -223,20 +225,21 @@ def batched(
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
     if not any(map(_is_linearized, args)) and CustomJvp not in map(kind_of, jaxpr.eqns):
-        return _function(jaxpr)(*args)
+        return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     last = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
     kept = set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         read = variables(eqn.invars)
-        env.update(zip(eqn.outvars, _outputs(jaxpr, eqn, [env[v] for v in read]), strict=True))
+        env.update(zip(eqn.outvars, _evaluate_equation(jaxpr, eqn, [env[v] for v in read]), strict=True))
         for v in read:
             if last[v] is eqn and v not in kept:
                 del env[v]
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
 
-def _function(jaxpr: Jaxpr) -> Body:
+def _as_function(jaxpr: Jaxpr) -> Body:
+    """A program without constants as a function of its inputs."""
     return jax.extend.core.jaxpr_as_fun(jaxpr if _Closed is Jaxpr else _Closed(jaxpr, []))
 
 
@@ -245,7 +248,7 @@ def _is_linearized(x: Any) -> bool:
     return type(x).__name__ == "LinearizeTracer"
 
 
-def _is_traced(args: Sequence[Any]) -> bool:
+def _any_is_traced(args: Sequence[Any]) -> bool:
     """Whether a value has no numbers yet, beside being differentiated."""
     values = list(args)
     while any(map(_is_linearized, values)):
@@ -253,7 +256,7 @@ def _is_traced(args: Sequence[Any]) -> bool:
     return any(isinstance(x, Tracer) for x in values)
 
 
-def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """The outputs of an equation, from the values of the variables that it reads.
 
     JAX works out the derivative of a primitive anew in each equation, but that of a function once. So equal equations
@@ -262,17 +265,18 @@ def _outputs(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     alone = _Alone.of(program, eqn)
     kind = kind_of(eqn)
     # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
-    holds, linearized = bool(_held(eqn)), any(map(_is_linearized, args))
-    gains = (kind is CustomJvp or (linearized and kind is Checkpoint)) and _is_traced(args) if holds else linearized
+    holds, linearized = bool(_programs_in(eqn)), any(map(_is_linearized, args))
+    gains = (kind is CustomJvp or (linearized and kind is Checkpoint)) and _any_is_traced(args) if holds else linearized
     if eqn.effects or not gains or not alone.has_hash:
         return alone.function(*args)
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
-        return _shared(alone)(*args)
+        return _shared_function(alone)(*args)
 
 
 @functools.lru_cache(maxsize=4096)
-def _shared(alone: "_Alone") -> Body:
+def _shared_function(alone: "_Alone") -> Body:
+    """The outputs, from the values of operands, by one function for all equal equations."""
     return inlined(alone.anywhere().function)
 
 
@@ -312,7 +316,7 @@ class _Alone:
     @property
     def function(self) -> Body:
         """The outputs, from the values of the variables that the equation reads."""
-        return _function(part(self.program, [self.eqn], self.eqn.outvars))
+        return _as_function(part(self.program, [self.eqn], self.eqn.outvars))
 
     def anywhere(self) -> "_Alone":
         """The same without the lines that wrote it, and without the rest of the program."""
@@ -325,15 +329,15 @@ def residuals(linear: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(linear)
 
 
-def pushing(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
-    """The program of a function from ``jax.linearize``, with what it stores as first inputs, and this.
+def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tuple[Jaxpr, list[Any]]:
+    """The program of a function from ``jax.linearize``, whose first inputs are what it stores, and these stored values.
 
-    The function holds its program. If some of its ``n_outs`` outputs are zeros that the program leaves out, or if JAX
-    keeps the program elsewhere, it is traced.
+    :func:`residuals` gives the latter alone. The function holds its program. If some of its ``n_outs`` outputs are
+    zeros that the program leaves out, or if JAX keeps the program elsewhere, it is traced.
     """
     stored = jax.tree.leaves(linear)
     held = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
-    found = [_open(x) for x in held if not getattr(x, "consts", ())]
+    found = [_jaxpr_of(x) for x in held if not getattr(x, "consts", ())]
     # Until jax 0.11.0 what is stored are constants of the program, since then its first inputs.
     sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in found]
     if sizes != [(len(stored) + len(points), n_outs)]:
@@ -363,19 +367,20 @@ def tells_shards(type_: Any) -> bool:
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
     stack, seen = [jaxpr], {id(jaxpr)}
-    if _are_refs([*jaxpr.constvars, *jaxpr.invars]):
+    if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     while stack:
         for eqn in stack.pop().eqns:
-            if _are_refs(eqn.outvars):
+            if _any_is_ref(eqn.outvars):
                 return True
-            inside = [program for program in inner(eqn) if id(program) not in seen and not _are_refs(program.invars)]
+            inside = [program for program in inner(eqn) if id(program) not in seen and not _any_is_ref(program.invars)]
             seen.update(map(id, inside))
             stack += inside
     return False
 
 
-def _are_refs(variables: Iterable[Var]) -> bool:
+def _any_is_ref(variables: Iterable[Var]) -> bool:
+    """Whether one of these variables is a mutable array."""
     return "AbstractRef" in [type(v.aval).__name__ for v in variables]
 
 
@@ -396,10 +401,11 @@ def own_parameters(eqn: JaxprEqn) -> Env:
 
 def inner(eqn: JaxprEqn) -> list[Jaxpr]:
     """The programs inside an equation."""
-    return [_open(program) for program in _held(eqn)]
+    return [_jaxpr_of(program) for program in _programs_in(eqn)]
 
 
-def _held(eqn: JaxprEqn) -> list[Any]:
+def _programs_in(eqn: JaxprEqn) -> list[Any]:
+    """The programs among the parameters of an equation, as JAX holds them: with or without constants."""
     held: list[Any] = []
     for value in eqn.params.values():
         if type(value) in _PROGRAMS:
@@ -416,7 +422,7 @@ def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
 
 def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
     """The programs inside an equation, each with its constants as first inputs, and these constants."""
-    return [consts_first(program) for program in _held(eqn)]
+    return [consts_first(program) for program in _programs_in(eqn)]
 
 
 def is_placed(eqn: JaxprEqn) -> bool:
@@ -430,7 +436,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def held_in(eqn: JaxprEqn, kind: type[T]) -> T | None:
+def policy_of(eqn: JaxprEqn, kind: type[T]) -> T | None:
     """The policy of this kind with which an equation is ``jax.checkpoint``; None for other equations."""
     policy = Checkpoint(eqn).policy if kind_of(eqn) is Checkpoint else None
     return policy if isinstance(policy, kind) else None
@@ -481,13 +487,13 @@ def squared(eqn: JaxprEqn, sources: Sequence[frozenset[T]]) -> frozenset[T]:
 
 def counts(scan: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
-    _parameters(scan, _SCAN, _SCAN_UNREAD)
+    _read_parameters(scan, _SCAN, _SCAN_UNREAD)
     inside = inner(scan)[0]
-    carried = len(scan.outvars) - _steps(scan.outvars, inside.outvars)
-    return len(scan.invars) - _steps(scan.invars, inside.invars) - carried, carried
+    carried = len(scan.outvars) - _count_sliced(scan.outvars, inside.outvars)
+    return len(scan.invars) - _count_sliced(scan.invars, inside.invars) - carried, carried
 
 
-def _steps(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """How many values a scan slices or stacks: these have one more axis outside."""
     return sum(v.aval.ndim != x.aval.ndim for v, x in zip(outside, inside, strict=True))
 
@@ -510,20 +516,20 @@ def lines(eqn: JaxprEqn) -> list[str]:
 # ---- equations, rebuilt with another body
 
 
-def rebound(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
     """A function of a new body and the operands that runs the equation with this body, or None if impossible."""
-    run = threaded(eqn)
+    run = runner_with_state(eqn)
     return run and (lambda body, *args: run(lambda state, *args: (body(*args), state), [], args)[0])
 
 
-def threaded(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
-    """As :func:`rebound`, with a state that each run of the body takes, and returns after its outputs."""
-    functions: dict[type[View], Callable[..., Any]] = {Jit: _jit, Scan: _scan, ShardMap: _shard_map}
+def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
+    """As :func:`runner_of`, with a state that each run of the body takes, and returns after its outputs."""
+    functions: dict[type[View], Callable[..., Any]] = {Jit: _run_jit, Scan: _run_scan, ShardMap: _run_shard_map}
     function = functions.get(kind_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 
-def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[str, Any]:
+def _read_parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[str, Any]:
     """The parameters ``names`` of an equation; raises an error if it has others than these and ``others``."""
     kind = eqn.primitive.name
     if missing := [name for name in names if name not in eqn.params]:
@@ -533,9 +539,10 @@ def _parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[s
     return {name: eqn.params[name] for name in names}
 
 
-def _jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     # The other parameters affect compilation only.
-    settings = _parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
+    """Runs a ``jit`` with another body: inline, unless it gives shardings."""
+    settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
     if not is_placed(eqn):
         return body(state, *args)
     settings["in_shardings"] = (None, *settings["in_shardings"])
@@ -543,7 +550,8 @@ def _jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tu
     return jax.jit(body, **settings)(state, *args)
 
 
-def _scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+def _run_scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+    """Runs a scan with another body; the state is carried from step to step."""
     n_consts, n_carry = counts(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
 
@@ -551,15 +559,15 @@ def _scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> t
         outs, state = body(carry[0], *consts, *carry[1], *x)
         return (state, outs[:n_carry]), outs[n_carry:]
 
-    settings = _parameters(eqn, _SCAN, _SCAN_UNREAD)
+    settings = _read_parameters(eqn, _SCAN, _SCAN_UNREAD)
     if jax.export.is_symbolic_dim(settings["length"]):  # what it slices has this length too
         settings.pop("length")
     (state, carry), ys = jax.lax.scan(step, (state, list(init)), list(xs), **settings)
     return [*carry, *ys], state
 
 
-def chosen(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
-    """A cond with other branches; if it chooses by platform, JAX compiles the branch of one platform only."""
+def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Sequence[Any]) -> Sequence[Any]:
+    """Runs a cond with other branches; if it chooses by platform, JAX compiles the branch of one platform only."""
     platforms = cond.params.get("branches_platforms")
     if platforms is None:
         return jax.lax.switch(index, branches, *operands)
@@ -569,16 +577,17 @@ def chosen(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seque
     return jax.lax.platform_dependent(*operands, default=default, **named)
 
 
-def _shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
-    return sharded(eqn, body, eqn.params.get("in_specs"), state, args)
+def _run_shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
+    """Runs a ``shard_map`` with another body, and inputs that are split as its own are."""
+    return run_sharded(eqn, body, eqn.params.get("in_specs"), state, args)
 
 
-def sharded(
+def run_sharded(
     eqn: JaxprEqn, body: Threaded, in_specs: Any, state: State, args: Sequence[Any]
 ) -> tuple[Sequence[Any], State]:
-    """A ``shard_map`` with another body and other inputs; the state is the same on all devices."""
+    """Runs a ``shard_map`` with another body and other inputs; the state is the same on all devices."""
     axes = next((name for name in _AXES if name in eqn.params), _AXES[0])
-    settings = _parameters(eqn, (*_SHARD_MAP, axes), {"jaxpr"})
+    settings = _read_parameters(eqn, (*_SHARD_MAP, axes), {"jaxpr"})
     everywhere = PartitionSpec()
     settings |= {
         "axis_names": settings.pop(axes),

@@ -91,79 +91,85 @@ class Mixing:
     def program(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> None:
         """Follows the inputs of a whole program, of which a loss is a number."""
         makers: dict[Any, JaxprEqn] = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        for v, (traces, alone) in zip(jaxpr.outvars, self._outs(jaxpr, inputs, ()), strict=True):
+        for v, (traces, alone) in zip(jaxpr.outvars, self._follow_program(jaxpr, inputs, ()), strict=True):
             if traces and not alone and jaxprs.type_of(v).shape:
-                self._tell(traces, makers[v])
+                self._note_mixed(traces, makers[v])
 
-    def _outs(self, jaxpr: Jaxpr, inputs: Sequence[Value], path: Path) -> list[Value]:
+    def _follow_program(self, jaxpr: Jaxpr, inputs: Sequence[Value], path: Path) -> list[Value]:
+        """The outputs of a program, from its inputs; ``path`` are the equations whose bodies hold it."""
         env: dict[Any, Value] = {v: _as_number(v, value) for v, value in zip(jaxpr.invars, inputs, strict=True)}
 
         def value(v: Any) -> Value:
             return ({}, True) if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            outs = self._equation(eqn, [value(v) for v in eqn.invars], path)
+            outs = self._follow_equation(eqn, [value(v) for v in eqn.invars], path)
             for v, out in zip(eqn.outvars, outs, strict=True):
-                env[v] = self._kept(eqn, _as_number(v, out))
+                env[v] = self._drop_mixed(eqn, _as_number(v, out))
         return [value(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: JaxprEqn, inputs: list[Value], path: Path) -> Sequence[Value]:
+    def _follow_equation(self, eqn: JaxprEqn, inputs: list[Value], path: Path) -> Sequence[Value]:
+        """The outputs of an equation; of a product that is known already, its array is no longer followed."""
         if (made := self._made(eqn)) is not None:
             return [({each: Dependence.ARRAY}, True) for each in made]
         own = (*path, id(eqn))
         if own in self._counted:
             inputs[self._counted[own]] = {}, inputs[self._counted[own]][1]
         if jaxprs.is_scan(eqn):
-            return self._scan(eqn, inputs, own)
+            return self._follow_scan(eqn, inputs, own)
         if jaxprs.is_cond(eqn):
-            return self._cond(eqn, inputs, own)
+            return self._follow_cond(eqn, inputs, own)
         if jaxprs.is_call(eqn):
             jaxpr, consts = jaxprs.body(eqn)
-            return self._outs(jaxpr, [*_constants(consts), *inputs], own)
+            return self._follow_program(jaxpr, [*_values_of_constants(consts), *inputs], own)
         alone = all(known for _, known in inputs) and not jaxprs.has_effects(eqn)
-        traces = {each: _kind(eqn, inputs, each, alone=alone) for each in _either(inputs)[0]}
+        traces = {each: _dependence_on(eqn, inputs, each, alone=alone) for each in _worst_of(inputs)[0]}
         return [(traces, alone) for _ in eqn.outvars]
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+    def _follow_scan(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+        """The outputs of a scan, whose body is followed until what it carries stays as it is."""
         n_consts, n_carry = jaxprs.counts(eqn)
         jaxpr, consts = jaxprs.body(eqn)
-        known = dependence.steady(eqn, [alone for _, alone in inputs])
+        known = dependence.steady_inputs(eqn, [alone for _, alone in inputs])
         inputs = [(traces, flag) for (traces, _), flag in zip(inputs, known, strict=True)]
         while True:
             inside = [
-                self._kept(eqn, _as_number(v, each))
+                self._drop_mixed(eqn, _as_number(v, each))
                 for v, each in zip(jaxpr.invars[len(consts) :], inputs, strict=True)
             ]
-            outs = self._outs(jaxpr, [*_constants(consts), *inside], own)
+            outs = self._follow_program(jaxpr, [*_values_of_constants(consts), *inside], own)
             carried = inside[n_consts : n_consts + n_carry]
-            after = [_either([a, b]) for a, b in zip(carried, outs, strict=False)]
+            after = [_worst_of([a, b]) for a, b in zip(carried, outs, strict=False)]
             if after == carried:
                 return [*carried, *outs[n_carry:]]
             inputs = [*inside[:n_consts], *after, *inside[n_consts + n_carry :]]
 
-    def _cond(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+    def _follow_cond(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+        """The outputs of a cond: those of any branch, and all that its choice depends on."""
         (chooses, alone), *operands = inputs
         branches = [
-            self._outs(jaxpr, [*_constants(consts), *operands], (*own, place))
+            self._follow_program(jaxpr, [*_values_of_constants(consts), *operands], (*own, place))
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn))
         ]
         chosen: Value = dict.fromkeys(chooses, Dependence.ARRAY), alone
-        return [_either([chosen, *each]) for each in zip(*branches, strict=True)]
+        return [_worst_of([chosen, *each]) for each in zip(*branches, strict=True)]
 
-    def _kept(self, eqn: JaxprEqn, value: Value) -> Value:
-        """What is still to be followed of a value: not what was mixed with data here."""
+    def _drop_mixed(self, eqn: JaxprEqn, value: Value) -> Value:
+        """A value without the arrays that the equation mixes with data; these are noted."""
         traces, alone = value
         if alone:
             return value
-        self._tell([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
+        self._note_mixed([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
         return {each: kind for each, kind in traces.items() if kind is not Dependence.ARRAY}, False
 
-    def _tell(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
+    def _note_mixed(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
+        """Adds an equation to those that were found for these arrays."""
         for each in arrays:
             self.found.setdefault(each, {})[id(eqn)] = eqn
 
 
-def _constants(consts: Collection[Any]) -> list[Value]:
+def _values_of_constants(consts: Collection[Any]) -> list[Value]:
+    """Constants as values that depend on no array, and count as data."""
     return [({}, False) for _ in consts]
 
 
@@ -175,7 +181,7 @@ def _as_number(v: Any, value: Value) -> Value:
     return dict.fromkeys(traces, Dependence.NUMBER), True
 
 
-def _either(values: Sequence[Value]) -> Value:
+def _worst_of(values: Sequence[Value]) -> Value:
     """What may be any of these values."""
     traces: dict[Hashable, Dependence] = {}
     for each, kind in (item for own, _ in values for item in own.items()):
@@ -183,7 +189,7 @@ def _either(values: Sequence[Value]) -> Value:
     return traces, all(alone for _, alone in values)
 
 
-def _kind(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Dependence:
+def _dependence_on(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Dependence:
     """How the outputs of an equation depend on an array on which some of its operands depend."""
     places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
     if all(inputs[i][0][each] is Dependence.NUMBER for i in places):

@@ -18,14 +18,14 @@ def is_apply(eqn: JaxprEqn) -> bool:
 
 def mark_of(eqn: JaxprEqn) -> Mark | None:
     """What an ``apply`` says of its outputs; None for other equations."""
-    return jaxprs.held_in(eqn, Mark)
+    return jaxprs.policy_of(eqn, Mark)
 
 
 def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
     """``given``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
     read, behind = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
-        own = _read(eqn)
+        own = _inputs_of_apply(eqn)
         read.update(own)
         behind.update(own)
         if any(v in behind for v in eqn.outvars):
@@ -36,11 +36,11 @@ def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
     ]
 
 
-def _read(eqn: JaxprEqn) -> list[Any]:
+def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
     if is_apply(eqn):
         return jaxprs.variables(eqn.invars)
-    if jaxprs.rebound(eqn) is None or not holds_apply(eqn):
+    if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
     roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
@@ -48,6 +48,7 @@ def _read(eqn: JaxprEqn) -> list[Any]:
 
 
 def _is_key_or_number(v: Any) -> bool:
+    """Whether a variable may be a key, typed or legacy, or is a single number."""
     dtype, shape = v.aval.dtype, v.aval.shape
     legacy = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
     return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -13,7 +13,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
 
 
-def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
+def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
     """For each equation, identified by its traceback, the user's line that made it or the program around it.
 
     In a program inside an equation, JAX cuts tracebacks off where that program begins.
@@ -23,7 +23,7 @@ def calls(program: Jaxpr, outside: str = "") -> dict[int, str]:
         line = line_of(eqn) or outside
         found[jaxprs.origin(eqn)] = line
         for held in jaxprs.inner(eqn):
-            found |= calls(held, line)
+            found |= lines_by_origin(held, line)
     return found
 
 
@@ -33,19 +33,19 @@ def line_of(eqn: JaxprEqn) -> str:
     return _CELL.sub("<cell>", found)
 
 
-def reader_of(eqn: JaxprEqn | None, does: str, found: Mapping[int, str]) -> str:
+def describe_read(eqn: JaxprEqn | None, does: str, found: Mapping[int, str]) -> str:
     """What reads a weight: an equation that does something, and its line; None is the end of a program."""
     if eqn is None:
         return "it is returned, or carried"
-    line = source(eqn, 0, found)
+    line = line_of_output(eqn, 0, found)
     return f"{eqn.primitive.name} {does}" + (f": {line}" if line else "")
 
 
-def source(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
+def line_of_output(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
     """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
     for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
         v = program.outvars[i]
         for inside in program.eqns:
-            if v in inside.outvars and (line := source(inside, inside.outvars.index(v), found)):
+            if v in inside.outvars and (line := line_of_output(inside, inside.outvars.index(v), found)):
                 return line
     return line_of(eqn) or found.get(jaxprs.origin(eqn), "")

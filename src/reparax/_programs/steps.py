@@ -39,7 +39,7 @@ LARGE = 2**16
 Axis = int | None
 Part = tuple[Var, Axis]
 """A value, and the axis along which one step's part of it is read; None for the whole value."""
-Made = tuple[list[Axis], Callable[..., Any]]
+PartRule = tuple[list[Axis], Callable[..., Any]]
 """The axes of the operands, and a function of the step's number and of these parts."""
 
 
@@ -55,7 +55,7 @@ class StepPlan:
 
     parts: list[Part]
     wanted: Sequence[Part]
-    steps: list[tuple[Part, JaxprEqn, Made]]
+    steps: list[tuple[Part, JaxprEqn, PartRule]]
 
     def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
         """The wanted parts at step ``i``, from the parts that are read."""
@@ -76,12 +76,12 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> StepPla
     needed: dict[Var, list[Axis]] = {}
     for v, axis in wanted:
         needed.setdefault(v, []).append(axis)
-    steps: list[tuple[Part, JaxprEqn, Made]] = []
+    steps: list[tuple[Part, JaxprEqn, PartRule]] = []
     made = set[Part]()
     for eqn in reversed(jaxpr.eqns):
         pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed.get(v, ())]
         for i, v, axis in pairs:
-            if jaxprs.has_effects(eqn) or (found := _made(eqn, i, axis, moves=moves)) is None:
+            if jaxprs.has_effects(eqn) or (found := _rule_of_part(eqn, i, axis, moves=moves)) is None:
                 continue
             steps.append(((v, axis), eqn, found))
             made.add((v, axis))
@@ -92,143 +92,161 @@ def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> StepPla
     return StepPlan([part for part in parts if part not in made], wanted, steps[::-1])
 
 
-def _made(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> Made | None:
+def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule | None:
     """How the part of the ``i``-th output is computed; None if it is read from the value."""
     view = view_of(eqn)
     if any(map(_is_sharded, eqn.outvars)):
         return None
     if axis is None:  # repeated numbers cost nothing
-        return ([None for _ in eqn.invars], _same(view)) if isinstance(view, Broadcast | Iota) else None
+        return ([None for _ in eqn.invars], _same_equation(view)) if isinstance(view, Broadcast | Iota) else None
     if isinstance(view, SplitAxis):
-        run = _same(view)
+        run = _same_equation(view)
         return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
     if isinstance(view, CustomJvp) and moves:
-        return _derived(eqn, axis)
+        return _part_of_custom_jvp(eqn, axis)
     if isinstance(view, Jit | CustomJvp):
-        return _call(eqn, i, axis, moves=moves)
+        return _part_of_call(eqn, i, axis, moves=moves)
     if isinstance(view, Pointwise):
-        return _elementwise(view, axis)
+        return _part_of_elementwise(view, axis)
     rule = _RULES.get(type(view))
     return rule and rule(view, axis)
 
 
 def _is_sharded(v: Any) -> bool:
+    """Whether the type of a variable splits it over the devices of an explicit mesh."""
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
-def _same(view: View, **changed: Any) -> Callable[..., Any]:
+def _same_equation(view: View, **changed: Any) -> Callable[..., Any]:
+    """The function of a rule that runs the equation itself on the parts, with some settings changed."""
     return lambda _, *operands: view.bind(*operands, **changed)
 
 
-def _ones(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+def _with_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The sizes, with 1 at an axis."""
     return tuple(1 if i == axis else n for i, n in enumerate(sizes))
 
 
-def _shape(v: Any) -> tuple[int, ...]:
+def _shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal, by its type."""
     return jaxprs.type_of(v).shape
 
 
-def _elementwise(view: Pointwise, axis: int) -> Made | None:
+def _part_of_elementwise(view: Pointwise, axis: int) -> PartRule | None:
+    """The same entries of all operands; what has one entry along the axis is read whole."""
     shape = view.type.shape
-    if any(_shape(v) and len(_shape(v)) != len(shape) for v in view.operands):
+    if any(_shape_of(v) and len(_shape_of(v)) != len(shape) for v in view.operands):
         return None
-    return [axis if _shape(v) and _shape(v)[axis] == shape[axis] else None for v in view.operands], _same(view)
+    return [
+        axis if _shape_of(v) and _shape_of(v)[axis] == shape[axis] else None for v in view.operands
+    ], _same_equation(view)
 
 
-def _broadcast(view: Broadcast, axis: int) -> Made | None:
+def _part_of_broadcast(view: Broadcast, axis: int) -> PartRule | None:
+    """The same entries of the operand, or all of it if it is repeated along the axis."""
     shape, places = view.shape, view.broadcast_dimensions
     if len(view.operands) > 1:
         return None
     own = places.index(axis) if axis in places else None
-    if own is not None and _shape(view.operands[0])[own] == 1:
+    if own is not None and _shape_of(view.operands[0])[own] == 1:
         own = None
-    return [own], _same(view, shape=_ones(shape, axis))
+    return [own], _same_equation(view, shape=_with_one(shape, axis))
 
 
-def _iota(view: Iota, axis: int) -> Made:
-    shape, dtype = _ones(view.shape, axis), view.type.dtype
+def _part_of_iota(view: Iota, axis: int) -> PartRule:
+    """The number of the step if the array counts along the axis, else a shorter array."""
+    shape, dtype = _with_one(view.shape, axis), view.type.dtype
     if view.dimension == axis:
         return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
-    return [], _same(view, shape=shape)
+    return [], _same_equation(view, shape=shape)
 
 
-def _reshape(view: Reshape, axis: int) -> Made | None:
-    old, new = _shape(view.operands[0]), view.new_sizes
+def _part_of_reshape(view: Reshape, axis: int) -> PartRule | None:
+    """The part along the axis that the reshape keeps as it is; None if it splits or merges the axis."""
+    old, new = _shape_of(view.operands[0]), view.new_sizes
     if len(view.operands) > 1 or view.dimensions is not None:
         return None
     for own, size in enumerate(old):
         if size == new[axis] and math.prod(old[:own]) == math.prod(new[:axis]):
-            return [own], _same(view, new_sizes=_ones(new, axis))
+            return [own], _same_equation(view, new_sizes=_with_one(new, axis))
     return None
 
 
-def _squeeze(view: Squeeze, axis: int) -> Made:
-    rest = [i for i in range(len(_shape(view.operands[0]))) if i not in view.dimensions]
-    return [rest[axis]], _same(view)
+def _part_of_squeeze(view: Squeeze, axis: int) -> PartRule:
+    """The part along the axis that this one was before others went."""
+    rest = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.dimensions]
+    return [rest[axis]], _same_equation(view)
 
 
-def _reduction(view: Reduce, axis: int) -> Made:
-    rest = [i for i in range(len(_shape(view.operands[0]))) if i not in view.axes]
-    return [rest[axis]], _same(view)
+def _part_of_reduction(view: Reduce, axis: int) -> PartRule:
+    """The part along the axis that this one was before those that are reduced went."""
+    rest = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.axes]
+    return [rest[axis]], _same_equation(view)
 
 
-def _transpose(view: Transpose, axis: int) -> Made:
-    return [view.permutation[axis]], _same(view)
+def _part_of_transpose(view: Transpose, axis: int) -> PartRule:
+    """The part along the axis that stands here in the output."""
+    return [view.permutation[axis]], _same_equation(view)
 
 
-def _slice(view: Slice, axis: int) -> Made | None:
-    size, limits = _shape(view.operands[0])[axis], [limit for _, limit, _ in view.bounds]
+def _part_of_slice(view: Slice, axis: int) -> PartRule | None:
+    """The part along an axis that the slice leaves whole; None for one that it cuts."""
+    size, limits = _shape_of(view.operands[0])[axis], [limit for _, limit, _ in view.bounds]
     if view.type.shape[axis] != size:
         return None
-    return [axis], _same(view, limit_indices=_ones(limits, axis))
+    return [axis], _same_equation(view, limit_indices=_with_one(limits, axis))
 
 
-def _concatenate(view: Concatenate, axis: int) -> Made | None:
-    return None if view.dimension == axis else ([axis for _ in view.operands], _same(view))
+def _part_of_concatenate(view: Concatenate, axis: int) -> PartRule | None:
+    """The same parts of all operands; None along the axis on which they follow each other."""
+    return None if view.dimension == axis else ([axis for _ in view.operands], _same_equation(view))
 
 
-def _stack(view: Stack, axis: int) -> Made | None:
+def _part_of_stack(view: Stack, axis: int) -> PartRule | None:
+    """The same parts of all operands; None along the new axis."""
     new = view.axis
-    return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same(view))
+    return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same_equation(view))
 
 
-def _dot(view: Dot, axis: int) -> Made:
+def _part_of_dot(view: Dot, axis: int) -> PartRule:
+    """Parts of both operands along an axis of the batch, else of the one operand that has the axis."""
     summed, shared = view.contracting, view.batch
     if axis < len(shared[0]):
-        return [shared[0][axis], shared[1][axis]], _same(view)
+        return [shared[0][axis], shared[1][axis]], _same_equation(view)
     place = axis - len(shared[0])
     for k, v in enumerate(view.operands):
-        own = [i for i in range(len(_shape(v))) if i not in (*summed[k], *shared[k])]
+        own = [i for i in range(len(_shape_of(v))) if i not in (*summed[k], *shared[k])]
         if place < len(own):
-            return [own[place] if k == j else None for j in range(2)], _same(view)
+            return [own[place] if k == j else None for j in range(2)], _same_equation(view)
         place -= len(own)
     raise AssertionError
 
 
-def _gather(view: Gather, axis: int) -> Made | None:
-    """A look-up in a table that is the same at each step."""
+def _part_of_gather(view: Gather, axis: int) -> PartRule | None:
+    """The part of a look-up in a table that is the same at each step."""
     numbers = view.dimension_numbers
     if numbers.operand_batching_dims or axis in numbers.offset_dims:
         return None
-    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same(view)
+    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same_equation(view)
 
 
-def _call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> Made | None:
+def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
+    """The part of an output of a call, by parts of its operands through the whole body; else None."""
     jaxpr, consts = jaxprs.body(eqn)
-    found = _inside(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
+    found = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
     if found is None:
         return None
     axes, run = found
     return axes, lambda i, *operands: run(i, *consts, *operands)[0]
 
 
-def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
-    """A function with a derivative of its own, of which a part is the same function of parts."""
-    names, value = jaxprs.variables(eqn.invars), _call(eqn, 0, axis, moves=False)
+def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
+    """The part of a function with a derivative of its own: the same function of parts."""
+    names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
     alone = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
     if value is None or alone.invars != eqn.invars or not all(map(dependence.smooth, (*names, *eqn.outvars))):
         return None
-    types = [jax.ShapeDtypeStruct(_shape(v), jaxprs.type_of(v).dtype) for v in names]
+    types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in names]
 
     def pushed(primals: Any, tangents: Any) -> Any:
         return jax.jvp(lambda *args: jaxprs.evaluate(alone, args), primals, tangents)
@@ -236,7 +254,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
     program, held = jaxprs.consts_first(jax.make_jaxpr(pushed)(types, types))
 
     def slope(*, moves: bool) -> Any:
-        return _inside(program, [(v, axis) for v in program.outvars], len(held), moves=moves)
+        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(held), moves=moves)
 
     axes, run = value
     # A derivative may call its own function, so it is followed further only where it is needed.
@@ -252,7 +270,7 @@ def _derived(eqn: JaxprEqn, axis: int) -> Made | None:
     return axes, function
 
 
-def _inside(
+def _parts_in_body(
     jaxpr: Jaxpr, wanted: Sequence[Any], n_consts: int, *, moves: bool
 ) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
     """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
@@ -267,7 +285,7 @@ def _inside(
             return None
     if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in found.parts if v in wholes):
         return None
-    before = jaxprs.pruned(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
+    before = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
     if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *before.invars)):
         return None
 
@@ -279,17 +297,17 @@ def _inside(
     return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
 
 
-_RULES: dict[type[View], Callable[..., Made | None]] = {
-    Broadcast: _broadcast,
-    Iota: _iota,
-    Reshape: _reshape,
-    Squeeze: _squeeze,
-    Transpose: _transpose,
-    Slice: _slice,
-    Concatenate: _concatenate,
-    Dot: _dot,
-    Gather: _gather,
-    Stack: _stack,
-    Reduce: _reduction,
-    ReduceSum: _reduction,
+_RULES: dict[type[View], Callable[..., PartRule | None]] = {
+    Broadcast: _part_of_broadcast,
+    Iota: _part_of_iota,
+    Reshape: _part_of_reshape,
+    Squeeze: _part_of_squeeze,
+    Transpose: _part_of_transpose,
+    Slice: _part_of_slice,
+    Concatenate: _part_of_concatenate,
+    Dot: _part_of_dot,
+    Gather: _part_of_gather,
+    Stack: _part_of_stack,
+    Reduce: _part_of_reduction,
+    ReduceSum: _part_of_reduction,
 }

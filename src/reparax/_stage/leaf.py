@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.planner import Planner
-from reparax._numerics.terms import Term, summed
+from reparax._numerics.terms import Term, sum_terms
 from reparax._numerics.usage import takes
 from reparax._stage.leafwise import Leafwise
 from reparax._stage.mean import Mean
@@ -300,4 +300,4 @@ def _class_that_writes(cls: type[Any], method: str) -> type[Any]:
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
     """``apply_leaf`` of a class that writes only ``terms_leaf``: the sum of the terms."""
-    return summed(self.terms_leaf(*args, **kwargs))
+    return sum_terms(self.terms_leaf(*args, **kwargs))

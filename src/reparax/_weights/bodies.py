@@ -17,7 +17,7 @@ from reparax._programs.equations.kinds import kind_of
 from reparax._programs.equations.view import View
 from reparax._weights.facts import Facts, combined_facts, facts_in
 from reparax._weights.moves import each_factor
-from reparax._weights.sums import Factor, Label, Product, Sum, entries
+from reparax._weights.sums import Factor, Label, Product, Sum, count_entries
 
 Outs = tuple[list[Any], list[Facts]]
 Rule = Callable[[Any, JaxprEqn, Sequence[Any], Sequence[Facts]], "Outs | None"]
@@ -31,19 +31,21 @@ def rule(eqn: JaxprEqn) -> Rule | None:
     return _RULES.get(kind_of(eqn))
 
 
-def _jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+def _enter_jit(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    """Reads the body in place. With shardings, under ``jit`` again; None if a sum would enter it."""
     jaxpr, consts = jaxprs.body(eqn)
     inside = reader.inside(eqn)
     if not jaxprs.is_placed(eqn):
         return inside.run(jaxpr, [*consts, *args], facts_in(consts, facts))
     if any(isinstance(x, Sum) for x in args):
         return None
-    return _again(
+    return _run_with_body(
         reader, eqn, lambda *args: inside.arrays(jaxpr, [*consts, *args], facts_in(consts, facts)), args, facts
     )
 
 
-def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+def _enter_checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    """Reads the body under ``jax.checkpoint`` again; if nothing is computed, in place."""
     jaxpr, consts = jaxprs.body(eqn)
     inside, known = reader.inside(eqn), facts_in(consts, facts)
     if not reader.computes:
@@ -64,29 +66,30 @@ def _checkpoint(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence
     return outs, list(found[-1])
 
 
-def _scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+def _enter_scan(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs | None:
+    """Reads the body of a scan, which sums enter: constant ones as they are, others in slices, or formed."""
     n_consts, n_carry = jaxprs.counts(eqn)
     jaxpr, consts = jaxprs.body(eqn)
-    steady = dependence.steady(eqn, [each.known for each in facts])
+    steady = dependence.steady_inputs(eqn, [each.known for each in facts])
     known = [replace(each, known=flag) for each, flag in zip(facts, steady, strict=True)]
     for i, v in enumerate(jaxpr.invars[len(consts) :][: n_consts + n_carry]):
         if i >= n_consts:  # a later step may carry what differs
             known[i] = replace(known[i], differs=jaxprs.varying([v.aval]))
-    inner = reader.inside(eqn, times=entries([Scan(eqn).length]))
+    inner = reader.inside(eqn, times=count_entries([Scan(eqn).length]))
     operands, shells = list(args), list[Any](args)
     for i, (x, v) in enumerate(zip(args, jaxpr.invars[len(consts) :], strict=True)):
         if not isinstance(x, Sum) and i >= n_consts + n_carry and _only_stopped(jaxpr, v):
             operands[i], known[i] = jax.lax.stop_gradient(x), replace(known[i], still=True)
         if isinstance(x, Sum) and i >= n_consts:
-            found = _unstacked(x) if i >= n_consts + n_carry else None
+            found = _unstack(x) if i >= n_consts + n_carry else None
             operands[i], shells[i] = (reader.array(x, eqn), None) if found is None else found
 
     def body(*values: Any) -> list[Any]:
         pairs = zip(shells, values, strict=True)
-        inputs = [_filled(shell, x) if isinstance(x, list) else x for shell, x in pairs]
+        inputs = [_fill_factors(shell, x) if isinstance(x, list) else x for shell, x in pairs]
         return inner.arrays(jaxpr, [*consts, *inputs], facts_in(consts, known))
 
-    return _again(reader, eqn, body, operands, facts)
+    return _run_with_body(reader, eqn, body, operands, facts)
 
 
 def _only_stopped(jaxpr: Jaxpr, v: Any) -> bool:
@@ -96,10 +99,11 @@ def _only_stopped(jaxpr: Jaxpr, v: Any) -> bool:
     body computes from them, even by stopping gradients, is stored for each step.
     """
     reads = [(eqn, i) for eqn in jaxpr.eqns for i, read in enumerate(eqn.invars) if read is v]
-    return v not in jaxpr.outvars and bool(reads) and all(_stops(eqn, i) for eqn, i in reads)
+    return v not in jaxpr.outvars and bool(reads) and all(_stops_gradient(eqn, i) for eqn, i in reads)
 
 
-def _stops(eqn: JaxprEqn, i: int) -> bool:
+def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
+    """Whether gradients stop at an operand of an equation, or wherever its body reads that."""
     kind = kind_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
@@ -107,7 +111,7 @@ def _stops(eqn: JaxprEqn, i: int) -> bool:
     return _only_stopped(jaxpr, jaxpr.invars[len(consts) + i])
 
 
-def passed(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
+def operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
     if kind_of(eqn) is StopGradient and facts[0].still:
         return {eqn.outvars[0]: eqn.invars[0]}
@@ -120,23 +124,23 @@ def passed(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
     return {v: outside.get(inside, inside) for v, inside in zip(eqn.outvars, jaxpr.outvars, strict=True)}
 
 
-def _again(
+def _run_with_body(
     reader: Any, eqn: JaxprEqn, body: Callable[..., Any], operands: Sequence[Any], facts: Sequence[Facts]
 ) -> Outs | None:
     """The outputs of the equation with another body, and facts about them."""
-    run = jaxprs.threaded(eqn)
+    run = jaxprs.runner_with_state(eqn)
     if run is None:
         return None
     outs = list(reader.threaded(lambda body, state: run(body, state, operands), body))
     return outs, [combined_facts(facts) for _ in outs]
 
 
-def _arrays(x: Sum) -> list[Any]:
+def _arrays_of_factors(x: Sum) -> list[Any]:
     """The arrays of all factors."""
     return [factor.whole for each in x.products for factor in each.factors]
 
 
-def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
+def _fill_factors(shell: Sum, arrays: Sequence[Any]) -> Sum:
     """The sum with these arrays in the factors that have none."""
     given = iter(arrays)
 
@@ -146,7 +150,7 @@ def _filled(shell: Sum, arrays: Sequence[Any]) -> Sum:
     return each_factor(shell, filled)
 
 
-def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
+def _unstack(x: Sum) -> tuple[list[Any], Sum] | None:
     """The arrays that vary along the first axis of a sum, with this axis first, and the sum without them and the axis.
 
     None if the first axis is merged or belongs to a diagonal.
@@ -171,7 +175,8 @@ def _unstacked(x: Sum) -> tuple[list[Any], Sum] | None:
     return stacked, replace(x, products=tuple(products), shape=x.shape[1:])
 
 
-def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+def _enter_cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    """Reads each branch of a cond, which sums enter as they are."""
     index, *operands = args
 
     def branch(place: int, jaxpr: Jaxpr, consts: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -181,37 +186,40 @@ def _cond(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts
     branches = [branch(place, *body) for place, body in enumerate(jaxprs.bodies(eqn))]
 
     def chosen(*bodies: Any, state: Any) -> Any:
-        return jaxprs.chosen(eqn, index, bodies, [state, *operands])
+        return jaxprs.run_cond(eqn, index, bodies, [state, *operands])
 
     outs = list(reader.threaded(chosen, *branches))
     return outs, [combined_facts(facts) for _ in outs]
 
 
-def _shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+def _enter_shard_map(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Outs:
+    """Reads the body on each shard, which sums enter as parts of their factors, or formed."""
     jaxpr, consts = jaxprs.body(eqn)
     view = ShardMap(eqn)
     operands, specs = list(args), list(view.in_specs)
-    local = [replace(each, differs=frozenset(_names(spec))) for each, spec in zip(facts, specs, strict=True)]
+    local = [replace(each, differs=frozenset(_mesh_axes(spec))) for each, spec in zip(facts, specs, strict=True)]
     for i, x in enumerate(args):
         if isinstance(x, Sum):
-            found = _specs(x, specs[i], view.mesh_shape)
-            operands[i], specs[i] = (reader.array(x, eqn), specs[i]) if found is None else (_arrays(x), found)
+            found = _specs_of_factors(x, specs[i], view.mesh_shape)
+            operands[i], specs[i] = (
+                (reader.array(x, eqn), specs[i]) if found is None else (_arrays_of_factors(x), found)
+            )
 
     def body(*values: Any) -> list[Any]:
-        inputs = [_local(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)]
+        inputs = [_sum_on_shard(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)]
         return reader.inside(eqn).arrays(jaxpr, [*consts, *inputs], facts_in(consts, local))
 
-    outs = list(reader.threaded(lambda body, state: jaxprs.sharded(eqn, body, specs, state, operands), body))
+    outs = list(reader.threaded(lambda body, state: jaxprs.run_sharded(eqn, body, specs, state, operands), body))
     return outs, [combined_facts(facts) for _ in outs]
 
 
-def _names(spec: Any) -> list[str]:
+def _mesh_axes(spec: Any) -> list[str]:
     """The mesh axes of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
     return [name for entry in entries for name in entry]
 
 
-def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
+def _specs_of_factors(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
     """The partition spec of each factor's array, for a sum with ``spec``; None if there is none."""
     specs: list[Any] = []
     for each in x.products:
@@ -229,7 +237,7 @@ def _specs(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
     return specs
 
 
-def _local(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
+def _sum_on_shard(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
     """The sum on one shard, from the factors' parts on this shard."""
     given = iter(zip(arrays, specs, strict=True))
     products: list[Product] = []
@@ -251,9 +259,9 @@ def _local(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
 
 
 _RULES: dict[type[View], Rule] = {
-    Jit: _jit,
-    Checkpoint: _checkpoint,
-    Scan: _scan,
-    Cond: _cond,
-    ShardMap: _shard_map,
+    Jit: _enter_jit,
+    Checkpoint: _enter_checkpoint,
+    Scan: _enter_scan,
+    Cond: _enter_cond,
+    ShardMap: _enter_shard_map,
 }

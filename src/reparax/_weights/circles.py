@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._numerics.terms import wound
+from reparax._numerics.terms import circulant
 
 
 @jax.tree_util.register_dataclass
@@ -35,34 +35,35 @@ class Circle:
 
     def whole(self) -> Any:
         """The matrices."""
-        return wound(self.numbers)
+        return circulant(self.numbers)
 
     def spectrum(self, *, transposed: bool) -> Any:
         """The Fourier transform of the first column, or of the first row."""
-        numbers = _wide(self.numbers)
-        return _forward(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
+        numbers = _in_fourier_dtype(self.numbers)
+        return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
 
 
-def _wide(x: Any) -> Any:
+def _in_fourier_dtype(x: Any) -> Any:
     """``x`` in a precision that Fourier transforms support."""
     return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
-def _forward(x: Any) -> Any:
+def _fourier(x: Any) -> Any:
+    """The Fourier transform along the last axis; for real numbers, its first half, which gives the other."""
     return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
 
 
-def transform(x: Any) -> Any:
+def fourier_transform(x: Any) -> Any:
     """The Fourier transform along the last axis."""
-    return _forward(_wide(x))
+    return _fourier(_in_fourier_dtype(x))
 
 
-def back(x: Any, n: int, dtype: Any) -> Any:
+def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
     """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
     made = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
     return made.astype(dtype)
 
 
-def operations(n: int) -> float:
+def fourier_cost(n: int) -> float:
     """The number of operations of a Fourier transform of ``n`` numbers."""
     return 2.5 * n * math.log2(max(n, 2))

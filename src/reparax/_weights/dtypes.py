@@ -20,14 +20,14 @@ def has_range(dtype: Any) -> bool:
 def covers(dtype: Any, other: Any) -> bool:
     """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
     if not jnp.issubdtype(other, jnp.inexact):
-        return exact(dtype, other)
+        return holds_exactly(dtype, other)
     if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
     return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
 
-def exact(dtype: Any, other: Any) -> bool:
+def holds_exactly(dtype: Any, other: Any) -> bool:
     """Whether a floating dtype holds each number of another dtype."""
     digits = jnp.finfo(dtype).nmant + 1
     if jnp.issubdtype(other, jnp.inexact):
@@ -43,16 +43,16 @@ def narrows(dtype: Any, new: Any) -> bool:
     return floats and jnp.finfo(new).nmant <= jnp.finfo(dtype).nmant
 
 
-def between(dtype: Any, result: Any) -> Any:
+def product_dtype(dtype: Any, result: Any) -> Any:
     """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
     chosen = (result, dtype, jnp.float32, jnp.complex64)
-    return next(each for each in chosen if exact(each, dtype) and exact(each, result))
+    return next(each for each in chosen if holds_exactly(each, dtype) and holds_exactly(each, result))
 
 
-def stored(array: Any, dtype: Any) -> Any:
+def cast_factor(array: Any, dtype: Any) -> Any:
     """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
     whole = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if whole and exact(dtype, array.dtype) else array.astype(dtype)
+    return array if whole and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:

@@ -44,7 +44,7 @@ def combined_facts(facts: Sequence[Facts]) -> Facts:
     )
 
 
-def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
+def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = combined_facts(facts)
     still = found.still or kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
@@ -57,10 +57,10 @@ def of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     return replace(found, known=known, still=still, differs=differs)
 
 
-def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:
+def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:
     """The facts of each output of an equation; ``own`` are those that hold for all, where they are at hand."""
     if kind_of(eqn) not in (Jit, Checkpoint):
-        return [own or of_equation(eqn, facts)] * len(eqn.outvars)
+        return [own or facts_of_equation(eqn, facts)] * len(eqn.outvars)
     jaxpr, consts = jaxprs.body(eqn)
     found: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
 
@@ -68,7 +68,7 @@ def of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) 
         return NUMBER if isinstance(v, Literal) else found[v]
 
     for inside in jaxpr.eqns:
-        found.update(zip(inside.outvars, of_outputs(inside, [known(v) for v in inside.invars]), strict=True))
+        found.update(zip(inside.outvars, facts_of_outputs(inside, [known(v) for v in inside.invars]), strict=True))
     return [known(v) for v in jaxpr.outvars]
 
 

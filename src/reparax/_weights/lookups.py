@@ -12,7 +12,7 @@ from reparax._programs.equations.contractions import Gather
 from reparax._weights.sums import Factor, Label, Merged, Product, Sum
 
 
-def matrices(view: Gather, x: Sum, rest: Sequence[Any]) -> Sum | None:
+def look_up_matrices(view: Gather, x: Sum, rest: Sequence[Any]) -> Sum | None:
     """The matrices that a look-up takes from a weight of several; None if it must be formed.
 
     What is taken from an array of two axes are rows, which nothing multiplies as a weight.
@@ -26,17 +26,20 @@ def matrices(view: Gather, x: Sum, rest: Sequence[Any]) -> Sum | None:
     own = [i for i in range(x.ndim) if i not in view.gone]
 
     def taken(product: Product) -> Product | None:
-        found = _each_row(view, product, axis, rows, places[..., column : column + 1])
+        found = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
         if found is None:
             return None
         axes = {k: () if i == axis else found.axes[i] for k, i in zip(offset, own, strict=True)}
         others = iter(rows)
-        return replace(found, axes=tuple(axes[k] if k in axes else _axis(next(others)) for k in range(view.type.ndim)))
+        return replace(
+            found, axes=tuple(axes[k] if k in axes else _axis_of(next(others)) for k in range(view.type.ndim))
+        )
 
     return x.each(taken, view.type.shape)
 
 
-def _axis(label: Label) -> Merged:
+def _axis_of(label: Label) -> Merged:
+    """The labels of an axis with this label: none if its size is 1."""
     return () if label.size == 1 else (label,)
 
 
@@ -46,7 +49,7 @@ def _fills_all(view: Gather) -> bool:
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _each_row(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+def _take_from_product(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     group, factors = product.axes[axis], list(product.factors)
     if len(group) > 1 or sum(label in each for each in product.axes for label in group) > 1:
@@ -58,16 +61,18 @@ def _each_row(view: Gather, product: Product, axis: int, rows: Merged, places: A
             return None
         apart = [i for i, factor in enumerate(factors) if group[0] not in factor.labels]
         for i in apart if set(numbers) <= set(apart) else [i for i in apart if not factors[i].still]:
-            factors[i] = _repeated(factors[i], group[0])
-    return replace(product, factors=tuple(_taken(view, factor, group, rows, places) for factor in factors))
+            factors[i] = _repeat(factors[i], group[0])
+    return replace(product, factors=tuple(_take_from_factor(view, factor, group, rows, places) for factor in factors))
 
 
-def _repeated(factor: Factor, label: Label) -> Factor:
+def _repeat(factor: Factor, label: Label) -> Factor:
+    """The factor with a new first axis, along which it repeats itself."""
     array = factor.whole
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _taken(view: Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+    """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
     at = factor.labels.index(along[0])

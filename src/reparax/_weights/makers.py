@@ -18,7 +18,7 @@ from reparax._weights import moves
 from reparax._weights.dtypes import covers, has_range, keeps_range
 from reparax._weights.facts import Facts
 from reparax._weights.multiply import ENTRY, cost
-from reparax._weights.sums import Product, Sum, complete, contracted, entries, multiplied
+from reparax._weights.sums import Product, Sum, all_or_none, contract, count_entries, multiply_entries
 
 
 def may_make(eqn: JaxprEqn) -> bool:
@@ -31,83 +31,90 @@ def may_make(eqn: JaxprEqn) -> bool:
         return False
     given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if kind is ConvertType:
-        return _is_whole(given[0].dtype)
-    smaller = [entries(aval.shape) < entries(out.shape) for aval in given]
+        return _holds_integers(given[0].dtype)
+    smaller = [count_entries(aval.shape) < count_entries(out.shape) for aval in given]
     return all(smaller) if kind is Dot else any(smaller)
 
 
-def made(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
-    found = combined(eqn, args, facts)
+    found = make_sum(eqn, args, facts)
     return found if found is not None and all(map(_is_smaller_in_factors, found.products)) else None
 
 
-def combined(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
     view = view_of(eqn)
     rule, dtype = _RULES.get(type(view)), view.type.dtype
     if rule is None or not has_range(dtype) or not all(covers(dtype, x.dtype) for x in args) or view.is_placed:
         return None
-    sums = [x if isinstance(x, Sum) else _whole(x, still=each.still) for x, each in zip(args, facts, strict=True)]
+    sums = [
+        x if isinstance(x, Sum) else _sum_of_array(x, still=each.still) for x, each in zip(args, facts, strict=True)
+    ]
     return rule(view, *sums)
 
 
-def chosen(args: Sequence[Any]) -> Sum | None:
+def select_sum(args: Sequence[Any]) -> Sum | None:
     """Entries of one of two arrays, as a known array says: each times the zeros and ones of that array."""
     which, *cases = args
     if isinstance(which, Sum) or len(cases) != 2:
         return None
     products: list[Product | None] = []
     for number, case in enumerate(cases):
-        x = case if isinstance(case, Sum) else _whole(case, still=False)
+        x = case if isinstance(case, Sum) else _sum_of_array(case, still=False)
         chosen = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
-        products += [multiplied(each, Product.of(chosen, still=True)) for each in x.products]
-    found = complete(products)
+        products += [multiply_entries(each, Product.of(chosen, still=True)) for each in x.products]
+    found = all_or_none(products)
     return None if found is None else Sum(tuple(found), cases[0].shape, cases[0].dtype, None, None)
 
 
-def _whole(x: Any, *, still: bool) -> Sum:
+def _sum_of_array(x: Any, *, still: bool) -> Sum:
+    """An array as a sum of one product of one factor."""
     return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
 
 
 def _is_smaller_in_factors(product: Product) -> bool:
     """Whether at most one factor of a product is as large as the product, as the base of an adapter is."""
-    size = entries(label.size for group in product.axes for label in group)
+    size = count_entries(label.size for group in product.axes for label in group)
     return sum(factor.size >= size for factor in product.factors) <= 1
 
 
-def forming(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
+def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """The cost to form the output of an equation from arrays, including gradients."""
     view = view_of(eqn)
     if isinstance(view, Dot):
         a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
-        product = contracted(a, b, view.contracting, view.batch)
+        product = contract(a, b, view.contracting, view.batch)
         return math.inf if product is None else cost(product)
-    return ENTRY * entries(view.type.shape) * (1 + sum(not each.still for each in facts))
+    return ENTRY * count_entries(view.type.shape) * (1 + sum(not each.still for each in facts))
 
 
-def _pairs(
+def _multiply_sums(
     view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
     out = view.type
-    products = complete(product(a, b) for a in x.products for b in y.products)
+    products = all_or_none(product(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), out.shape, out.dtype, precision, None)
 
 
-def _dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
+def _make_dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
+    """The matrix product of two sums; None if it does not keep the range of float32."""
     contracting, batch = view.contracting, view.batch
     if not keeps_range(view.precision):
         return None
     precision = x.precision or y.precision or view.precision
-    return _pairs(view, x, y, lambda a, b: contracted(a, b, contracting, batch), precision)
+    return _multiply_sums(view, x, y, lambda a, b: contract(a, b, contracting, batch), precision)
 
 
-def _multiple(view: View, x: Sum, y: Sum) -> Sum | None:
-    return _pairs(view, _ranked(x, y.ndim), _ranked(y, x.ndim), multiplied, x.precision or y.precision)
+def _make_multiple(view: View, x: Sum, y: Sum) -> Sum | None:
+    """The product of two sums, entry by entry."""
+    return _multiply_sums(
+        view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, x.precision or y.precision
+    )
 
 
-def _ranked(x: Sum, ndim: int) -> Sum:
+def _with_ndim(x: Sum, ndim: int) -> Sum:
     """``x``; if it is a number, with ``ndim`` axes of size 1."""
     if x.ndim or not ndim:
         return x
@@ -115,45 +122,49 @@ def _ranked(x: Sum, ndim: int) -> Sum:
     return replace(x, products=products, shape=(1,) * ndim)
 
 
-def _quotient(view: View, x: Sum, y: Sum) -> Sum | None:
+def _make_quotient(view: View, x: Sum, y: Sum) -> Sum | None:
+    """A sum divided by one array, entry by entry; None if that is a sum or a product itself."""
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
     (product,) = y.products
     (factor,) = product.factors
     inverse = replace(product, factors=(replace(factor, array=1 / factor.whole.astype(y.dtype)),))
-    return _multiple(view, x, replace(y, products=(inverse,)))
+    return _make_multiple(view, x, replace(y, products=(inverse,)))
 
 
-def _sum(view: View, x: Sum, y: Sum) -> Sum | None:
+def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
+    """The sum of two sums, or their difference, with the products of both."""
     out = view.type
     if isinstance(view, Subtract):
-        y = moves.scaled(y, jnp.asarray(-1, y.dtype), still=True)
-    wide = complete(moves.broadcast(_ranked(each, out.ndim), out.shape, range(out.ndim)) for each in (x, y))
+        y = moves.scale_sum(y, jnp.asarray(-1, y.dtype), still=True)
+    wide = all_or_none(moves.broadcast_sum(_with_ndim(each, out.ndim), out.shape, range(out.ndim)) for each in (x, y))
     if wide is None:
         return None
     products = tuple(product for each in wide for product in each.products)
     return Sum(products, out.shape, out.dtype, x.precision or y.precision, None)
 
 
-def _floats(view: ConvertType, x: Sum) -> Sum | None:
+def _make_floats(view: ConvertType, x: Sum) -> Sum | None:
     """Integers as floats; the arrays stay integers until they are multiplied."""
-    return moves.cast(x, view.new_dtype) if _is_whole(x.dtype) else None
+    return moves.cast_sum(x, view.new_dtype) if _holds_integers(x.dtype) else None
 
 
-def _is_whole(dtype: Any) -> bool:
+def _holds_integers(dtype: Any) -> bool:
+    """Whether a dtype holds integers or flags."""
     return not jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _broadcast(view: Broadcast, x: Sum) -> Sum | None:
-    return moves.broadcast(x, view.shape, view.broadcast_dimensions)
+def _make_broadcast(view: Broadcast, x: Sum) -> Sum | None:
+    """A sum that is repeated along new axes."""
+    return moves.broadcast_sum(x, view.shape, view.broadcast_dimensions)
 
 
 _RULES: dict[type[View], Callable[..., Sum | None]] = {
-    Dot: _dot,
-    Multiply: _multiple,
-    Divide: _quotient,
-    Broadcast: _broadcast,
-    ConvertType: _floats,
-    Add: _sum,
-    Subtract: _sum,
+    Dot: _make_dot,
+    Multiply: _make_multiple,
+    Divide: _make_quotient,
+    Broadcast: _make_broadcast,
+    ConvertType: _make_floats,
+    Add: _make_sum_of_two,
+    Subtract: _make_sum_of_two,
 }

@@ -26,15 +26,15 @@ from reparax._programs.equations.moves import (
     Vary,
 )
 from reparax._programs.equations.view import View
-from reparax._weights.dtypes import narrows, stored
-from reparax._weights.lookups import matrices
-from reparax._weights.sums import Factor, Label, Product, Sum, complete
+from reparax._weights.dtypes import cast_factor, narrows
+from reparax._weights.lookups import look_up_matrices
+from reparax._weights.sums import Factor, Label, Product, Sum, all_or_none
 
 Move = Callable[[Any, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
 """The outputs, from the view of an equation, its first operand and the others."""
 
 
-def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
+def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -42,56 +42,63 @@ def moved(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
         return None
     made = rule(view, operands[0], operands[1:])
     outs = made if isinstance(made, list) else [made]
-    return complete(outs)
+    return all_or_none(outs)
 
 
-def _transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
+def _move_transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
+    """The axes in another order."""
     order = view.permutation
     return x.each(lambda each: each.transposed(order), [x.shape[i] for i in order])
 
 
-def _reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
+def _move_reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
+    """Another shape; None if that would split an axis across its labels, or says how it lies on devices."""
     if view.dimensions is not None or view.is_placed:
         return None
     shape = view.new_sizes
     return x.each(lambda each: each.reshaped(shape), shape)
 
 
-def _squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
+def _move_squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
+    """The sum without axes of size 1."""
     axes = view.dimensions
     return x.each(lambda each: each.squeezed(axes), [n for i, n in enumerate(x.shape) if i not in axes])
 
 
-def broadcast(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
+def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
     """``x`` broadcast to this shape, with its axes at ``places``."""
     return x.each(lambda each: each.broadcast(shape, places), shape)
 
 
-def _broadcast(view: Broadcast, x: Sum, rest: Sequence[Any]) -> Sum | None:
+def _move_broadcast(view: Broadcast, x: Sum, rest: Sequence[Any]) -> Sum | None:
+    """The sum repeated along new axes; None if the shape is not known, or it says how it lies on devices."""
     if rest or view.is_placed:
         return None
-    return broadcast(x, view.shape, view.broadcast_dimensions)
+    return broadcast_sum(x, view.shape, view.broadcast_dimensions)
 
 
-def _cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
-    return cast(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.is_placed else None
+def _move_cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
+    """A cast that keeps the range and adds no digits; None for others."""
+    return cast_sum(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.is_placed else None
 
 
-def cast(x: Sum, dtype: Any) -> Sum:
+def cast_sum(x: Sum, dtype: Any) -> Sum:
     """``x`` in another floating dtype."""
-    made = each_factor(x, lambda factor: replace(factor, array=stored(factor.array, dtype)))
+    made = each_factor(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
     return replace(made, dtype=dtype)
 
 
-def _still(_view: StopGradient, x: Sum, _: Any) -> Sum:
+def _move_stop_gradient(_view: StopGradient, x: Sum, _: Any) -> Sum:
+    """The sum with no gradient to any factor."""
     return each_factor(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
 
 
-def _neg(_view: Negate, x: Sum, _: Any) -> Sum:
-    return scaled(x, jnp.asarray(-1, x.dtype), still=True)
+def _move_negate(_view: Negate, x: Sum, _: Any) -> Sum:
+    """The sum times -1."""
+    return scale_sum(x, jnp.asarray(-1, x.dtype), still=True)
 
 
-def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
+def scale_sum(x: Sum, number: Any, *, still: bool) -> Sum:
     """``x`` times a number."""
 
     def change(each: Product) -> Product:
@@ -105,35 +112,41 @@ def scaled(x: Sum, number: Any, *, still: bool) -> Sum:
     return replace(x, products=tuple(map(change, x.products)))
 
 
-def _slice(view: Slice, x: Sum, _: Any) -> Sum | None:
+def _move_slice(view: Slice, x: Sum, _: Any) -> Sum | None:
+    """The slice of all factors that have an axis which it cuts."""
     made: Sum | None = x
     for axis, (start, limit, stride) in enumerate(view.bounds):
         if made is not None and (start, limit, stride) != (0, x.shape[axis], 1):
-            made = _cut(made, axis, view.type.shape[axis], _sliced(start, limit, stride))
+            made = _change_axis(made, axis, view.type.shape[axis], _slicer(start, limit, stride))
     return made
 
 
-def _sliced(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
+def _slicer(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
+    """A function of an array and an axis that takes this slice along it."""
     return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
 
 
-def _split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
+def _move_split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
+    """The slices one after the other along an axis; None for one that cannot be taken from the factors."""
     outs, start = list[Sum | None](), 0
     for n in view.sizes:
-        outs.append(_cut(x, view.axis, n, _sliced(start, start + n, 1)))
+        outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
         start += n
     return outs
 
 
-def _dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
+def _move_dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
+    """The slice at given starts, of all factors that have an axis which it cuts."""
     made: Sum | None = x
     for axis, (start, n) in enumerate(zip(starts, view.slice_sizes, strict=True)):
         if made is not None and n != x.shape[axis]:
-            made = _cut(made, axis, n, _dynamically_sliced(start, n))
+            made = _change_axis(made, axis, n, _dynamic_slicer(start, n))
     return made
 
 
-def _dynamically_sliced(start: Any, n: int) -> Callable[[Any, int], Any]:
+def _dynamic_slicer(start: Any, n: int) -> Callable[[Any, int], Any]:
+    """A function of an array and an axis that takes ``n`` indices along it from ``start`` on."""
+
     def sliced(array: Any, place: int) -> Any:
         starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
         sizes = [n if i == place else size for i, size in enumerate(array.shape)]
@@ -143,21 +156,23 @@ def _dynamically_sliced(start: Any, n: int) -> Callable[[Any, int], Any]:
     return sliced
 
 
-def _rev(view: Reverse, x: Sum, _: Any) -> Sum | None:
+def _move_reverse(view: Reverse, x: Sum, _: Any) -> Sum | None:
+    """The sum with the indices of some axes in the reverse order."""
     made: Sum | None = x
     for axis in view.dimensions:
-        made = made and _cut(made, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
+        made = made and _change_axis(made, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
     return made
 
 
-def _cut(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
+def _change_axis(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
     """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
     return x.each(
-        lambda each: along(each, axis, size, change), [size if i == axis else n for i, n in enumerate(x.shape)]
+        lambda each: change_axis_of_product(each, axis, size, change),
+        [size if i == axis else n for i, n in enumerate(x.shape)],
     )
 
 
-def along(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
+def change_axis_of_product(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
     """``product`` with one axis changed to another size, in all factors that have it."""
     group = product.axes[axis]
     if not group:  # of size 1
@@ -166,17 +181,18 @@ def along(product: Product, axis: int, size: int, change: Callable[[Any, int], A
     if len(group) > 1 or sum(label in each for each in product.axes) > 1:
         return None
 
-    def changed(factor: Factor) -> Factor:
+    def of_factor(factor: Factor) -> Factor:
         if label not in factor.labels:
             return factor
         array = change(factor.whole, factor.labels.index(label))
         return replace(factor, array=array, labels=tuple(new if each is label else each for each in factor.labels))
 
     axes = tuple(((new,) if size != 1 else ()) if i == axis else each for i, each in enumerate(product.axes))
-    return Product(tuple(map(changed, product.factors)), axes)
+    return Product(tuple(map(of_factor, product.factors)), axes)
 
 
-def _varied(view: Vary, x: Sum, _: Any) -> Sum:
+def _move_vary(view: Vary, x: Sum, _: Any) -> Sum:
+    """The sum, all factors of which are marked as varying over mesh axes."""
     varied = partial(jaxprs.as_varying, names=view.axes)
     return each_factor(x, lambda factor: replace(factor, array=jax.tree.map(varied, factor.array)))
 
@@ -187,18 +203,18 @@ def each_factor(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
 
 
 _RULES: dict[type[View], Move] = {
-    Transpose: _transpose,
-    Reshape: _reshape,
-    Squeeze: _squeeze,
-    Broadcast: _broadcast,
-    ConvertType: _cast,
-    StopGradient: _still,
-    Negate: _neg,
-    Slice: _slice,
-    SplitAxis: _split,
-    DynamicSlice: _dynamic_slice,
-    Reverse: _rev,
+    Transpose: _move_transpose,
+    Reshape: _move_reshape,
+    Squeeze: _move_squeeze,
+    Broadcast: _move_broadcast,
+    ConvertType: _move_cast,
+    StopGradient: _move_stop_gradient,
+    Negate: _move_negate,
+    Slice: _move_slice,
+    SplitAxis: _move_split,
+    DynamicSlice: _move_dynamic_slice,
+    Reverse: _move_reverse,
     Copy: lambda _view, x, _: x,
-    Vary: _varied,
-    Gather: matrices,
+    Vary: _move_vary,
+    Gather: look_up_matrices,
 }

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from reparax._numerics.inlined import inlined
 from reparax._numerics.terms import with_diagonals
-from reparax._weights.circles import Circle, operations
-from reparax._weights.pairs import How, Labels, alone, paired, spread, turned
-from reparax._weights.ragged import Link, parted, ragged
-from reparax._weights.sums import Factor, Label, Product, Sum, entries
+from reparax._weights.circles import Circle, fourier_cost
+from reparax._weights.pairs import How, Labels, fourier_label, lay_along, multiply_pair, sum_unwanted
+from reparax._weights.ragged import Link, multiply_pair_in_groups, split_off_segments
+from reparax._weights.sums import Factor, Label, Product, Sum, count_entries
 
 ENTRY = 16
 """The cost to write one number, in operations of a matrix product."""
@@ -25,44 +25,50 @@ MANY = 5
 Order = tuple[tuple[int, int], ...]
 
 
-def formed(x: Sum) -> Any:
+def array_of_sum(x: Sum) -> Any:
     """The array that a sum represents."""
-    return total(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
+    return array_of_products(x.products, x.shape, How(x.dtype, x.dtype, x.precision))
 
 
-def total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+def array_of_products(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
     """The sum of products of one shape. JAX traces and differentiates it once for products of equal sizes."""
-    return _total(tuple(map(with_numbers, products)), tuple(shape), how)
+    return _array_of_numbered(tuple(map(with_numbers, products)), tuple(shape), how)
 
 
 @functools.partial(inlined, static_argnums=(1, 2))
-def _total(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
-    return functools.reduce(jnp.add, [evaluate(each, shape, how) for each in products])
+def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
+    """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
+    return functools.reduce(jnp.add, [array_of_product(each, shape, how) for each in products])
 
 
-def evaluate(product: Product, shape: Sequence[int], how: How) -> Any:
+def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
     kept = frozenset(order)
-    factors, which = parted(product.factors, kept)
+    factors, which = split_off_segments(product.factors, kept)
     link = which and Link.of(which, kept)
-    for i, j in cheapest(tuple(map(_kind, factors)), kept, link)[1]:
+    for i, j in cheapest_order(tuple(map(_cost_kind, factors)), kept, link)[1]:
         # The operands' order sets the order of the result's axes.
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
         )
         rest = [factor for k, factor in enumerate(factors) if k not in (i, j)]
         wanted = kept.union(*(factor.labels for factor in rest))
-        factors = [*rest, paired(a, b, wanted, how) if which is None else ragged(a, b, wanted, how, which, kept)]
-    return _laid_out(alone(factors[0], kept), product, shape).astype(how.result)
+        factors = [
+            *rest,
+            multiply_pair(a, b, wanted, how)
+            if which is None
+            else multiply_pair_in_groups(a, b, wanted, how, which, kept),
+        ]
+    return _lay_out(sum_unwanted(factors[0], kept), product, shape).astype(how.result)
 
 
 def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
     kept = frozenset(label for group in product.axes for label in group)
-    factors, which = parted(product.factors, kept)
-    return cheapest(tuple(map(_kind, factors)), kept, which and Link.of(which, kept))[0]
+    factors, which = split_off_segments(product.factors, kept)
+    return cheapest_order(tuple(map(_cost_kind, factors)), kept, which and Link.of(which, kept))[0]
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,8 @@ class CostKind:
     still: bool
 
 
-def _kind(factor: Factor) -> CostKind:
+def _cost_kind(factor: Factor) -> CostKind:
+    """What the cost of a factor depends on."""
     circle = factor.labels[-2:] if isinstance(factor.array, Circle) else ()
     return CostKind(frozenset(factor.labels), frozenset(circle), factor.still)
 
@@ -83,18 +90,19 @@ def with_numbers(product: Product) -> Product:
     """A product with labels by number and size, so that products of equal sizes have equal ones."""
     names: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
-        names.setdefault(label, _numbered(len(names), label.size))
+        names.setdefault(label, _numbered_label(len(names), label.size))
     return product.renamed(names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _numbered(number: int, size: int) -> Label:
+def _numbered_label(number: int, size: int) -> Label:
+    """The label with a number: the same object for an equal number and size."""
     del number
     return Label(size)
 
 
 @functools.lru_cache(maxsize=4096)
-def cheapest(factors: tuple[CostKind, ...], kept: Labels, link: Link | None) -> tuple[float, Order]:
+def cheapest_order(factors: tuple[CostKind, ...], kept: Labels, link: Link | None) -> tuple[float, Order]:
     """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors."""
     if len(factors) == 1:
         return 0.0, ()
@@ -105,7 +113,7 @@ def cheapest(factors: tuple[CostKind, ...], kept: Labels, link: Link | None) -> 
         wanted = kept.union(*(each.labels for each in rest))
         made = a.labels | b.labels
         made, left = (made, made & wanted) if link is None else link.spans(made, wanted)
-        return _cost(a, b, made, left), (*rest, CostKind(left, frozenset(), a.still and b.still))
+        return _cost_of_pair(a, b, made, left), (*rest, CostKind(left, frozenset(), a.still and b.still))
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:
@@ -113,31 +121,34 @@ def cheapest(factors: tuple[CostKind, ...], kept: Labels, link: Link | None) -> 
     best: tuple[float, Order] = (math.inf, ())
     for pair in pairs:
         own, left = first(pair)
-        later, order = cheapest(left, kept, link)
+        later, order = cheapest_order(left, kept, link)
         best = min(best, (own + later, (pair, *order)), key=lambda found: found[0])
     return best
 
 
-def _cost(a: CostKind, b: CostKind, made: Labels, left: Labels) -> float:
+def _cost_of_pair(a: CostKind, b: CostKind, made: Labels, left: Labels) -> float:
     """The cost of a product that runs over the labels ``made``, of which ``left`` stay."""
-    n, written = _size(made), _size(left)
+    n, written = _entries_along(made), _entries_along(left)
     moving = [each for each in (a, b) if not each.still]
     for circle, other in ((a, b), (b, a)):
-        if (label := turned(circle.circle, circle.labels, other.labels, left)) is not None:
-            rows = _size((other.labels | circle.labels) - circle.circle)
-            return (1 + len(moving)) * (2 * rows * operations(label.size) + ENTRY * written)
+        if (label := fourier_label(circle.circle, circle.labels, other.labels, left)) is not None:
+            rows = _entries_along((other.labels | circle.labels) - circle.circle)
+            return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * written)
     summed = (a.labels & b.labels) - left
     once = (2.0 * n if summed else 0.0) + ENTRY * written
-    return once + sum((2.0 * n if summed or x.labels != made else 0.0) + ENTRY * _size(x.labels) for x in moving)
+    return once + sum(
+        (2.0 * n if summed or x.labels != made else 0.0) + ENTRY * _entries_along(x.labels) for x in moving
+    )
 
 
-def _size(labels: Labels) -> int:
-    return entries(label.size for label in labels)
+def _entries_along(labels: Labels) -> int:
+    """How many entries an array with these labels has."""
+    return count_entries(label.size for label in labels)
 
 
-def _laid_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
+def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
     """The last remaining factor, with the axes of the product."""
     flat = [label for group in product.axes for label in group]
     once = list(dict.fromkeys(flat))
-    x = jnp.broadcast_to(spread(factor.whole, factor.labels, once), [label.size for label in once])
+    x = jnp.broadcast_to(lay_along(factor.whole, factor.labels, once), [label.size for label in once])
     return with_diagonals(x, flat).reshape(tuple(shape))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._weights.circles import Circle, back, transform
+from reparax._weights.circles import Circle, fourier_transform, inverse_fourier
 from reparax._weights.sums import Factor, Label
 
 Labels = frozenset[Label]
@@ -22,15 +22,15 @@ class How:
     precision: Any
 
 
-def paired(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
+def multiply_pair(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
     """The product of two factors, summed over labels that are not wanted."""
     for circle, other in ((a, b), (b, a)):
         if not isinstance(circle.array, Circle):
             continue
         labels = frozenset(circle.labels)
-        if (label := turned(frozenset(circle.labels[-2:]), labels, frozenset(other.labels), wanted)) is not None:
-            return _turned(circle, other, label, wanted, how)
-    a, b = (alone(x, wanted.union(y.labels)) for x, y in ((a, b), (b, a)))
+        if (label := fourier_label(frozenset(circle.labels[-2:]), labels, frozenset(other.labels), wanted)) is not None:
+            return _multiply_circulant(circle, other, label, wanted, how)
+    a, b = (sum_unwanted(x, wanted.union(y.labels)) for x, y in ((a, b), (b, a)))
     x, y = a.whole.astype(how.dtype), b.whole.astype(how.dtype)
     common = [label for label in a.labels if label in b.labels]
     summed = [label for label in common if label not in wanted]
@@ -39,7 +39,7 @@ def paired(a: Factor, b: Factor, wanted: Labels, how: How) -> Factor:
     if not summed and not all(own):
         long, short = (a, b) if len(a.labels) >= len(b.labels) else (b, a)
         labels = (*long.labels, *(label for label in short.labels if label not in long.labels))
-        return Factor(spread(x, a.labels, labels) * spread(y, b.labels, labels), labels, still)
+        return Factor(lay_along(x, a.labels, labels) * lay_along(y, b.labels, labels), labels, still)
     shared = [label for label in common if label in wanted]
 
     made = jax.lax.dot_general(
@@ -63,30 +63,30 @@ def dot_numbers(
     return places(summed), places(shared)
 
 
-def turned(circle: Labels, labels: Labels, others: Labels, wanted: Labels) -> Label | None:
+def fourier_label(circle: Labels, labels: Labels, others: Labels, wanted: Labels) -> Label | None:
     """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
     summed, left = circle & others, circle - others
     alone = len(summed) == len(left) == 1 and not summed & wanted and left <= wanted
     return next(iter(summed)) if alone and labels - circle <= wanted else None
 
 
-def _turned(circle: Factor, other: Factor, label: Label, wanted: Labels, how: How) -> Factor:
+def _multiply_circulant(circle: Factor, other: Factor, label: Label, wanted: Labels, how: How) -> Factor:
     """The product of a circulant matrix and another factor, by Fourier transforms along one label."""
-    other = alone(other, wanted.union(circle.labels))
+    other = sum_unwanted(other, wanted.union(circle.labels))
     *batch, row, column = circle.labels
     rest = tuple(x for x in other.labels if x is not label)
-    x = transform(jnp.moveaxis(other.whole.astype(how.dtype), other.labels.index(label), -1))
+    x = fourier_transform(jnp.moveaxis(other.whole.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
     n = x.shape[-1]
     frequency, labels = Label(n), (*rest, *(each for each in batch if each not in rest))
-    product = spread(x, (*rest, frequency), (*labels, frequency)) * spread(
+    product = lay_along(x, (*rest, frequency), (*labels, frequency)) * lay_along(
         spectrum, (*batch, frequency), (*labels, frequency)
     )
-    made = back(product, label.size, how.result)
+    made = inverse_fourier(product, label.size, how.result)
     return Factor(made, (*labels, column if label is row else row), circle.still and other.still)
 
 
-def alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
+def sum_unwanted(factor: Factor, wanted: Labels | set[Label]) -> Factor:
     """A factor, summed over labels that are not wanted and that no other factor has."""
     axes = [i for i, label in enumerate(factor.labels) if label not in wanted]
     if not axes:
@@ -98,7 +98,7 @@ def alone(factor: Factor, wanted: Labels | set[Label]) -> Factor:
     return Factor(array, labels, factor.still)
 
 
-def spread(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> Any:
+def lay_along(x: Any, labels: Sequence[Label], wanted: Sequence[Label]) -> Any:
     """``x`` with its axes in the order of ``wanted``, and axes of size 1 for labels that it lacks."""
     order = [labels.index(label) for label in wanted if label in labels]
     return x.transpose(order).reshape([label.size if label in labels else 1 for label in wanted])

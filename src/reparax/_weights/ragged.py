@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from reparax._weights.pairs import How, Labels, alone, dot_numbers, paired, spread
+from reparax._weights.pairs import How, Labels, dot_numbers, lay_along, multiply_pair, sum_unwanted
 from reparax._weights.segments import Segments
 from reparax._weights.sums import Factor, Label
 
@@ -50,7 +50,7 @@ class Link:
         return not self.is_kept and self.rows in made and self.rows not in wanted
 
 
-def parted(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Factor | None]:
+def split_off_segments(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
     found = [factor for factor in factors if isinstance(factor.array, Segments)]
     if not found:
@@ -65,35 +65,35 @@ def parted(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Facto
     return (rest, which) if rows in held and (rows in kept) != (group in kept) else (list(factors), None)
 
 
-def ragged(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, kept: Labels) -> Factor:
+def multiply_pair_in_groups(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, kept: Labels) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
     link, made = Link.of(which, kept), frozenset(a.labels + b.labels)
     _, left = link.spans(made, wanted)
     if link.sums(made, wanted):
-        return _summed(a, b, left, how, which, link)
+        return _sum_over_groups(a, b, left, how, which, link)
     for x, y in ((a, b), (b, a)):
         if link.is_kept and link.rows in x.labels and link.group in y.labels:
-            return _taken(x, y, left, how, which, link)
-    return paired(a, b, left, how)
+            return _multiply_by_parts(x, y, left, how, which, link)
+    return multiply_pair(a, b, left, how)
 
 
-def _taken(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
+def _multiply_by_parts(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
     """The product of rows with the parts of their groups."""
-    a, b = alone(a, left.union(b.labels)), alone(b, left.union(a.labels, [link.group]))
+    a, b = sum_unwanted(a, left.union(b.labels)), sum_unwanted(b, left.union(a.labels, [link.group]))
     common = [label for label in a.labels if label in b.labels]
     summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
     before, groups = which.labels[:-2], which.array
     if not summed or not set(before) <= set(a.labels):
-        return paired(a, _of_rows(b, which, how, link), left, how)
+        return multiply_pair(a, _part_of_each_row(b, which, how, link), left, how)
     outer = [label for label in before if label not in shared]
     inner = [label for label in a.labels if label not in (*common, *outer, link.rows)]
     labels = (*shared, *outer, link.rows, *inner, *summed)
     sizes = groups.sizes
     if before:
         own = (*shared, *outer, link.group)
-        sizes = jnp.broadcast_to(spread(sizes, (*before, link.group), own), [label.size for label in own])
-    made = _product(
-        spread(a.whole, a.labels, labels),
+        sizes = jnp.broadcast_to(lay_along(sizes, (*before, link.group), own), [label.size for label in own])
+    made = _ragged_dot(
+        lay_along(a.whole, a.labels, labels),
         b.whole,
         sizes,
         how,
@@ -105,35 +105,36 @@ def _taken(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Li
     return Factor(made, (*shared, *outer, link.rows, *inner, *others), a.still and b.still)
 
 
-def _of_rows(b: Factor, which: Factor, how: How, link: Link) -> Factor:
+def _part_of_each_row(b: Factor, which: Factor, how: How, link: Link) -> Factor:
     """For each row the part of its group."""
     *before, rows, group = which.labels
     if before:
-        return paired(replace(which, array=which.whole), b, frozenset([*which.labels, *b.labels]) - {group}, how)
+        return multiply_pair(replace(which, array=which.whole), b, frozenset([*which.labels, *b.labels]) - {group}, how)
     axis = b.labels.index(group)
     array = jnp.take(b.whole, which.array.numbers(), axis=axis, mode="fill", fill_value=0)
     return replace(b, array=array, labels=(*b.labels[:axis], rows, *b.labels[axis + 1 :]))
 
 
-def _summed(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
+def _sum_over_groups(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
     """The product of two factors, summed over the rows of each group."""
     if len(which.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         first, second = (a, b) if link.rows in a.labels else (b, a)
         dense = replace(which, array=which.whole)
-        return paired(paired(first, dense, left.union(second.labels), how), second, left, how)
-    a, b = alone(a, left.union(b.labels)), alone(b, left.union(a.labels))
+        return multiply_pair(multiply_pair(first, dense, left.union(second.labels), how), second, left, how)
+    a, b = sum_unwanted(a, left.union(b.labels)), sum_unwanted(b, left.union(a.labels))
     common = [label for label in a.labels if label in b.labels]
     summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
     summed = [link.rows, *(label for label in summed if label is not link.rows)]
     numbers = lax.RaggedDotDimensionNumbers(
         dot_numbers(a.labels, b.labels, summed, shared), [a.labels.index(link.rows)], []
     )
-    made = _product(a.whole, b.whole, which.array.sizes, how, numbers)
+    made = _ragged_dot(a.whole, b.whole, which.array.sizes, how, numbers)
     own = [[label for label in each.labels if label not in common] for each in (a, b)]
     return Factor(made, (link.group, *shared, *own[0], *own[1]), a.still and b.still)
 
 
-def _product(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:
+    """``jax.lax.ragged_dot_general``, with the dtypes and the precision of ``how``."""
     return lax.ragged_dot_general(
         x.astype(how.dtype),
         y.astype(how.dtype),

@@ -14,7 +14,7 @@ from reparax._programs.equations.kinds import kind_of
 from reparax._programs.roots import is_apply
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, moves
-from reparax._weights.facts import NUMBER, Facts, of_equation, of_outputs
+from reparax._weights.facts import NUMBER, Facts, facts_of_equation, facts_of_outputs
 from reparax._weights.sums import Sum
 
 Outs = tuple[list[Any], list[Facts]]
@@ -29,8 +29,8 @@ AS_IS: Outs = ([], [])
 class Way(Protocol):
     """What a reader does with weights: where they start, and what happens where they are read.
 
-    For each equation, with what is known of its outputs, the reader asks ``declared``; then, if it holds no program and
-    moves no weight, ``made`` and ``used``; and ``formed`` for each weight that is needed as an array.
+    For each equation, with what is known of its outputs, the reader asks ``taken_first``; then, if it holds no program
+    and moves no weight, ``made`` and ``used``; and ``formed`` for each weight that is needed as an array.
 
     Attributes:
       state: Arrays that go through the program, into the bodies of loops too, and change on the way.
@@ -42,10 +42,13 @@ class Way(Protocol):
         """Whether weights may start in an equation that reads none."""
         ...
 
-    def declared(
+    def taken_first(
         self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
-        """The outputs of an equation of which something is said; ``alone`` says whether only the first is read."""
+        """The outputs of an equation that this way takes before its bodies are opened or its weights moved.
+
+        ``alone`` says whether only the first output is read.
+        """
         ...
 
     def made(
@@ -122,31 +125,34 @@ class _Run:
         self._env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         self._facts: dict[Any, Facts] = dict(zip(jaxpr.invars, facts, strict=True))
         self._reads = jaxprs.reads(jaxpr)
-        self._next: list[JaxprEqn] = []
+        self._waiting: list[JaxprEqn] = []
         self._formed: dict[Any, Any] = {}
 
     def outs(self) -> Outs:
         for eqn in self._jaxpr.eqns:
-            self._step(eqn)
-        self._flush()
-        return [self._value(v) for v in self._jaxpr.outvars], [self._known(v) for v in self._jaxpr.outvars]
+            self._read_equation(eqn)
+        self._evaluate_waiting()
+        return [self._value_of(v) for v in self._jaxpr.outvars], [self._facts_of(v) for v in self._jaxpr.outvars]
 
-    def _known(self, v: Any) -> Facts:
+    def _facts_of(self, v: Any) -> Facts:
+        """What is known of a variable; a literal is known, and gets no gradient."""
         return NUMBER if isinstance(v, Literal) else self._facts[v]
 
-    def _value(self, v: Any) -> Any:
+    def _value_of(self, v: Any) -> Any:
+        """The array or sum of a variable; in its place a stand-in if nothing computed it."""
         if isinstance(v, Literal):
             return jnp.asarray(v.val)
         if v not in self._env:
             self._env[v] = stand_in(v)
         return self._env[v]
 
-    def _step(self, eqn: JaxprEqn) -> None:
-        facts = [self._known(v) for v in eqn.invars]
-        own = of_equation(eqn, facts)
-        if self._holds(eqn) or self._reader.way.may_start(eqn, facts, own):
-            self._flush()
-            found = self._special(eqn, [self._value(v) for v in eqn.invars], facts, own)
+    def _read_equation(self, eqn: JaxprEqn) -> None:
+        """Keeps sums of an equation in factors, or puts it with those that wait to be evaluated together."""
+        facts = [self._facts_of(v) for v in eqn.invars]
+        own = facts_of_equation(eqn, facts)
+        if self._reads_sum(eqn) or self._reader.way.may_start(eqn, facts, own):
+            self._evaluate_waiting()
+            found = self._keep_factors(eqn, [self._value_of(v) for v in eqn.invars], facts, own)
             if found is not None:
                 self._reads.subtract(jaxprs.variables(eqn.invars))
                 self._env.update(zip(eqn.outvars, found[0], strict=True))
@@ -154,42 +160,43 @@ class _Run:
                 return
         if kind_of(eqn) not in _ASKED:
             self._facts.update(dict.fromkeys(eqn.outvars, own))
-            self._next.append(eqn)
+            self._waiting.append(eqn)
             return
-        self._facts.update(zip(eqn.outvars, of_outputs(eqn, facts, own), strict=True))
-        passed = bodies.passed(eqn, facts)
+        self._facts.update(zip(eqn.outvars, facts_of_outputs(eqn, facts, own), strict=True))
+        passed = bodies.operands_passed_on(eqn, facts)
         if passed is None:
-            self._next.append(eqn)
+            self._waiting.append(eqn)
             return
-        self._flush()
-        self._env |= {v: self._value(passed[v]) for v in eqn.outvars}
+        self._evaluate_waiting()
+        self._env |= {v: self._value_of(passed[v]) for v in eqn.outvars}
         self._reads.subtract(jaxprs.variables(eqn.invars))
 
-    def _holds(self, eqn: JaxprEqn) -> bool:
+    def _reads_sum(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads a sum."""
         return any(isinstance(self._env.get(v), Sum) for v in eqn.invars if not isinstance(v, Literal))
 
-    def _special(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Outs | None:
+    def _keep_factors(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Outs | None:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
         alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        found = reader.way.declared(reader, eqn, args, facts, own, alone=alone)
+        found = reader.way.taken_first(reader, eqn, args, facts, own, alone=alone)
         if found is not None:
-            return _unless_as_is(found)
+            return _none_if_as_is(found)
         body = bodies.rule(eqn)
         if body is not None:
             return body(reader, eqn, args, facts)
-        moved = moves.moved(eqn, args)
+        moved = moves.move_sum(eqn, args)
         if moved is not None:
             return moved, [own for _ in moved]
         made = reader.way.made(reader, eqn, args, facts, own)
         if made is not None:
-            return _unless_as_is(made)
+            return _none_if_as_is(made)
         used = reader.way.used(reader, eqn, args, facts, own)
         return None if used is None else ([used], [own])
 
-    def _flush(self) -> None:
-        eqns, self._next = self._next, []
+    def _evaluate_waiting(self) -> None:
+        """Evaluates the equations that wait as one program; sums that they read are formed."""
+        eqns, self._waiting = self._waiting, []
         if not eqns:
             return
         for eqn in eqns:
@@ -197,14 +204,14 @@ class _Run:
         if not self._reader.computes:
             for v in jaxprs.read_by(eqns):
                 if v in self._env:
-                    self._array(v, eqns)
+                    self._array_of(v, eqns)
             return
         wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        piece = jaxprs.part(self._jaxpr, eqns, wanted)
-        args = [self._array(v, eqns) for v in piece.invars]
-        self._env.update(zip(wanted, jaxprs.evaluate(piece, args), strict=True))
+        program = jaxprs.part(self._jaxpr, eqns, wanted)
+        args = [self._array_of(v, eqns) for v in program.invars]
+        self._env.update(zip(wanted, jaxprs.evaluate(program, args), strict=True))
 
-    def _array(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
+    def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
         """The value of a variable as an array, formed once, for the first of ``eqns`` that reads it."""
         x = self._env[v]
         if not isinstance(x, Sum):
@@ -214,5 +221,6 @@ class _Run:
         return self._formed[v]
 
 
-def _unless_as_is(outs: Outs) -> Outs | None:
+def _none_if_as_is(outs: Outs) -> Outs | None:
+    """The outputs; None where they are ``AS_IS``, so that the equation is evaluated unchanged."""
     return None if outs is AS_IS else outs

@@ -18,7 +18,7 @@ UNKNOWN = 1024
 """A size that is not known when a program is exported counts as this in costs."""
 
 
-def entries(sizes: Iterable[Any]) -> int:
+def count_entries(sizes: Iterable[Any]) -> int:
     """How many numbers an array of these sizes has, for costs."""
     return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
 
@@ -63,7 +63,7 @@ class Factor:
     @property
     def size(self) -> int:
         """How many numbers are stored, for costs."""
-        return self.array.size if isinstance(self.array, Circle | Segments) else entries(self.array.shape)
+        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
 
     @property
     def whole(self) -> Any:
@@ -99,14 +99,14 @@ class Product:
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
         """This product broadcast to this shape, with its axes at ``places``."""
         held = dict(zip(places, self.axes, strict=True))
-        return replace(self, axes=tuple(held.get(i) or _fresh(n) for i, n in enumerate(shape)))
+        return replace(self, axes=tuple(held.get(i) or _new_axis(n) for i, n in enumerate(shape)))
 
     def reshaped(self, shape: Shape) -> "Product | None":
         """This product in another shape; None if this would split an axis across its labels."""
         labels = [label for group in self.axes for label in group]
         if len(set(labels)) < len(labels):
             return None
-        cut = _cut([label.size for label in labels], [n for n in shape if n != 1])
+        cut = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
         if cut is None:
             return None
         parts, sizes = cut
@@ -122,13 +122,16 @@ class Product:
         if len(sizes) == 1:
             return self
         new = {label: tuple(Label(n, label.whole) for n in sizes)}
-        return self._each(lambda factor: _refined(factor, new), new)
+        return self._change_labels(lambda factor: _split_labels(factor, new), new)
 
     def renamed(self, names: dict[Label, Label]) -> "Product":
         new = {old: (label,) for old, label in names.items()}
-        return self._each(lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new)
+        return self._change_labels(
+            lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
+        )
 
-    def _each(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
+    def _change_labels(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
+        """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""
         axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
@@ -157,11 +160,11 @@ class Sum:
 
     def each(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
         """This sum with each product changed; None if one cannot be changed."""
-        changed = complete(map(change, self.products))
+        changed = all_or_none(map(change, self.products))
         return None if changed is None else replace(self, products=tuple(changed), shape=tuple(shape))
 
 
-def complete(items: Iterable[T | None]) -> list[T] | None:
+def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     """The items; None if one of them is None."""
     found: list[T] = []
     for item in items:
@@ -176,14 +179,14 @@ for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["product
     jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
 
 
-def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
+def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
     """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
     b = b.renamed({label: Label(label.size) for label in b.labels.union(*b.axes)})
     for i, j in pairs:
         first, second = a.axes[i], b.axes[j]
         if not first or not second:
             continue
-        cut = _cut([label.size for label in first], [label.size for label in second])
+        cut = _common_refinement([label.size for label in first], [label.size for label in second])
         if cut is None or len({*first}) < len(first) or len({*second}) < len(second):
             return None
         for label, sizes in zip(first, cut[0], strict=True):
@@ -196,19 +199,19 @@ def aligned(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[P
     return None if twice else (a, b)
 
 
-def multiplied(a: Product, b: Product) -> Product | None:
+def multiply_entries(a: Product, b: Product) -> Product | None:
     """The elementwise product of two products; either may have axes of size 1."""
-    pair = aligned(a, b, [(i, i) for i in range(len(a.axes))])
+    pair = align_labels(a, b, [(i, i) for i in range(len(a.axes))])
     if pair is None:
         return None
     a, b = pair
     return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
 
 
-def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[Any]) -> Product | None:
+def contract(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[Any]) -> Product | None:
     """The product of matrices, with the arguments of ``jax.lax.dot_general``."""
     pairs = [*zip(*summed, strict=True), *zip(*shared, strict=True)]
-    pair = aligned(a, b, pairs)
+    pair = align_labels(a, b, pairs)
     if pair is None:
         return None
     a, b = pair
@@ -220,35 +223,37 @@ def contracted(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[A
     return Product(a.factors + b.factors, tuple(axes))
 
 
-def grouped(a: Product, b: Product, sizes: Any, view: RaggedDot) -> Product | None:
+def contract_in_groups(a: Product, b: Product, sizes: Any, view: RaggedDot) -> Product | None:
     """The product of matrices along rows in groups of these sizes, as ``jax.lax.ragged_dot_general`` says."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
     which = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
     places = dict(zip((*view.before, view.ragged, len(a.axes)), which.axes, strict=True))
     axes = tuple(places.get(i, ()) for i in range(len(a.axes) + 1))
-    a_in_groups = multiplied(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
+    a_in_groups = multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
     if a_in_groups is None:
         return None
     (left, right), group = view.contracting, view.group
     if group is not None:
-        return contracted(a_in_groups, b, ((*left, len(a.axes)), (*right, group)), view.batch)
-    made = contracted(a_in_groups, b, view.contracting, view.batch)
+        return contract(a_in_groups, b, ((*left, len(a.axes)), (*right, group)), view.batch)
+    made = contract(a_in_groups, b, view.contracting, view.batch)
     first = len(a.axes) - len(left)  # the last of the left operand's axes is that of the groups
     return made and made.transposed([first, *(i for i in range(len(made.axes)) if i != first)])
 
 
-def _fresh(n: int) -> Merged:
+def _new_axis(n: int) -> Merged:
+    """An axis of size ``n`` with a label of its own; none if the size is 1."""
     return (Label(n),) if n != 1 else ()
 
 
-def _refined(factor: Factor, new: dict[Label, Merged]) -> Factor:
+def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
+    """A factor with several labels instead of one, as ``new`` says, and reshaped alike."""
     if not any(label in new for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
     return replace(factor, array=factor.whole.reshape([label.size for label in labels]), labels=labels)
 
 
-def _cut(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
+def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
     """Two lists of sizes above 1, with each size split into the factors of their common refinement."""
     parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
     if a == b and any(map(jax.export.is_symbolic_dim, a)):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.seen import Read, Seen, needed
+from reparax._data.seen import Read, Seen, require_seen
 from reparax._numerics.linalg import identity, no_rank, product
 
 Factors = tuple[Array, Array]
@@ -49,7 +49,7 @@ def _give_covariance(x: Array, key: Array, seen: Seen | None) -> Array:
 
 def _data_of_rows(x: Array, seen: Seen | None) -> Read:
     """The data of one matrix whose inputs are the rows."""
-    read = needed(seen, "full").read("full", x, axes=(0,))
+    read = require_seen(seen, "full").read("full", x, axes=(0,))
     matrices, inputs, _ = read.sizes()
     if matrices != 1 or inputs != x.shape[0]:
         raise ValueError(
@@ -62,7 +62,7 @@ def _data_of_rows(x: Array, seen: Seen | None) -> Read:
 def _give_gradient(x: Array, key: Array, seen: Seen | None) -> Array:
     """The gradient of the loss with respect to the matrix."""
     del key
-    return needed(seen, "gradients").slope(x).astype(x.dtype)
+    return require_seen(seen, "gradients").slope(x).astype(x.dtype)
 
 
 # Formulas. ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Drawing:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
-    def declared(
+    def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         view = view_of(eqn)
@@ -89,7 +89,7 @@ class Drawing:
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
-        made = makers.chosen(args) if kind_of(eqn) is Select else makers.combined(eqn, args, facts)
+        made = makers.select_sum(args) if kind_of(eqn) is Select else makers.make_sum(eqn, args, facts)
         return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reparax._programs.sources import reader_of
+from reparax._programs.sources import describe_read
 from reparax._tree.paths import describe
 from reparax._weights.paths import common_path
 from reparax._weights.sections import sections
@@ -59,5 +59,5 @@ def _weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mappin
         shared = [read for read in own if not read.is_own]
         n = len(own) - len(shared)
         reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        reasons += dict.fromkeys(reader_of(read.eqn, "takes one draw for all", lines) for read in shared)
+        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
         yield NoisyWeight(path, describe(own[0].made.type), not shared, "; ".join(reasons))

@@ -12,8 +12,8 @@ from jax.extend.core import Jaxpr
 
 from reparax._core import random
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, Traced, caller
-from reparax._programs.sources import calls
+from reparax._programs.call import Argnums, Arguments, Traced, check_call
+from reparax._programs.sources import lines_by_origin
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import paths_of
 from reparax._weights.reader import Reader
@@ -27,7 +27,7 @@ class Local(Reports):
     """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
-        self.who, self.fun, self.argnums = caller("local", fun, argnums), fun, argnums
+        self.who, self.fun, self.argnums = check_call("local", fun, argnums), fun, argnums
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class Local(Reports):
         rehearse()
         way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced, *_ = self.rewritten(way, args, kwargs)
-        return explained(way.reads, paths_of(arguments, traced), calls(traced.program))
+        return explained(way.reads, paths_of(arguments, traced), lines_by_origin(traced.program))
 
     def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
         """The program, the one in which products draw for each row, and the constants that are its first inputs."""

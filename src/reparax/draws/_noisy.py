@@ -15,9 +15,9 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDo
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
-from reparax._weights.multiply import total, with_numbers
+from reparax._weights.multiply import array_of_products, with_numbers
 from reparax._weights.pairs import How
-from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted, grouped
+from reparax._weights.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,9 @@ def moments(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[
 def formed(x: Sum) -> Array:
     """The array of a sum, computed in float32 or wider, and rounded once."""
     wide = _wide(x.dtype)
-    made = total(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
+    made = (
+        array_of_products(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
+    )
     return made.astype(x.dtype)
 
 
@@ -139,11 +141,11 @@ def _products(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product
     """The products of data and a weight, which is the ``i``-th operand."""
     data = Product.of(x, still=False)
     pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-    return complete(contracted(a, b, *axes) for a, b in pairs)
+    return all_or_none(contract(a, b, *axes) for a, b in pairs)
 
 
 def _multiplied(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
-    return total(_products(x, squares, i, axes) or [], shape, how)
+    return array_of_products(_products(x, squares, i, axes) or [], shape, how)
 
 
 def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
@@ -155,12 +157,14 @@ def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> 
     def products(x: Any, squares: Sum) -> list[Product] | None:
         data = Product.of(x, still=False)
         pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-        return complete(grouped(a, b, sizes, view) for a, b in pairs)
+        return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
 
     if products(operands[1 - i], weight.spread) is None:
         return None
     shape = tuple(view.type.shape)
-    return _again(lambda x, squares: total(products(x, squares) or [], shape, how), (), operands[1 - i], weight.spread)
+    return _again(
+        lambda x, squares: array_of_products(products(x, squares) or [], shape, how), (), operands[1 - i], weight.spread
+    )
 
 
 def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax._data.seen import Read, Seen
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, describe, flatten_with_names, items, path_text
 from reparax.geometry._groups import Group, Member
-from reparax.geometry._permute import permuted
-from reparax.geometry._units import Values, entries, is_plain, require_arrays
+from reparax.geometry._permute import permute_axis
+from reparax.geometry._units import Values, entries_by_index, is_plain, require_arrays
 
 SWEEPS = 100
 """How often all groups are solved at most: with data, what is best for one may undo what was best for another."""
@@ -62,17 +62,17 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin: Merging Models modulo Permutation Symmetries*, 2023; Li, Yosinski,
       Clune, Lipson and Hopcroft, *Convergent Learning*, 2016, match units by what they compute.
     """
-    assign, found = _assignment(), list(groups)
+    assign, found = _assignment_solver(), list(groups)
     _require_alike(params_a, params_b)
-    first, second = _arrays(params_a), _arrays(params_b)
+    first, second = _floating_arrays(params_a), _floating_arrays(params_b)
     require_arrays("align", found, {path: x.shape for path, x in first.items()})
-    wanted, read = (first, set[tuple[str, int]]()) if seen is None else _seen_by(first, seen)
+    wanted, read = (first, set[tuple[str, int]]()) if seen is None else _multiply_with_moments(first, seen)
     counted = [[m for m in group.members if tuple(m) not in read] or list(group.members) for group in found]
     for _ in range(SWEEPS):
         better = False
         for group, members in zip(found, counted, strict=True):
-            order = _order(group, members, wanted, second, assign)
-            new = {path: _ordered(second[path], group, path, order) for path in {m.path for m in group.members}}
+            order = _best_order(group, members, wanted, second, assign)
+            new = {path: _reorder(second[path], group, path, order) for path in {m.path for m in group.members}}
             paths = {m.path for m in members}
             gain = sum(float(np.vdot(wanted[path], new[path] - second[path]).real) for path in paths)
             if gain > 1e-9 * sum(float(abs(np.vdot(wanted[path], second[path]))) for path in paths):
@@ -86,19 +86,20 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
     )
 
 
-def _assignment() -> Any:
+def _assignment_solver() -> Any:
     """What finds, for each row of a matrix, the column of its own with the largest sum of entries."""
-    optimize = imported("scipy.optimize", "align", "reparax[align]")
+    optimize = import_library("scipy.optimize", "align", "reparax[align]")
     return lambda matrix: optimize.linear_sum_assignment(matrix, maximize=True)[1]
 
 
-def _arrays(params: PyTree) -> dict[str, Values]:
+def _floating_arrays(params: PyTree) -> dict[str, Values]:
     """The arrays of floating numbers, in float64."""
     found = {path_text(path): x for path, x in items(params) if is_plain(x) and jnp.issubdtype(x.dtype, jnp.inexact)}
     return {path: np.asarray(x, np.result_type(np.asarray(x).dtype, np.float64)) for path, x in found.items()}
 
 
 def _require_alike(params_a: PyTree, params_b: PyTree) -> None:
+    """Requires arrays of the same shapes and dtypes at the same paths of two trees."""
     first, second = ({path_text(path): x for path, x in items(params)} for params in (params_a, params_b))
     for path in sorted(first.keys() | second.keys()):
         a, b = (describe(tree[path]) if path in tree else "nothing" for tree in (first, second))
@@ -109,21 +110,22 @@ def _require_alike(params_a: PyTree, params_b: PyTree) -> None:
             )
 
 
-def _seen_by(arrays: dict[str, Values], seen: PyTree) -> tuple[dict[str, Values], set[tuple[str, int]]]:
+def _multiply_with_moments(arrays: dict[str, Values], seen: PyTree) -> tuple[dict[str, Values], set[tuple[str, int]]]:
     """Each array multiplied with the moments of its inputs, and the axes of these inputs."""
     sights = {path_text(path): x for path, x in items(seen, lambda x: isinstance(x, Seen)) if isinstance(x, Seen)}
     reads = {path: sight.reads for path, sight in sights.items() if path in arrays and sight.reads}
-    weighed = {path: np.sum([_weighed(arrays[path], read) for read in each], 0) for path, each in reads.items()}
+    weighed = {path: np.sum([_times_moments(arrays[path], read) for read in each], 0) for path, each in reads.items()}
     return arrays | weighed, {(path, axis) for path, each in reads.items() for read in each for axis in read.contracted}
 
 
-def _weighed(w: Values, read: Read) -> Values:
+def _times_moments(w: Values, read: Read) -> Values:
+    """An array times the mean of the products of its inputs, or of their squares."""
     matrices, moments = np.asarray(read.matrices(jnp.asarray(w))), np.asarray(read.moments)
     product = moments[..., None] * matrices if moments.ndim == 2 else moments @ matrices
     return np.asarray(read.array(jnp.asarray(product), w), w.dtype)
 
 
-def _order(
+def _best_order(
     group: Group,
     members: Iterable[Member],
     wanted: Mapping[str, Values],
@@ -133,7 +135,7 @@ def _order(
     """The order of the indices, ``(size,)`` or one for each step, in which members are most like the wanted ones."""
 
     def rows(x: Values, member: Member) -> Values:
-        each = np.moveaxis(entries(x, member, group), -3, -4)
+        each = np.moveaxis(entries_by_index(x, member, group), -3, -4)
         return each.reshape(*each.shape[:-3], -1)
 
     def likeness(member: Member) -> Values:
@@ -146,8 +148,8 @@ def _order(
     return np.reshape(each, total.shape[:-1])
 
 
-def _ordered(x: Values, group: Group, path: str, order: Values) -> Values:
+def _reorder(x: Values, group: Group, path: str, order: Values) -> Values:
     """An array with all axes of a group in another order."""
     for member in (member for member in group.members if member.path == path):
-        x = permuted(x, member, order)
+        x = permute_axis(x, member, order)
     return x

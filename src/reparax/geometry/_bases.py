@@ -35,12 +35,14 @@ class Bases:
         self.labels, self.lines = labels, dict[int, str]()
         self.reads, self.plain = set[tuple[Origin, Origin]](), set[Origin]()
 
-    def kept(self, view: View, operands: Sequence[Labelled], outs: Sequence[Labelled], line: str) -> list[Labelled]:
+    def with_bases(
+        self, view: View, operands: Sequence[Labelled], outs: Sequence[Labelled], line: str
+    ) -> list[Labelled]:
         """The outputs of an equation, with what they are along each axis."""
         step = _Step(self, view, operands, line)
         return [replace(out, bases=step.bases(n, out)) for n, out in enumerate(outs)]
 
-    def keep(self, axes: Iterable[Axis], line: str) -> None:
+    def forbid_turning(self, axes: Iterable[Axis], line: str) -> None:
         """Says that axes cannot be turned."""
         for axis in axes:
             self.lines.setdefault(axis.label, line)
@@ -50,7 +52,7 @@ class Bases:
         for value in values:
             if not value.is_zero:
                 other = (axis for i, axis in enumerate(value.axes) if value.basis(i) != VECTOR)
-                self.keep(other, "a loop or a condition carries what is no vector along it")
+                self.forbid_turning(other, "a loop or a condition carries what is no vector along it")
 
     def why(self, label: int) -> str:
         """The equation that computes entry by entry along a label; empty if there is none."""
@@ -71,32 +73,34 @@ class _Step:
         if isinstance(view, moves.Barrier):
             return self.operands[n].bases
         if isinstance(view, elementwise.Pointwise):
-            return tuple(self._pointwise(i, out) for i in range(len(out.axes)))
+            return tuple(self._basis_of_pointwise(i, out) for i in range(len(out.axes)))
         if isinstance(view, Dot):
-            return self._product(view, out)
+            return self._bases_of_dot(view, out)
         if isinstance(view, Conv) and view.feature_group_count == view.batch_group_count == 1:
-            return self._convolution(view, out)
+            return self._bases_of_convolution(view, out)
         if isinstance(view, reductions.ReduceSum):
-            self._summed(view)
-            return self._moved(out)
+            self._note_sum(view)
+            return self._bases_of_move(out)
         if isinstance(view, MOVES) or (isinstance(view, moves.Pad) and self.operands[1].is_zero):
-            return self._moved(out)
-        self._keep(self.operands, [out])
+            return self._bases_of_move(out)
+        self._forbid_turning_all(self.operands, [out])
         return ()
 
-    def _keep(self, *values: Sequence[Labelled]) -> None:
+    def _forbid_turning_all(self, *values: Sequence[Labelled]) -> None:
         """Nothing is known: no axis can be turned, unless all entries along it are equal."""
         for value in (value for each in values for value in each):
             other = (axis for i, axis in enumerate(value.axes) if value.basis(i) != SAME)
-            self.found.keep(other, self.line)
+            self.found.forbid_turning(other, self.line)
 
-    def _other(self, *axes: Axis) -> Basis:
-        self.found.keep(axes, self.line)
+    def _forbid_turning(self, *axes: Axis) -> Basis:
+        """Says that axes cannot be turned; the output counts as a vector along them."""
+        self.found.forbid_turning(axes, self.line)
         return VECTOR
 
     # ---- entry by entry
 
-    def _pointwise(self, i: int, out: Labelled) -> Basis:
+    def _basis_of_pointwise(self, i: int, out: Labelled) -> Basis:
+        """What the output of an equation on entries is along an axis, from what its operands are there."""
         view, each = self.view, [value.basis(i) for value in self.operands]
         changing = varying(self.operands, [i])
         if not changing:
@@ -104,11 +108,11 @@ class _Step:
         if len(changing) == 1 and (
             isinstance(view, elementwise.Multiply) or (isinstance(view, elementwise.Divide) and each[1] == SAME)
         ):
-            return self._read(i, out, changing[0].basis(i))
+            return self._note_reads(i, out, changing[0].basis(i))
         if isinstance(view, elementwise.Multiply):
-            return self._multiplied(i, out)
+            return self._basis_of_multiply(i, out)
         if isinstance(view, elementwise.Power) and view.exponent == 2 and each == [VECTOR]:
-            return self._read(i, out, Basis(Along.PRODUCT))
+            return self._note_reads(i, out, Basis(Along.PRODUCT))
         casts = isinstance(view, elementwise.ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact)
         if casts or isinstance(view, UNARY):
             return each[0]
@@ -116,17 +120,18 @@ class _Step:
         added = self.operands if isinstance(view, elementwise.Add | elementwise.Subtract) else chosen
         bases = {value.basis(i) for value in added if not value.is_zero}
         if added and len(bases) == 1 and SAME not in bases:
-            return self._read(i, out, bases.pop())
-        return self._other(out.axes[i])
+            return self._note_reads(i, out, bases.pop())
+        return self._forbid_turning(out.axes[i])
 
-    def _multiplied(self, i: int, out: Labelled) -> Basis:
+    def _basis_of_multiply(self, i: int, out: Labelled) -> Basis:
+        """What a product of two values that both vary along an axis is there: one of entries, if both are vectors."""
         a, b = self.operands
         if a.basis(i) != VECTOR or b.basis(i) != VECTOR:
-            return self._other(out.axes[i])
-        scale = next((found for found in (self._scale(a, b, i), self._scale(b, a, i)) if found is not None), None)
-        return Basis(Along.PRODUCT, scale) if scale else self._read(i, out, Basis(Along.PRODUCT))
+            return self._forbid_turning(out.axes[i])
+        scale = next((found for found in (self._scale_of(a, b, i), self._scale_of(b, a, i)) if found is not None), None)
+        return Basis(Along.PRODUCT, scale) if scale else self._note_reads(i, out, Basis(Along.PRODUCT))
 
-    def _scale(self, weight: Labelled, data: Labelled, i: int) -> Origin | None:
+    def _scale_of(self, weight: Labelled, data: Labelled, i: int) -> Origin | None:
         """The axis of a parameter that scales data along an axis, and is the same along all others."""
         if weight.kind is not Source.WEIGHT or data.kind is not Source.DATA or not weight.axes[i].in_place:
             return None
@@ -136,7 +141,7 @@ class _Step:
         (origin,) = weight.axes[i].of
         return origin
 
-    def _read(self, i: int, out: Labelled, basis: Basis) -> Basis:
+    def _note_reads(self, i: int, out: Labelled, basis: Basis) -> Basis:
         """What an axis is, of which parameters are read as they are."""
         if out.kind is Source.DATA or basis.along is Along.PRODUCT:
             for value in self.operands:
@@ -146,25 +151,27 @@ class _Step:
 
     # ---- sums
 
-    def _product(self, view: Dot, out: Labelled) -> tuple[Basis, ...]:
+    def _bases_of_dot(self, view: Dot, out: Labelled) -> tuple[Basis, ...]:
+        """What a product of matrices is along its axes: those of a batch, then those of both operands."""
         a, b = self.operands
         for i, j in zip(*view.contracting, strict=True):
-            self._contracted(i, j)
-        both = [self._pair(a, i, b, j) for i, j in zip(*view.batch, strict=True)]
+            self._note_contraction(i, j)
+        both = [self._basis_of_batch_axis(a, i, b, j) for i, j in zip(*view.batch, strict=True)]
         for n, value in enumerate(self.operands):
             for k in (k for k in range(len(value.axes)) if k not in (*view.contracting[n], *view.batch[n])):
                 both.append(value.basis(k))
                 self.found.plain |= value.axes[k].of if out.kind is Source.DATA else frozenset()
         return tuple(both)
 
-    def _pair(self, a: Labelled, i: int, b: Labelled, j: int) -> Basis:
+    def _basis_of_batch_axis(self, a: Labelled, i: int, b: Labelled, j: int) -> Basis:
         """An axis that a product keeps of both operands: it multiplies them entry by entry."""
         left, right = a.basis(i), b.basis(j)
         if SAME in (left, right):
             return right if left == SAME else left
-        return self._other(a.axes[i], b.axes[j])
+        return self._forbid_turning(a.axes[i], b.axes[j])
 
-    def _contracted(self, i: int, j: int) -> None:
+    def _note_contraction(self, i: int, j: int) -> None:
+        """Notes which parameters a contraction reads, as they are or after a scale; other axes cannot be turned."""
         a, b = self.operands
         (left, right), (x, y) = (a.basis(i), b.basis(j)), (a.axes[i], b.axes[j])
         if left == right == VECTOR:
@@ -174,29 +181,31 @@ class _Step:
         elif right.scale and left == VECTOR and len(x.of) == 1 and x.in_place:
             self.found.reads |= {(right.scale, origin) for origin in x.of}
         elif (left, right) != (SAME, SAME):
-            self._other(x, y)
+            self._forbid_turning(x, y)
 
-    def _convolution(self, view: Conv, out: Labelled) -> tuple[Basis, ...]:
+    def _bases_of_convolution(self, view: Conv, out: Labelled) -> tuple[Basis, ...]:
+        """What a convolution is along its axes: examples and outputs are as they were, places count as vectors."""
         data, kernel = self.operands
         numbers = view.dimension_numbers
         lhs, rhs, places = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-        self._contracted(lhs[1], rhs[1])
+        self._note_contraction(lhs[1], rhs[1])
         self.found.plain |= kernel.axes[rhs[0]].of
         bases = {places[0]: data.basis(lhs[0]), places[1]: kernel.basis(rhs[0])}
         return tuple(bases.get(k, VECTOR) for k in range(len(out.axes)))
 
-    def _summed(self, view: reductions.ReduceSum) -> None:
+    def _note_sum(self, view: reductions.ReduceSum) -> None:
+        """Notes a sum: an axis along which it adds vectors cannot be turned; a sum of products does not change."""
         (value,) = self.operands
         for i in view.axes:
             basis = value.basis(i)
             if basis.scale:
                 self.found.plain.add(basis.scale)
             elif basis == VECTOR:
-                self._other(value.axes[i])
+                self._forbid_turning(value.axes[i])
 
     # ---- moves
 
-    def _moved(self, out: Labelled) -> tuple[Basis, ...]:
+    def _bases_of_move(self, out: Labelled) -> tuple[Basis, ...]:
         """What an output is along each axis: what the axes are that have its indices."""
         if isinstance(self.view, Gather) and out.kind is Source.DATA:
             self.found.plain |= {origin for axis in self.operands[0].axes for origin in axis.of}
@@ -218,5 +227,5 @@ class _Step:
             elif len(found) == 1 and (whole or found < {VECTOR, SAME}):
                 bases.append(found.pop())
             else:
-                bases.append(self._other(axis, *(each for each, _ in met)))
+                bases.append(self._forbid_turning(axis, *(each for each, _ in met)))
         return tuple(bases)

@@ -110,12 +110,13 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
     who, position = one_argument("axis_groups", fun, argnums)
 
     def found(*args: Any, **kwargs: Any) -> Groups:
-        return _groups(Reading(Arguments.of(who, fun, position, args, kwargs)))
+        return _groups_of(Reading(Arguments.of(who, fun, position, args, kwargs)))
 
     return found
 
 
-def _groups(reading: Reading) -> Groups:
+def _groups_of(reading: Reading) -> Groups:
+    """The groups of a program that was read: axes of parameters by label, and why others belong to none."""
     labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
     frozen, scans = dict[tuple[str, int], str](), dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():
@@ -139,8 +140,8 @@ def _groups(reading: Reading) -> Groups:
         one = found.pop()
         return not found and 0 < len(one) == len(set(one)) and not labels.is_shared(label)
 
-    sums, whole = _sums(reading, members)
-    scales, bases = _scales(reading, members)
+    sums, whole = _sums_by_label(reading, members)
+    scales, bases = _scales_by_label(reading, members)
     found = (
         Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, ""), scales[i], bases[i])
         for i, m in members.items()
@@ -148,7 +149,9 @@ def _groups(reading: Reading) -> Groups:
     return Groups(tuple(found), frozen)
 
 
-def _scales(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
+def _scales_by_label(
+    reading: Reading, members: Mapping[int, Sequence[Member]]
+) -> tuple[dict[int, Any], dict[int, str]]:
     """For the label of each group the scales in it, with what reads them, and why its axes cannot be turned."""
     paths = {number: parameter.path for number, parameter in reading.parameters.items()}
     plain = {(paths[number], axis) for number, axis in reading.bases.plain}
@@ -174,7 +177,7 @@ def _scales(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[
     return scales, why
 
 
-def _sums(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
+def _sums_by_label(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
     """For the label of each group the sums along it, and why no index can be left out of it."""
     paths = {number: parameter.path for number, parameter in reading.parameters.items()}
     sums, whole = dict[int, Any](), dict.fromkeys(members, "no product sums along it")

@@ -47,11 +47,11 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
                 f"permute takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
                 f"{got}. Pass the tree from which the groups were read."
             )
-        found[member.path] = permuted(found[member.path], member, order)
+        found[member.path] = permute_axis(found[member.path], member, order)
     return treedef.unflatten(found.values())
 
 
-def permuted(x: Any, member: Member, order: Any) -> Any:
+def permute_axis(x: Any, member: Member, order: Any) -> Any:
     """An array of JAX or numpy with one of its axes in another order, which may be one for each step."""
     steps = member.steps if order.ndim > 1 else ()
     places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))

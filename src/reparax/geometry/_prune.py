@@ -12,7 +12,16 @@ import numpy as np
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, items, path_text
 from reparax.geometry._groups import Group
-from reparax.geometry._units import Values, along_axes, entries, is_plain, mapped, over_steps, placed, require_arrays
+from reparax.geometry._units import (
+    Values,
+    along_axes,
+    entries_by_index,
+    is_plain,
+    lay_flags,
+    map_leaves,
+    over_steps,
+    require_arrays,
+)
 
 
 @shows_usage
@@ -58,7 +67,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
         )
 
     def kept(group: Group) -> Values:
-        scores = [entries(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
+        scores = [entries_by_index(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
         total = sum(over_steps(group, each, np.sum) for each in scores)
         return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(share * group.size)
 
@@ -67,7 +76,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     def pruned(path: Names, x: Any) -> Any:
         for (name, axis), (steps, flags) in along.items():
             if name == path_text(path):
-                x = jnp.where(placed(flags, steps, axis, x.ndim), x, jnp.zeros_like(x))
+                x = jnp.where(lay_flags(flags, steps, axis, x.ndim), x, jnp.zeros_like(x))
         return x
 
-    return mapped(params, pruned)
+    return map_leaves(params, pruned)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Arguments, caller, is_keys
+from reparax._programs.call import Arguments, check_call, is_keys
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax.geometry._bases import Bases
 from reparax.geometry._labels import Labels
 from reparax.geometry._operands import Operands
@@ -32,7 +32,7 @@ class Parameter:
 
 def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
     """The name of a call for errors, and the position of the one argument that holds the parameters."""
-    who = caller(method, fun, argnums)
+    who = check_call(method, fun, argnums)
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
@@ -61,12 +61,12 @@ class Reading:
         self.bases = Bases(self.labels)
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
-        self._lines = calls(traced.program)
+        self._lines = lines_by_origin(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
         data = (x for x, chosen in zip(arguments.arrays, arguments.chosen, strict=True) if not chosen)
         closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
-        values = [self._fixed(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
+        values = [self._fixed_value(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.chosen, strict=True)):
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
@@ -82,69 +82,73 @@ class Reading:
                     if chosen
                     else f"{path!r}, which is data"
                 )
-                values.append(self._fixed(x.shape, f"an axis of {what}", kind))
-        for value in self._run(traced.program, values):
+                values.append(self._fixed_value(x.shape, f"an axis of {what}", kind))
+        for value in self._read_program(traced.program, values):
             for axis in value.axes:
                 self.labels.freeze(axis.label, "an axis of the result")
         # Where the arrays of several steps meet, or change their places, outside of the scan, all have one order.
         for value in (value for origin in self.steps for value in self._mixed.get(origin, ())):
-            self._share(value)
+            self._share_axes(value)
 
-    def _fixed(self, shape: Sequence[int], why: str, kind: Source) -> Labelled:
+    def _fixed_value(self, shape: Sequence[int], why: str, kind: Source) -> Labelled:
+        """A value of which no axis can be permuted, and why."""
         return Labelled(tuple(Axis(self.labels.new(why)) for _ in shape), kind)
 
-    def _run(self, program: Jaxpr, inputs: Sequence[Labelled]) -> list[Labelled]:
+    def _read_program(self, program: Jaxpr, inputs: Sequence[Labelled]) -> list[Labelled]:
+        """The outputs of a program for these inputs, equation by equation."""
         env: dict[Any, Labelled] = dict(zip(program.invars, inputs, strict=True))
 
         def value(v: Any) -> Labelled:
             if not isinstance(v, Literal):
                 return env[v]
-            fixed = self._fixed(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT)
+            fixed = self._fixed_value(jaxprs.type_of(v).shape, "an axis of a constant", Source.CONSTANT)
             return replace(fixed, is_zero=bool(v.val == 0))
 
         for eqn in program.eqns:
-            env |= zip(eqn.outvars, self._outputs(eqn, list(map(value, eqn.invars))), strict=True)
+            env |= zip(eqn.outvars, self._read_equation(eqn, list(map(value, eqn.invars))), strict=True)
         return list(map(value, program.outvars))
 
-    def _outputs(self, eqn: JaxprEqn, operands: list[Labelled]) -> Sequence[Labelled]:
+    def _read_equation(self, eqn: JaxprEqn, operands: list[Labelled]) -> Sequence[Labelled]:
+        """The outputs of an equation; what it says of uses, sums and bases is added."""
         view = view_of(eqn)
         if isinstance(view, Scan):
-            return self._scan(eqn, operands)
+            return self._read_scan(eqn, operands)
         if isinstance(view, While):
-            return self._while(view, operands)
+            return self._read_while(view, operands)
         if isinstance(view, Cond):
-            branches = [self._body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
+            branches = [self._read_body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
             self.bases.require_vectors(value for outs in branches for value in outs)
-            return [self._joined(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
+            return [self._join(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
         if isinstance(view, ShardMap):
-            return self._sharded(eqn, operands)
+            return self._read_shard_map(eqn, operands)
         if jaxprs.is_call(eqn):
-            return self._body(jaxprs.body(eqn), operands)
-        line = reader_of(eqn, "reads it", self._lines)
+            return self._read_body(jaxprs.body(eqn), operands)
+        line = describe_read(eqn, "reads it", self._lines)
         axes = axes_of(view, Operands(self.labels, view, operands, line))
         zeros = Zeros(self.labels, view, operands)
-        outs = list(map(zeros.kept, self.uses.outputs(view, operands, axes, line)))
-        outs = self.bases.kept(view, operands, outs, line)
+        outs = list(map(zeros.with_zeros, self.uses.outputs(view, operands, axes, line)))
+        outs = self.bases.with_bases(view, operands, outs, line)
         self.sums += zeros.sums(outs, line)
-        kept = _in_place(outs)
+        kept = _axes_in_place(outs)
         for value in operands:
-            for origin in _in_place([value]) - kept:
+            for origin in _axes_in_place([value]) - kept:
                 self._mixed.setdefault(origin, []).append(value)
         return outs
 
-    def _share(self, value: Labelled) -> None:
+    def _share_axes(self, value: Labelled) -> None:
+        """Says that the axes of a value are the same in all steps of a scan."""
         for axis in value.axes:
             self.labels.share(axis.label)
 
-    def _body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Labelled]) -> list[Labelled]:
-        """Reads the program of an equation. ``_repeated`` may do so again, and takes back ``uses`` and ``sums``."""
+    def _read_body(self, body: tuple[Jaxpr, list[Any]], operands: Sequence[Labelled]) -> list[Labelled]:
+        """Reads the program of an equation. ``_read_loop`` may do so again, and takes back ``uses`` and ``sums``."""
         program, consts = body
-        fixed = [self._fixed(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
-        return self._run(program, [*fixed, *operands])
+        fixed = [self._fixed_value(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
+        return self._read_program(program, [*fixed, *operands])
 
-    def _sharded(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> Sequence[Labelled]:
+    def _read_shard_map(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> Sequence[Labelled]:
         """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
-        (program, consts), why = jaxprs.body(eqn), reader_of(eqn, "lays it over devices", self._lines)
+        (program, consts), why = jaxprs.body(eqn), describe_read(eqn, "lays it over devices", self._lines)
 
         def part(value: Labelled, sizes: Sequence[int], others: Sequence[int]) -> Labelled:
             axes = list[Axis]()
@@ -160,9 +164,9 @@ class Reading:
             return [part(value, *pair) for value, pair in zip(values, shapes, strict=True)]
 
         inputs = parts(operands, eqn.invars, program.invars[len(consts) :])
-        return parts(self._body((program, consts), inputs), program.outvars, eqn.outvars)
+        return parts(self._read_body((program, consts), inputs), program.outvars, eqn.outvars)
 
-    def _joined(self, values: Sequence[Labelled], kind: Source = Source.CONSTANT) -> Labelled:
+    def _join(self, values: Sequence[Labelled], kind: Source = Source.CONSTANT) -> Labelled:
         """The value that is one of several; ``kind`` is that of what chooses."""
         worst, axes = max(kind, *(value.kind for value in values)), list[Axis]()
         for each in zip(*(value.axes for value in values), strict=True):
@@ -173,7 +177,7 @@ class Reading:
         stacked = frozenset[Origin]().union(*(value.stacked for value in values))
         return Labelled(tuple(axes), worst, stacked if worst is Source.WEIGHT else frozenset(), zero)
 
-    def _repeated(
+    def _read_loop(
         self,
         body: tuple[Jaxpr, list[Any]],
         consts: Sequence[Labelled],
@@ -185,19 +189,20 @@ class Reading:
         self.bases.require_vectors(carry)
         carry = [replace(value, vanishing=(), is_zero=False, bases=()) for value in carry]
         while True:
-            outs = self._body(body, [*consts, *carry, *steps])
+            outs = self._read_body(body, [*consts, *carry, *steps])
             self.bases.require_vectors(outs[: len(carry)])
-            new = [self._joined(pair) for pair in zip(carry, outs, strict=False)]
-            if list(map(_known, new)) == list(map(_known, carry)):
+            new = [self._join(pair) for pair in zip(carry, outs, strict=False)]
+            if list(map(_known_of, new)) == list(map(_known_of, carry)):
                 return new, outs[len(carry) :]
             carry = new
             del self.uses[n_uses:]
             del self.sums[n_sums:]
 
-    def _scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
+    def _read_scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
+        """What a scan carries in the end, and the stacks of what its body gives at each step."""
         n_consts, n_carry = jaxprs.counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-        why, steps = reader_of(eqn, "takes it in steps", self._lines), list[Labelled]()
+        why, steps = describe_read(eqn, "takes it in steps", self._lines), list[Labelled]()
         for value in operands[n_consts + n_carry :]:
             along, *axes = value.axes
             self.labels.freeze(along.label, why)
@@ -206,9 +211,9 @@ class Reading:
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
             stacked = value.stacked | along.of
             steps.append(Labelled(tuple(axes), value.kind, stacked, zero, bases=value.bases[1:]))
-        carry, stacks = self._repeated(jaxprs.body(eqn), consts, carry, steps)
+        carry, stacks = self._read_loop(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
-            self._share(value)
+            self._share_axes(value)
 
         def stack(value: Labelled) -> Labelled:
             zero = (NEVER, *(value.vanishes(i) for i in range(len(value.axes))))
@@ -217,21 +222,22 @@ class Reading:
 
         return [*carry, *map(stack, stacks)]
 
-    def _while(self, view: While, operands: Sequence[Labelled]) -> list[Labelled]:
+    def _read_while(self, view: While, operands: Sequence[Labelled]) -> list[Labelled]:
+        """What a loop carries in the end; its condition is read for what it says of axes."""
         of_condition, of_body = view.counts
         condition, body = jaxprs.bodies(view.eqn)
         consts, carry = operands[of_condition : of_condition + of_body], operands[of_condition + of_body :]
-        carry, _ = self._repeated(body, consts, carry, [])
-        self._body(condition, [*operands[:of_condition], *carry])
+        carry, _ = self._read_loop(body, consts, carry, [])
+        self._read_body(condition, [*operands[:of_condition], *carry])
         return carry
 
 
-def _in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
+def _axes_in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
     """The axes of parameters of which values have all indices in their places."""
     axes = (axis for value in values for axis in value.axes if axis.in_place)
     return frozenset[Origin]().union(*(axis.of for axis in axes))
 
 
-def _known(value: Labelled) -> tuple[object, ...]:
+def _known_of(value: Labelled) -> tuple[object, ...]:
     """What is known of a value beside the labels of its axes."""
     return value.kind, value.stacked, [(axis.of, axis.in_place) for axis in value.axes]

@@ -54,19 +54,19 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
         arguments = Arguments.of(who, fun, position, args, kwargs)
         reading = Reading(arguments)
         products = [use for use in reading.uses if isinstance(use, DataProduct)]
-        products += _between(products, [use for use in reading.uses if isinstance(use, Between)])
-        products = _apart(products, reading)
+        products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
+        products = _with_members_apart(products, reading)
         reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-        of, each = _by_owner(products), list[Role]()
+        of, each = _products_by_parameter(products), list[Role]()
         for i, x in enumerate(arguments.arrays):
-            role = _role(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x), heads=_heads(i, role, reading)))
+            role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x), heads=_heads_of(i, role, reading)))
         return arguments.call(each, lambda *args, **_: args[position])
 
     return found
 
 
-def _apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
+def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
     """Products where axes along which networks are independent are stacked ones.
 
     The first layer of an ensemble whose members read the same data has an output for each member. That these are
@@ -85,7 +85,7 @@ def _apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduc
     return found
 
 
-def _add(uses: list[Use], new: Use) -> None:
+def _add_use(uses: list[Use], new: Use) -> None:
     """Adds a use; one that says of further axes what they are completes one that says nothing of them."""
     axes = {*new.inputs, *new.outputs, *new.stacked}
     for i, old in enumerate(uses):
@@ -93,18 +93,19 @@ def _add(uses: list[Use], new: Use) -> None:
             return
         if not axes & {*old.inputs, *old.outputs}:
             inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
-            stacked = _sorted({*old.stacked, *new.stacked})
-            uses[i] = replace(old, inputs=_sorted(inputs), outputs=_sorted(outputs), stacked=stacked)
+            stacked = _sorted_axes({*old.stacked, *new.stacked})
+            uses[i] = replace(old, inputs=_sorted_axes(inputs), outputs=_sorted_axes(outputs), stacked=stacked)
             return
     if axes:
         uses.append(new)
 
 
-def _sorted(axes: Iterable[int]) -> Numbers:
+def _sorted_axes(axes: Iterable[int]) -> Numbers:
+    """Axes in order, each once."""
     return tuple(sorted(set(axes)))
 
 
-def _by_owner(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
+def _products_by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
     """The products of each parameter."""
     found: dict[int, list[DataProduct]] = {}
     for product in products:
@@ -113,34 +114,34 @@ def _by_owner(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
     return found
 
 
-def _role(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
+def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
     """The role of a parameter in these products."""
     uses = list[Use]()
 
     def own(origins: Origins) -> Numbers:
-        return _sorted(axis for owner, axis in origins if owner == parameter)
+        return _sorted_axes(axis for owner, axis in origins if owner == parameter)
 
     for product in products:
         inputs, outputs, stacked = own(product.inputs), own(product.outputs), own(product.stacked)
-        _add(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
+        _add_use(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
     if not uses:
         lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
         return Role(why="; ".join(lines) or "no equation reads it together with data")
-    inputs = _sorted(axis for use in uses for axis in use.inputs)
-    outputs = _sorted(axis for use in uses for axis in use.outputs)
-    return Role(inputs, outputs, _sorted(axis for use in uses for axis in use.stacked), "", tuple(uses))
+    inputs = _sorted_axes(axis for use in uses for axis in use.inputs)
+    outputs = _sorted_axes(axis for use in uses for axis in use.outputs)
+    return Role(inputs, outputs, _sorted_axes(axis for use in uses for axis in use.stacked), "", tuple(uses))
 
 
-def _heads(parameter: int, role: Role, reading: Reading) -> Numbers:
+def _heads_of(parameter: int, role: Role, reading: Reading) -> Numbers:
     """Axes along which data meet data apart, beside others of the inputs or outputs along which they do not."""
     apart, found = {atom for label in reading.uses.apart for atom in reading.labels.atoms(label)}, list[int]()
     for axes in (role.inputs, role.outputs):
         heads = [i for i in axes if reading.labels.atoms(reading.parameters[parameter].labels[i]) & apart]
         found += heads if len(heads) < len(axes) else ()
-    return _sorted(found)
+    return _sorted_axes(found)
 
 
-def _between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
+def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
     """Products of two weights: the axis between them is an output of the one that data meet first.
 
     Products with data decide: one that contradicts them, such as that of a penalty, says nothing.

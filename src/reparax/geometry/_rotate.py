@@ -39,7 +39,7 @@ def fold_scales(params: PyTree, groups: Iterable[Group]) -> PyTree:
       Array([[2.],
              [3.]], dtype=float32)
     """
-    arrays, treedef = _folded("fold_scales", params, list(groups))
+    arrays, treedef = _fold_scales("fold_scales", params, list(groups))
     return treedef.unflatten(arrays.values())
 
 
@@ -73,13 +73,13 @@ def rotate(params: PyTree, group: Group, matrix: Array) -> PyTree:
     References:
       Ashkboos et al., *SliceGPT*, 2024, and *QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs*, 2024.
     """
-    arrays, treedef = _folded("rotate", params, [group])
+    arrays, treedef = _fold_scales("rotate", params, [group])
     if jnp.shape(matrix) != (group.size, group.size):
         raise ValueError(
             f"rotate takes a matrix of shape {(group.size, group.size)} for this group, but got {jnp.shape(matrix)}."
         )
-    for member in turned(group):
-        arrays[member.path] = along_member(arrays[member.path], member.axis, member.inner, matrix)
+    for member in members_to_turn(group):
+        arrays[member.path] = turn_axis(arrays[member.path], member.axis, member.inner, matrix)
     return treedef.unflatten(arrays.values())
 
 
@@ -91,13 +91,13 @@ def require_turning(who: str, groups: Iterable[Group]) -> None:
             raise ValueError(f"{who} cannot turn axis {axis} of {path!r}: {group.why_not_turned}. Leave the group out.")
 
 
-def turned(group: Group) -> list[Member]:
+def members_to_turn(group: Group) -> list[Member]:
     """The members that are turned: all but scales, which are one."""
     scales = [scale for scale, _ in group.scales]
     return [member for member in group.members if member not in scales]
 
 
-def along_member(x: Array, axis: int, inner: int, matrix: Array) -> Array:
+def turn_axis(x: Array, axis: int, inner: int, matrix: Array) -> Array:
     """An array multiplied with a matrix along an axis, of whose entries ``inner`` belong to each index."""
     n = matrix.shape[0]
     front = jnp.moveaxis(widened(x), axis, -1)
@@ -106,7 +106,7 @@ def along_member(x: Array, axis: int, inner: int, matrix: Array) -> Array:
     return jnp.moveaxis(new.reshape(front.shape), -1, axis).astype(x.dtype)
 
 
-def _folded(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
+def _fold_scales(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
     """The arrays by their paths, with scales folded, and the structure of their tree."""
     require_turning(who, groups)
     paths, leaves, treedef = flatten_with_names(params)
@@ -117,13 +117,13 @@ def _folded(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, An
         s = arrays[scale.path]
         for reader in readers:
             w = arrays[reader.path]
-            factors = _laid_along(widened(s), scale, reader, jnp.ndim(w))
+            factors = _lay_scales_along(widened(s), scale, reader, jnp.ndim(w))
             arrays[reader.path] = (widened(w) * factors).astype(w.dtype)
         arrays[scale.path] = jnp.ones_like(s)
     return arrays, treedef
 
 
-def _laid_along(s: Array, scale: Member, reader: Member, ndim: int) -> Array:
+def _lay_scales_along(s: Array, scale: Member, reader: Member, ndim: int) -> Array:
     """The scales of each step at the axis of another member."""
     front = jnp.moveaxis(s, (*scale.steps, scale.axis), range(len(scale.steps) + 1))
     flat = front.reshape(*front.shape[: len(scale.steps) + 1], *(1,) * (ndim - len(scale.steps) - 1))

@@ -18,20 +18,20 @@ from reparax._numerics.arguments import check_whole, one_of
 from reparax._stage.joint import Joint, Leaves
 from reparax._tree.values import Values, fixed, main
 from reparax.geometry._groups import Group
-from reparax.geometry._rotate import along_member, require_turning, turned
+from reparax.geometry._rotate import members_to_turn, require_turning, turn_axis
 
-Turned = tuple[int, tuple[tuple[str, int, int], ...]]
+TurnedGroup = tuple[int, tuple[tuple[str, int, int], ...]]
 """The size of a group, and of each of its members the path, the axis, and the entries of each index."""
 
 
-def _entries(groups: Any, who: str, name: str) -> tuple[Turned, ...]:
+def _check_groups(groups: Any, who: str, name: str) -> tuple[TurnedGroup, ...]:
     """Groups as plain tuples, which are hashable and JSON."""
     del name
     found = tuple(groups) if isinstance(groups, Iterable) else (groups,)
     given = [group for group in found if isinstance(group, Group)]
     require_turning(who, given)
     if len(given) == len(found) > 0:
-        each = ((group.size, tuple((m.path, m.axis, m.inner) for m in turned(group))) for group in given)
+        each = ((group.size, tuple((m.path, m.axis, m.inner) for m in members_to_turn(group))) for group in given)
         return tuple(each)
     match found:
         case ((int(), ((str(), int(), int()), *_)), *_) if not given:
@@ -86,7 +86,7 @@ class Rotate(Joint):
 
     arrays: Any = field(init=False, repr=False, compare=False)
     stacked: Axes = field(init=False, repr=False, compare=False, default=())
-    groups: Any = argument(_entries)
+    groups: Any = argument(_check_groups)
     start: str = argument(one_of("hadamard", "random", "identity"), default="hadamard", kw_only=True)
     seed: int = argument(check_whole, default=0, kw_only=True)
 
@@ -97,34 +97,38 @@ class Rotate(Joint):
         if isinstance(groups, Iterable):
             object.__setattr__(self, "groups", tuple(groups))
         paths = {
-            path: re.escape(path) for _, members in _entries(self.groups, "Rotate", "groups") for path, *_ in members
+            path: re.escape(path)
+            for _, members in _check_groups(self.groups, "Rotate", "groups")
+            for path, *_ in members
         }
         object.__setattr__(self, "arrays", paths)
         super().__post_init__()
 
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
-        matrices = {name: self._matrix(n, i) for i, (name, n, _) in enumerate(self._named())}
-        values: Leaves = {path: {"v": w} for path, w in self._turned(arrays, matrices).items()}
-        for name, _, members in self._named():
+        matrices = {name: self._start_matrix(n, i) for i, (name, n, _) in enumerate(self._named_groups())}
+        values: Leaves = {path: {"v": w} for path, w in self._turn(arrays, matrices).items()}
+        for name, _, members in self._named_groups():
             values[members[0][0]][name] = matrices[name]
         return values
 
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
-        back = {name: values[members[0][0]][name].T for name, _, members in self._named()}
-        return self._turned({path: held["v"] for path, held in values.items()}, back)
+        back = {name: values[members[0][0]][name].T for name, _, members in self._named_groups()}
+        return self._turn({path: held["v"] for path, held in values.items()}, back)
 
-    def _named(self) -> list[tuple[str, int, tuple[tuple[str, int, int], ...]]]:
+    def _named_groups(self) -> list[tuple[str, int, tuple[tuple[str, int, int], ...]]]:
         """For each group the name of its matrix, its size and its members."""
         return [(f"q{i}" if i else "q", size, members) for i, (size, members) in enumerate(self.groups)]
 
-    def _turned(self, arrays: Mapping[str, Array], matrices: Mapping[str, Array]) -> dict[str, Array]:
+    def _turn(self, arrays: Mapping[str, Array], matrices: Mapping[str, Array]) -> dict[str, Array]:
+        """The arrays, turned along the axes of each group by the matrix of its name."""
         found = dict(arrays)
-        for name, _, members in self._named():
+        for name, _, members in self._named_groups():
             for path, axis, inner in members:
-                found[path] = along_member(found[path], axis, inner, matrices[name])
+                found[path] = turn_axis(found[path], axis, inner, matrices[name])
         return found
 
-    def _matrix(self, n: int, number: int) -> Array:
+    def _start_matrix(self, n: int, number: int) -> Array:
+        """The orthogonal matrix of size ``n`` from which the group of this number starts."""
         if self.start == "identity":
             return jnp.eye(n)
         key = jax.random.fold_in(jax.random.key(self.seed), number)
@@ -133,10 +137,10 @@ class Rotate(Joint):
         of_rest, of_signs = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
         power, rest = n & -n, n // (n & -n)
         signs = jax.random.rademacher(of_signs, (n, 1), jnp.float32)
-        return signs * jnp.kron(_hadamard(power), jax.random.orthogonal(of_rest, rest, dtype=jnp.float32))
+        return signs * jnp.kron(_hadamard_matrix(power), jax.random.orthogonal(of_rest, rest, dtype=jnp.float32))
 
 
-def _hadamard(n: int) -> Array:
+def _hadamard_matrix(n: int) -> Array:
     """The orthogonal matrix of equal magnitudes whose size is a power of two."""
     found = np.ones((1, 1))
     while len(found) < n:

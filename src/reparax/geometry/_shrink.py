@@ -19,13 +19,13 @@ from reparax.geometry._units import (
     Along,
     Values,
     along_axes,
-    entries,
+    entries_by_index,
     is_plain,
-    mapped,
+    lay_flags,
+    map_leaves,
     over_steps,
-    placed,
     require_arrays,
-    taken,
+    take_chosen,
 )
 
 Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
@@ -89,16 +89,16 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     effective, who = p.fold(whole), f"shrink of {p!r}"
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_plain(x)}
     require_arrays("shrink", found, {path: x.shape for path, x in arrays.items()})
-    along = along_axes((group, alive) for group, alive in _alive(found, arrays) if not alive.all())
+    along = along_axes((group, alive) for group, alive in _living_indices(found, arrays) if not alive.all())
     origins = follow_axes(tuple(p), effective)[1]
-    cuts = {path: _cuts(who, path, x, *origins[path], along) for path, x in items(whole) if is_plain(x)}
-    small = mapped(whole, lambda path, x: _cut(x, cuts.get(path, ())))
-    plain = {path: _cuts(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_plain(x)}
-    _require_same(who, p.fold(small), mapped(effective, lambda path, x: _cut(x, plain.get(path, ()))))
-    return small if like is None else _of_state(raw, whole, cuts)
+    cuts = {path: _cuts_of(who, path, x, *origins[path], along) for path, x in items(whole) if is_plain(x)}
+    small = map_leaves(whole, lambda path, x: _cut_out(x, cuts.get(path, ())))
+    plain = {path: _cuts_of(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_plain(x)}
+    _require_same(who, p.fold(small), map_leaves(effective, lambda path, x: _cut_out(x, plain.get(path, ()))))
+    return small if like is None else _cut_state(raw, whole, cuts)
 
 
-def _alive(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[Group, Values]]:
+def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[Group, Values]]:
     """For each group whose indices may go, those that stay, for each step where steps may differ.
 
     What is dead in one group makes what only it reads dead in others.
@@ -107,30 +107,30 @@ def _alive(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[
     dead = [np.zeros((), bool)] * len(free)
     while True:
         before = dead
-        dead = [_dead(group, nonzero) for group in free]
+        dead = [_dead_indices(group, nonzero) for group in free]
         for (path, axis), (steps, flags) in along_axes(zip(free, map(np.logical_not, dead), strict=True)).items():
-            nonzero[path] &= placed(flags, steps, axis, nonzero[path].ndim)
+            nonzero[path] &= lay_flags(flags, steps, axis, nonzero[path].ndim)
         if all(map(np.array_equal, before, dead)):
-            return [(group, ~_as_many(each)) for group, each in zip(free, dead, strict=True)]
+            return [(group, ~_as_many_in_each_step(each)) for group, each in zip(free, dead, strict=True)]
 
 
-def _dead(group: Group, nonzero: Mapping[str, Values]) -> Values:
+def _dead_indices(group: Group, nonzero: Mapping[str, Values]) -> Values:
     """The indices at which each sum has a term of zero, ``(*steps, size)``."""
 
     def zero(member: Member) -> Values:
-        left = np.any(entries(nonzero[member.path], member, group), axis=(-4, -2, -1))
+        left = np.any(entries_by_index(nonzero[member.path], member, group), axis=(-4, -2, -1))
         return over_steps(group, np.logical_not(left), np.all)
 
     return np.all([np.any([np.all(list(map(zero, one)), 0) for one in each], 0) for each in group.sums], 0)
 
 
-def _as_many(dead: Values) -> Values:
+def _as_many_in_each_step(dead: Values) -> Values:
     """As many dead indices of each step as that with the fewest has; one index is never among them."""
     count = min(dead.sum(-1).min(), dead.shape[-1] - 1)
     return dead & (np.cumsum(dead, -1) <= count)
 
 
-def _cuts(who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along) -> Cuts:
+def _cuts_of(who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along) -> Cuts:
     """Which indices of an array stay, whose axes follow those of its source."""
     found = list[tuple[tuple[int, ...], int, Values]]()
     for axis, place in enumerate(places):
@@ -148,9 +148,10 @@ def _cuts(who: str, path: Names, x: Any, source: Names, places: Sequence[int | N
     return tuple(found)
 
 
-def _cut(x: Any, cuts: Cuts) -> Any:
+def _cut_out(x: Any, cuts: Cuts) -> Any:
+    """An array without the indices that its cuts leave out."""
     for steps, axis, flags in cuts:
-        x = jnp.asarray(taken(np.asarray(x), flags, steps, axis), x.dtype)
+        x = jnp.asarray(take_chosen(np.asarray(x), flags, steps, axis), x.dtype)
     return x
 
 
@@ -167,7 +168,7 @@ def _require_same(who: str, got: PyTree, want: PyTree) -> None:
             )
 
 
-def _of_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree:
+def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree:
     """A state whose arrays are cut as the raw arrays under whose paths they are."""
     shapes = {path: x.shape for path, x in items(raw) if path in cuts}
 
@@ -181,6 +182,6 @@ def _of_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree:
                 f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer anew with the "
                 f"small raw tree, `tx.init(small)`."
             )
-        return _cut(x, cuts[own])
+        return _cut_out(x, cuts[own])
 
-    return mapped(state, of)
+    return map_leaves(state, of)

@@ -22,7 +22,7 @@ def is_plain(x: Any) -> bool:
     return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def mapped(tree: PyTree, change: Callable[[Names, Any], Any]) -> PyTree:
+def map_leaves(tree: PyTree, change: Callable[[Names, Any], Any]) -> PyTree:
     """A tree with each leaf changed, which is known by its path."""
     paths, leaves, treedef = flatten_with_names(tree)
     return treedef.unflatten(map(change, paths, leaves))
@@ -41,7 +41,7 @@ def require_arrays(who: str, groups: Iterable[Group], shapes: Mapping[str, tuple
                 )
 
 
-def entries(x: Values, member: Member, group: Group) -> Values:
+def entries_by_index(x: Values, member: Member, group: Group) -> Values:
     """An array of shape ``(*steps, outer, size, inner, rest)``."""
     front = np.moveaxis(x, (*member.steps, member.axis), range(len(member.steps) + 1))
     steps = front.shape[: len(member.steps)]
@@ -67,13 +67,13 @@ def along_axes(chosen: Iterable[tuple[Group, Values]]) -> Along:
     return found
 
 
-def placed(flags: Values, steps: Sequence[int], axis: int, ndim: int) -> Values:
+def lay_flags(flags: Values, steps: Sequence[int], axis: int, ndim: int) -> Values:
     """Flags ``(*steps, n)`` at these axes of an array."""
     wide = flags.reshape(*flags.shape, *(1,) * (ndim - flags.ndim))
     return np.moveaxis(wide, range(flags.ndim), (*steps, axis))
 
 
-def taken(x: Values, flags: Values, steps: Sequence[int], axis: int) -> Values:
+def take_chosen(x: Values, flags: Values, steps: Sequence[int], axis: int) -> Values:
     """An array without the indices that are not chosen, of which each step has as many."""
     if not steps:
         return np.compress(flags, x, axis)

@@ -62,42 +62,49 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind = max((value.kind for value in _changing(view, operands)), default=Source.CONSTANT)
+        kind = max((value.kind for value in _deciding_operands(view, operands)), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
         if isinstance(view, Dot) and all(value.kind is Source.DATA for value in operands):
             self.apart |= {operands[0].axes[k].label for k in view.batch[0]}
         if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
             kind = Source.DATA
-        elif isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT and _is_whole(view):
+        elif (
+            isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT and _takes_whole_arrays(view)
+        ):
             kind = Source.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
         elif kind is Source.DATA:
             self._add_read(view, operands, line)
         if kind is not Source.WEIGHT:
             return [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
         if isinstance(view, Dot):
-            axes = [self._of_weights(view, operands, axes[0], line)]
+            axes = [self._axes_of_weights(view, operands, axes[0], line)]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         outs = zip(axes, shapes, strict=True)
-        return [_chosen(view, operands[0], Labelled(tuple(each), kind, stacked), shape) for each, shape in outs]
+        return [
+            _with_stacked_axes(view, operands[0], Labelled(tuple(each), kind, stacked), shape) for each, shape in outs
+        ]
 
     def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
+        """Adds what an equation with data does to each weight that it reads: a product, or another read."""
         for i, value in enumerate(operands):
             if value.kind is not Source.WEIGHT:
                 continue
             way = WAYS.get(type(view))
             if way is not None and (axes := way(view, value, i)) is not None:
                 inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, *_how(view, value)))
+                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, *_name_and_window(view, value)))
             else:
                 parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
                 self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
-    def _of_weights(self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str) -> Sequence[Axis]:
+    def _axes_of_weights(
+        self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str
+    ) -> Sequence[Axis]:
         """The axes of a product of weights with weights, which is added, or with a constant."""
         sides, kept = list[tuple[Origins, Origins]](), Origins()
         for i, value in enumerate(operands):
-            contracted, stay, batch = _dot(view, value, i)
+            contracted, stay, batch = _ways_of_dot(view, value, i)
             sides.append((origins(value.axes[k] for k in contracted), origins(value.axes[k] for k in stay)))
             kept |= origins(value.axes[k] for k in batch) | value.stacked
         if all(value.kind is Source.WEIGHT for value in operands):
@@ -105,14 +112,14 @@ class Uses(list[DataProduct | Between | OtherRead]):
             return axes
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
         constant = [value.kind for value in operands].index(Source.CONSTANT)
-        others = set(_dot(view, operands[constant], constant)[1])
+        others = set(_ways_of_dot(view, operands[constant], constant)[1])
         labels = {operands[constant].axes[k].label for k in others}
         return [
             Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
         ]
 
 
-def _changing(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
+def _deciding_operands(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
     """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
     if not isinstance(view, Multiply | Divide):
         return operands
@@ -125,7 +132,7 @@ def _is_table(view: Gather, indices: Labelled) -> bool:
     return (len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA) and len(long) < 2
 
 
-def _is_whole(view: Gather | DynamicSlice) -> bool:
+def _takes_whole_arrays(view: Gather | DynamicSlice) -> bool:
     """Whether an index chooses arrays along axes of which it takes one entry, and all others as a whole."""
     if isinstance(view, Gather):
         return True
@@ -133,7 +140,7 @@ def _is_whole(view: Gather | DynamicSlice) -> bool:
     return len(pairs) > 1 and all(m == n for m, n in pairs)
 
 
-def _chosen(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) -> Labelled:
+def _with_stacked_axes(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
     if isinstance(view, Slice | DynamicSlice | SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
@@ -146,49 +153,55 @@ def _chosen(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) 
     return out
 
 
-def _others(value: Labelled, taken: Collection[int]) -> list[int]:
+def _other_axes(value: Labelled, taken: Collection[int]) -> list[int]:
+    """The axes of a value but for these."""
     return [k for k in range(len(value.axes)) if k not in taken]
 
 
-def _dot(view: Dot, value: Labelled, i: int) -> Ways:
+def _ways_of_dot(view: Dot, value: Labelled, i: int) -> Ways:
+    """The axes of an operand of a matrix product that are contracted, that stay, and those of a batch."""
     contracted, batch = view.contracting[i], view.batch[i]
-    return contracted, _others(value, (*contracted, *batch)), batch
+    return contracted, _other_axes(value, (*contracted, *batch)), batch
 
 
-def _ragged_dot(view: RaggedDot, value: Labelled, i: int) -> Ways:
+def _ways_of_ragged_dot(view: RaggedDot, value: Labelled, i: int) -> Ways:
+    """As of a matrix product; the axis of the matrices of all groups counts as one of a batch."""
     contracted, group = view.contracting[i], [view.group] if i == 1 and view.group is not None else []
     apart = (*view.batch[i], *group)
-    return contracted, _others(value, (*contracted, *apart)), apart
+    return contracted, _other_axes(value, (*contracted, *apart)), apart
 
 
-def _convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
+def _ways_of_convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
+    """The axes of a kernel: inputs and the window are contracted, outputs stay; None for the data."""
     del value
     out, *inputs = view.dimension_numbers.rhs_spec
     return (inputs, [out], ()) if i == 1 else None
 
 
-def _lookup(view: Gather, value: Labelled, i: int) -> Ways | None:
+def _ways_of_gather(view: Gather, value: Labelled, i: int) -> Ways | None:
+    """The axes of a table: that of its rows is contracted; None for indices, or if no axis goes."""
     numbers = view.dimension_numbers
     rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    return (rows, _others(value, view.gone), batch) if i == 0 and rows else None
+    return (rows, _other_axes(value, view.gone), batch) if i == 0 and rows else None
 
 
-def _rows(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
+def _ways_of_dynamic_slice(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
+    """The axes of a table: the one axis that is cut is that of its rows; None if there are several."""
     rows = [k for k, (m, n) in enumerate(zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)) if m < n]
-    return (rows, _others(value, rows), ()) if i == 0 and len(rows) == 1 else None
+    return (rows, _other_axes(value, rows), ()) if i == 0 and len(rows) == 1 else None
 
 
 WAYS: dict[type[View], Callable[..., Ways | None]] = {
-    Dot: _dot,
-    RaggedDot: _ragged_dot,
-    Conv: _convolution,
-    Gather: _lookup,
-    DynamicSlice: _rows,
+    Dot: _ways_of_dot,
+    RaggedDot: _ways_of_ragged_dot,
+    Conv: _ways_of_convolution,
+    Gather: _ways_of_gather,
+    DynamicSlice: _ways_of_dynamic_slice,
 }
 """For a product of an operand with data: what its axes are; None if it is no such product."""
 
 
-def _how(view: View, value: Labelled) -> tuple[str, Origins]:
+def _name_and_window(view: View, value: Labelled) -> tuple[str, Origins]:
     """What such a product is called, and the axes of its window."""
     if isinstance(view, Conv):
         moved = view.dimension_numbers.rhs_spec[2:]

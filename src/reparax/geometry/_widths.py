@@ -64,12 +64,13 @@ def widths(fun: Callable[..., Any], argnums: int | None = None) -> Callable[...,
     def found(*args: Any, **kwargs: Any) -> dict[str, Width]:
         wide = {tuple(member) for group in find_groups(*args, **kwargs) for member in group.members}
         each = items(find_roles(*args, **kwargs), lambda x: isinstance(x, Role))
-        return {path_text(path): _width(path_text(path), role, wide) for path, role in each}
+        return {path_text(path): _width_of(path_text(path), role, wide) for path, role in each}
 
     return found
 
 
-def _width(path: str, role: Role, wide: set[tuple[Any, ...]]) -> Width:
+def _width_of(path: str, role: Role, wide: set[tuple[Any, ...]]) -> Width:
+    """What an array is, by its role and by the axes that are widths, pairs of path and axis."""
     inputs = prod(role.shape[axis] for axis in role.inputs)
     if not role.inputs:
         return Width("vector", 1)

@@ -39,15 +39,16 @@ class AxisSum:
 
 def any_of(each: Iterable[Conditions]) -> Conditions:
     """One of these conditions holds."""
-    return _fewest(frozenset[frozenset[Any]]().union(*each))
+    return _smallest_sets(frozenset[frozenset[Any]]().union(*each))
 
 
 def all_of(each: Iterable[Conditions]) -> Conditions:
     """All of these conditions hold."""
-    return _fewest(frozenset(frozenset[Any]().union(*sets) for sets in product(*each)))
+    return _smallest_sets(frozenset(frozenset[Any]().union(*sets) for sets in product(*each)))
 
 
-def _fewest(sets: Conditions) -> Conditions:
+def _smallest_sets(sets: Conditions) -> Conditions:
+    """The sets that contain no other one, and of these the ``MOST`` with the fewest axes."""
     smallest = sorted((a for a in sets if not any(b < a for b in sets)), key=lambda a: (len(a), sorted(a)))
     return frozenset(smallest[:MOST])
 
@@ -59,20 +60,24 @@ class Zeros:
         """Takes an equation and the values that it reads."""
         self.labels, self.view, self.operands = labels, view, operands
 
-    def kept(self, out: Labelled) -> Labelled:
+    def with_zeros(self, out: Labelled) -> Labelled:
         """An output of the equation, with where it is zero."""
-        zero = tuple(self._vanishes(i, axis) for i, axis in enumerate(out.axes))
+        zero = tuple(self._zero_at(i, axis) for i, axis in enumerate(out.axes))
         return replace(out, vanishing=zero, is_zero=self._is_zero())
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands."""
         if isinstance(self.view, Dot | RaggedDot):
-            return [self._term(i, j, line) for i, j in zip(*self.view.contracting, strict=True)]
+            return [self._sum_of_products(i, j, line) for i, j in zip(*self.view.contracting, strict=True)]
         if isinstance(self.view, Conv):
             lhs, rhs = self.view.dimension_numbers.lhs_spec, self.view.dimension_numbers.rhs_spec
-            return [self._term(lhs[1], rhs[1], line)]
+            return [self._sum_of_products(lhs[1], rhs[1], line)]
         left = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
-        axes = [(axis, n) for value, v in self._arrays() for axis, n in zip(value.axes, v.aval.shape, strict=True)]
+        axes = [
+            (axis, n)
+            for value, v in self._operands_and_variables()
+            for axis, n in zip(value.axes, v.aval.shape, strict=True)
+        ]
         gone = self.view.axes if isinstance(self.view, reductions.Reduce) else ()
         return [
             AxisSum(axis.label, n, NEVER, line)
@@ -80,10 +85,11 @@ class Zeros:
             if n > 1 and (k in gone or not self.labels.atoms(axis.label) & left)
         ]
 
-    def _arrays(self) -> Iterable[tuple[Labelled, Any]]:
+    def _operands_and_variables(self) -> Iterable[tuple[Labelled, Any]]:
+        """Each operand with the variable or literal that it is."""
         return zip(self.operands, self.view.operands, strict=True)
 
-    def _term(self, i: int, j: int, line: str) -> AxisSum:
+    def _sum_of_products(self, i: int, j: int, line: str) -> AxisSum:
         """A sum of products. What products of data with data are divided by often follows their size."""
         a, b = self.operands[:2]
         axis, size = b.axes[j], self.view.operands[1].aval.shape[j]
@@ -91,19 +97,20 @@ class Zeros:
             return AxisSum(axis.label, size, NEVER, line)
         return AxisSum(axis.label, size, any_of([a.vanishes(i), b.vanishes(j)]), line)
 
-    def _vanishes(self, i: int, axis: Axis) -> Conditions:
+    def _zero_at(self, i: int, axis: Axis) -> Conditions:
+        """When the output is zero at an index of its axis ``i``."""
         if isinstance(self.view, elementwise.Pointwise):
-            return self._pointwise(i)
+            return self._zero_of_pointwise(i)
         if isinstance(self.view, Dot):
-            return self._product(self.view, i, ((), ()))
+            return self._zero_of_product(self.view, i, ((), ()))
         if isinstance(self.view, RaggedDot):
-            return NEVER if self.view.group is None else self._product(self.view, i, ((), (self.view.group,)))
+            return NEVER if self.view.group is None else self._zero_of_product(self.view, i, ((), (self.view.group,)))
         if isinstance(self.view, Conv):
             _, kernel, out = self.view.dimension_numbers
             return self.operands[1].vanishes(kernel[0]) if i == out[1] else NEVER
-        return self._follows(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
+        return self._zero_of_operand(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
 
-    def _product(self, view: Dot | RaggedDot, i: int, gone: tuple[Sequence[int], Sequence[int]]) -> Conditions:
+    def _zero_of_product(self, view: Dot | RaggedDot, i: int, gone: tuple[Sequence[int], Sequence[int]]) -> Conditions:
         """When a product is zero at an index of the axes of both factors, of the left one or of the right one.
 
         An output has none of the axes ``gone``.
@@ -120,7 +127,7 @@ class Zeros:
         ]
         return kept[i - len(batch)]
 
-    def _follows(self, value: Labelled, axis: Axis) -> Conditions:
+    def _zero_of_operand(self, value: Labelled, axis: Axis) -> Conditions:
         """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""
         wanted = self.labels.atoms(axis.label)
         own = [(self.labels.atoms(each.label), value.vanishes(i)) for i, each in enumerate(value.axes)]
@@ -130,7 +137,7 @@ class Zeros:
             return ALWAYS if value.is_zero else NEVER
         return all_of(zero for _, zero in met)
 
-    def _pointwise(self, i: int) -> Conditions:
+    def _zero_of_pointwise(self, i: int) -> Conditions:
         """When an entry is zero because those of operands are."""
         each = [value.vanishes(i) for value in self.operands]
         if isinstance(self.view, elementwise.Multiply):
@@ -139,10 +146,10 @@ class Zeros:
             return each[0]
         if isinstance(self.view, elementwise.Select):
             return all_of(each[1:])
-        zero = all_of(each[k] for k in self._unknown())
+        zero = all_of(each[k] for k in self._not_literal())
         return zero if zero and self._is_zero_at_zero else NEVER
 
-    def _unknown(self) -> list[int]:
+    def _not_literal(self) -> list[int]:
         """The operands that are not written as numbers."""
         return [k for k, v in enumerate(self.view.operands) if not isinstance(v, Literal)]
 
@@ -150,7 +157,7 @@ class Zeros:
         """Whether the output is zero everywhere, as constants are."""
         if isinstance(self.view, MOVES):
             return self.operands[0].is_zero
-        each = [self.operands[k].is_zero for k in self._unknown()]
+        each = [self.operands[k].is_zero for k in self._not_literal()]
         return isinstance(self.view, elementwise.Pointwise) and all(each) and self._is_zero_at_zero
 
     @cached_property

@@ -35,7 +35,7 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
         inside, consts = jaxprs.body(eqn)
         return lambda *args: dependence.run(inside, [*consts, *args], opening)
 
-    return jaxprs.opened_at(jaxpr, opens) or dependence.rewritten(jaxpr, args, opening)
+    return jaxprs.open_calls(jaxpr, opens) or dependence.rewritten(jaxpr, args, opening)
 
 
 def cutting(env: Known, cut: Cut) -> Special:
@@ -43,11 +43,11 @@ def cutting(env: Known, cut: Cut) -> Special:
 
     def special(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         given = dependence.flags(env, eqn.invars)
-        rebound = jaxprs.rebound(eqn)
+        rebound = jaxprs.runner_of(eqn)
         if rebound is None or all(given) or not any(given):
             return None
         if jaxprs.is_scan(eqn):
-            given = dependence.steady(eqn, given)
+            given = dependence.steady_inputs(eqn, given)
         jaxpr, consts = jaxprs.body(eqn)
         given = with_roots(jaxpr, [True for _ in consts] + given)
         if jaxprs.is_scan(eqn):
@@ -65,7 +65,7 @@ def _mixes(jaxpr: Jaxpr, given: Flags) -> bool:
     env = dependence.known(jaxpr, given)
     for eqn in jaxpr.eqns:
         own = dependence.flags(env, eqn.invars)
-        if all(own) or (any(own) and jaxprs.rebound(eqn) is not None):
+        if all(own) or (any(own) and jaxprs.runner_of(eqn) is not None):
             return True
     return False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax._numerics.tie import has_bits, tie, whole
+from reparax._numerics.tie import has_bits, store_whole, tie
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Special
 from reparax._programs.jaxprs import Env, values, variables
@@ -113,4 +113,6 @@ def _after(after: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any]:
     made = dependence.run(piece, tied(piece.invars, args), special)
     # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
     stored = costly(piece)
-    return [whole(x) if dependence.smooth(v) and v in stored else x for v, x in zip(piece.outvars, made, strict=True)]
+    return [
+        store_whole(x) if dependence.smooth(v) and v in stored else x for v, x in zip(piece.outvars, made, strict=True)
+    ]

@@ -59,8 +59,8 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     # Only what is linear is traced again.
     back, consts = jaxprs.consts_first(jax.make_jaxpr(transposed)(*(v.aval for v in read), *slopes))
     first, last = back.invars[: len(consts)], back.invars[len(consts) + len(read) :]
-    back = jaxprs.renamed(back, dict(zip(back.invars[len(consts) :], read, strict=False)))
-    program = jaxprs.joined([early, back], [*first, *piece.program.invars[:n], *last])
+    back = jaxprs.substitute_inputs(back, dict(zip(back.invars[len(consts) :], read, strict=False)))
+    program = jaxprs.join_parts([early, back], [*first, *piece.program.invars[:n], *last])
     given = [True for _ in consts] + piece.given[:n] + [False for _ in slopes]
     return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 

@@ -1,7 +1,7 @@
 """Random masks in bits: what the backward pass may read instead of drawing again.
 
 A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing else
-reads. Eight of its entries are one byte, which has a name in the program. ``dependence.remade`` stores what has it.
+reads. Eight of its entries are one byte, which has a name in the program, so ``recomputing_program`` stores it.
 """
 
 import math

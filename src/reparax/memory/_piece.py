@@ -46,7 +46,7 @@ class Piece:
 
     def pruned(self, used: Flags) -> tuple["Piece", Flags]:
         """The piece with only the used outputs, and which inputs these need."""
-        program, read = jaxprs.pruned(self.program, used)
+        program, read = jaxprs.keep_used(self.program, used)
         given = [flag for flag, each in zip(self.given, read, strict=True) if each]
         return replace(self, program=program, given=given, n_dots=sum(read[self.n_fixed :])), read
 
@@ -86,7 +86,7 @@ class Pieces:
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
         piece = _piece(params)
-        program, consts, places = jaxprs.batched(piece.program, args, dims, axis)
+        program, consts, places = jaxprs.batch_program(piece.program, args, dims, axis)
         return self(piece.behind(consts, program), [*consts, *args]), places
 
 

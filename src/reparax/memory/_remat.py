@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, caller
+from reparax._programs.call import Argnums, Arguments, check_call
 from reparax.memory._derivative import recomputing
 from reparax.memory._rehearsal import rehearse
 
@@ -64,7 +64,7 @@ def remat(
     References:
       Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
     """
-    who = caller("remat", fun, argnums)
+    who = check_call("remat", fun, argnums)
     if keep not in ("masks", None):
         raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
 

@@ -86,10 +86,10 @@ class Linearized:
         given = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
         others = [v for v in self._needed if not self._known[v]]
         moving = self.push.invars[len(self._residuals) :]
-        push = jaxprs.renamed(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
+        push = jaxprs.substitute_inputs(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
         fixed = [*given, *others, *self._saved]
         piece = Piece(
-            program=jaxprs.joined([self._remade, push], [*fixed, *moving]),
+            program=jaxprs.join_parts([self._remade, push], [*fixed, *moving]),
             given=[self._known.get(v, False) for v in fixed] + [False for _ in moving],
             n_dots=len(moving),
         )
@@ -109,7 +109,7 @@ class Linearized:
     def _remade(self) -> Jaxpr:
         """The program that recomputes residuals."""
         again = [v for v in jaxprs.variables(self._residuals) if self._known[v] and v not in self.inputs]
-        return dependence.remade(self.program, again, self._known)
+        return dependence.recomputing_program(self.program, again, self._known)
 
     @cached_property
     def _needed(self) -> list[Any]:
@@ -143,7 +143,9 @@ class _Part:
         """The linear part of both halves, from the residuals of both and the tangents ``dots``."""
         moving = {*self.moving, *late.moving}
         residuals = [v for part in (self, late) for v in part.program.invars if v not in moving]
-        return jaxprs.joined([self.program, jaxprs.renamed(late.program, self.moved)], [*residuals, *dots])
+        return jaxprs.join_parts(
+            [self.program, jaxprs.substitute_inputs(late.program, self.moved)], [*residuals, *dots]
+        )
 
 
 def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
@@ -161,11 +163,11 @@ def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) ->
     if not moving or not smooth:
         return of_moving(*points)[1], [], _Part([], {}, jaxprs.part(half, [], []))
     _, pushed, outs = jax.linearize(of_moving, *points, has_aux=True)
-    program, residuals = jaxprs.pushing(pushed, points, len(smooth))
+    program, residuals = jaxprs.program_and_residuals(pushed, points, len(smooth))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
-    named = jaxprs.renamed(program, dict(zip(program.invars[n:], moving, strict=True)))
+    named = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
     pairs = zip(smooth, named.outvars, still, strict=True)
     moved = {half.outvars[i]: dot for i, dot, same in pairs if not same}
     return outs, residuals, _Part(moving, moved, named.replace(invars=[*program.invars[:n], *moving]))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from reparax._programs import dependence, jaxprs
-from reparax._programs.call import Argnums, Arguments, caller
-from reparax._programs.sources import calls, source
+from reparax._programs.call import Argnums, Arguments, check_call
+from reparax._programs.sources import line_of_output, lines_by_origin
 from reparax._tree.folding import Line, count_lines, fold_lines
 from reparax._tree.paths import describe
 from reparax._tree.sizes import readable_size, size_in_bytes
@@ -117,7 +117,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
       0
     """
-    who = caller("saved", fun, argnums)
+    who = check_call("saved", fun, argnums)
     rehearse()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(arguments, arguments.arrays):
@@ -134,7 +134,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     program, consts = jaxprs.consts_first(jax.make_jaxpr(kept)(*arguments.arrays))
     names = ["closed over" for _ in consts] + arguments.paths
     known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.chosen
-    return Saved(tuple(_kept(program, known, names, calls(called))))
+    return Saved(tuple(_kept(program, known, names, lines_by_origin(called))))
 
 
 def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -157,5 +157,5 @@ def _kept(program: Jaxpr, given: list[bool], origins: list[str], found: Mapping[
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     for v in jaxprs.variables(program.outvars):
         kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
-        origin = inputs[v] if v in inputs else source(makers[v], makers[v].outvars.index(v), found)
+        origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), found)
         yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)

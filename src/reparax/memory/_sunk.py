@@ -82,7 +82,7 @@ class _Scan:
             xs = [lax.squeeze(found[v], [0]) if v in found else next(other) for v in eqn.invars[start:]]
             return jaxprs.evaluate(jaxpr, [*consts, *own[:start], *xs])
 
-        again = jaxprs.rebound(eqn)
+        again = jaxprs.runner_of(eqn)
         assert again is not None
         return again(body, *given, jnp.arange(Scan(eqn).length), *stacked)
 

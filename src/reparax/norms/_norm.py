@@ -12,7 +12,7 @@ from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.lengths import centred, is_zero, norm, stretched, stretched_detached
+from reparax._numerics.lengths import is_zero, norm, scale_near_one, stretched, stretched_detached
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, aux, main
 
@@ -83,7 +83,7 @@ class WeightNorm(Reparametrization):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
         length = norm(widened(w), axes)
-        return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), centred(w, length))}
+        return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]

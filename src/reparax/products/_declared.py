@@ -11,7 +11,7 @@ from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.kinds import view_of
 from reparax._weights.circles import Circle
-from reparax._weights.dtypes import covers, has_range, stored
+from reparax._weights.dtypes import cast_factor, covers, has_range
 from reparax._weights.facts import Facts, facts_in
 from reparax._weights.sums import Factor, Label, Product, Sum
 
@@ -25,11 +25,11 @@ def declares(eqn: JaxprEqn) -> bool:
 def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
     specs = specs_of(Jit(eqn).name) or []
-    n_arrays = sum(len(spec.inputs) for spec in specs)
+    n_arrays = sum(len(spec.letters) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
-    program, read = jaxprs.pruned(jaxpr, [False, *(True for _ in range(n_arrays)), False])
+    program, read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = [
         (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
     ]
@@ -43,9 +43,9 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
         batch = tuple(map(Label, out.shape[: out.ndim - len(spec.axes)]))
         held: dict[str, Label] = {}
         factors: list[Factor] = []
-        for letters, circle in zip(spec.inputs, spec.circles, strict=True):
+        for letters, circle in zip(spec.letters, spec.circles, strict=True):
             array, still = next(given)
-            array = stored(array, out.dtype)
+            array = cast_factor(array, out.dtype)
             array = Circle(array) if circle else array
             n = len(array.shape) - len(letters)
             if n not in (0, len(batch)):

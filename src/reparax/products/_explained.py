@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from reparax._programs.call import Argnums, Arguments, caller
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.call import Argnums, Arguments, check_call
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax._tree.paths import describe
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
 from reparax._weights.sections import sections
-from reparax.products._factored import planned, rehearse
+from reparax.products._factored import plan_sums, rehearse
 from reparax.products._plan import SumPlan, SumRead
 
 
@@ -91,24 +91,30 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     if isinstance(under_jit, Reports):
         return under_jit.explained(args, kwargs)
     rehearse()
-    arguments = Arguments.of(caller("explain", fun, argnums), fun, argnums, args, kwargs)
+    arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = arguments.trace()
-    plan = planned(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))
-    return Explained(tuple(_weights(plan, paths_of(arguments, traced), calls(traced.program))))
+    plan = plan_sums(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))
+    return Explained(tuple(_explain_weights(plan, paths_of(arguments, traced), lines_by_origin(traced.program))))
 
 
-def _weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+def _explain_weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+    """Each weight with factors that the network reads, not only other formulas, with the reason."""
     for root, record in plan.records.items():
         reads = [read for read in record.reads if not read.in_formula]
         if reads:
             type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-            reason = _reason(plan.costs(root), reads, lines, in_factors=not record.is_formed)
+            reason = _reason_text(plan.costs(root), reads, lines, in_factors=not record.is_formed)
             yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
 
 
-def _reason(costs: tuple[float, float], reads: Sequence[SumRead], lines: Mapping[int, str], *, in_factors: bool) -> str:
-    products = [read for read in reads if read.factored is not None]
-    reasons = dict.fromkeys(reader_of(read.eqn, "needs the array", lines) for read in reads if read.factored is None)
+def _reason_text(
+    costs: tuple[float, float], reads: Sequence[SumRead], lines: Mapping[int, str], *, in_factors: bool
+) -> str:
+    """Why a weight stays in factors or is formed: the share of the operations, and what needs the array."""
+    products = [read for read in reads if read.cost_in_factors is not None]
+    reasons = dict.fromkeys(
+        describe_read(read.eqn, "needs the array", lines) for read in reads if read.cost_in_factors is None
+    )
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0

@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import Jaxpr
 
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, caller
+from reparax._programs.call import Argnums, Arguments, check_call
 from reparax._weights.facts import Facts, facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
@@ -64,14 +64,14 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     References:
       Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022.
     """
-    who = caller("factored", fun, argnums)
+    who = check_call("factored", fun, argnums)
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         rehearse()
         traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
         facts = facts_of_inputs(traced.program, traced.chosen)
-        plan = planned(traced.program, traced.inputs, facts)
+        plan = plan_sums(traced.program, traced.inputs, facts)
         return traced.restore(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
 
     return function
@@ -87,12 +87,14 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
     """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
-    plan = planned(program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False]))
+    plan = plan_sums(
+        program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False])
+    )
     apart = [record for record in plan.records.values() if not record.is_formed]
-    return [sum(read.factored is not None for read in record.reads) for record in apart]
+    return [sum(read.cost_in_factors is not None for read in record.reads) for record in apart]
 
 
-def planned(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
+def plan_sums(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
     """Which weights of a program stay in factors, for inputs of these types."""
     plan = SumPlan()
     reader = Reader(Factoring(plan), computes=False)

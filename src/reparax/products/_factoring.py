@@ -32,25 +32,25 @@ class Factoring:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
 
-    def declared(
+    def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         if kind_of(eqn) is Gather and isinstance(args[0], Sum):
-            return self._looked_up(reader, eqn, args[0], args[1:], facts)
+            return self._look_up(reader, eqn, args[0], args[1:], facts)
         declares = alone and own.known and _declared.declares(eqn)
         found = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
         if found is None:
             return None
-        made = self._new(reader, eqn, args, facts, own, found)
+        made = self._start_sum(reader, eqn, args, facts, own, found)
         return AS_IS if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
 
     def made(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> Outs | None:
-        made = makers.made(eqn, args, facts) if own.known else None
+        made = makers.make_if_smaller(eqn, args, facts) if own.known else None
         if made is None:
             return None
-        made = self._new(reader, eqn, args, facts, own, made)
+        made = self._start_sum(reader, eqn, args, facts, own, made)
         return AS_IS if made is None else ([made], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
@@ -58,7 +58,7 @@ class Factoring:
         if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
             pairs = zip(args, facts, strict=True)
             args = [x if each.known else reader.array(x, eqn) for x, each in pairs]
-        use = _uses.use(eqn, args)
+        use = _uses.weight_use(eqn, args)
         if use is None:
             return None
         if self.plan.is_decided:
@@ -68,13 +68,13 @@ class Factoring:
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
-        return multiply.formed(x)
+        return multiply.array_of_sum(x)
 
-    def _looked_up(
+    def _look_up(
         self, reader: Reader, eqn: JaxprEqn, weight: Sum, rest: Sequence[Any], facts: Sequence[Facts]
     ) -> Outs | None:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        outs = moves.moved(eqn, [weight, *rest])
+        outs = moves.move_sum(eqn, [weight, *rest])
         if outs is None:
             return None
         made = replace(outs[0], root=(*reader.path, id(eqn)))
@@ -82,15 +82,15 @@ class Factoring:
             times, parent = reader.times, self.plan.records[weight.root]
             taken, *ways = _uses.costs_of_lookup(weight, made)
             read = SumRead(eqn, times, reader.in_formula, *ways)
-            cost = min(times * ways[0], times * ways[1] + parent.forming)
+            cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
             origins, parents = facts[0].origins, [weight.root]
             self.plan.note(
-                made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, formation=read)
+                made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, read_if_formed=read)
             )
-            self.plan.reads(made, SumRead(eqn, times, in_formula=True, factored=taken))
-        return [multiply.formed(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
+            self.plan.reads(made, SumRead(eqn, times, in_formula=True, cost_in_factors=taken))
+        return [multiply.array_of_sum(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
 
-    def _new(
+    def _start_sum(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum
     ) -> Sum | None:
         """A new sum; None if the plan forms it."""
@@ -98,7 +98,7 @@ class Factoring:
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
             known = self.plan.records
-            cost = reader.times * makers.forming(eqn, facts) + sum(known[each].forming for each in parents)
+            cost = reader.times * makers.cost_to_form(eqn, facts) + sum(known[each].cost_to_form for each in parents)
             self.plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
         return None if self.plan.forms(made.root) else made
 
@@ -107,10 +107,12 @@ def _may_make_inside(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
     """Whether a body of an equation may make a sum."""
     if not any(each.known for each in facts) or bodies.rule(eqn) is None:
         return False
-    return _declared.declares(eqn) or any(map(_makes, jaxprs.inner(eqn)))
+    return _declared.declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
 
 
-def _makes(jaxpr: Jaxpr) -> bool:
+def _may_make_in_program(jaxpr: Jaxpr) -> bool:
+    """Whether an equation of a program, or of one inside it, may make a sum."""
     return any(
-        makers.may_make(eqn) or _declared.declares(eqn) or any(map(_makes, jaxprs.inner(eqn))) for eqn in jaxpr.eqns
+        makers.may_make(eqn) or _declared.declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
+        for eqn in jaxpr.eqns
     )

@@ -17,15 +17,15 @@ class SumRead:
       eqn: The equation that reads; None for the result of a program or of a body.
       times: How often it runs.
       in_formula: Whether it is part of a parametrization, not of the network.
-      factored: The cost of a product with the factors; None if the read needs the array.
-      formed: The cost of a product with the array.
+      cost_in_factors: The cost of a product with the factors; None if the read needs the array.
+      cost_as_array: The cost of a product with the array.
     """
 
     eqn: JaxprEqn | None
     times: int
     in_formula: bool
-    factored: float | None = None
-    formed: float = 0.0
+    cost_in_factors: float | None = None
+    cost_as_array: float = 0.0
 
 
 @dataclass
@@ -38,11 +38,11 @@ class Record:
       dtype: Its dtype.
       origins: The arguments on which it depends.
       parents: The sums from which it is made.
-      forming: The cost to form it and its parents.
+      cost_to_form: The cost to form it and its parents.
       times: How often it is made.
       reads: What reads it, except other sums made from it.
       is_formed: Whether it is formed where it is made.
-      formation: How it reads its parents where it is formed; None if it needs their arrays.
+      read_if_formed: How it reads its parents where it is formed; None if it needs their arrays.
     """
 
     eqn: JaxprEqn
@@ -50,11 +50,11 @@ class Record:
     dtype: Any
     origins: frozenset[int]
     parents: Sequence[Hashable]
-    forming: float
+    cost_to_form: float
     times: int
     reads: list[SumRead] = field(default_factory=list)
     is_formed: bool = False
-    formation: SumRead | None = None
+    read_if_formed: SumRead | None = None
 
 
 class SumPlan:
@@ -87,11 +87,11 @@ class SumPlan:
         needed = set[Hashable]()
         for root, record in reversed(self.records.items()):
             factored, formed = self.costs(root)
-            arrays = [read for read in record.reads if read.factored is None]
+            arrays = [read for read in record.reads if read.cost_in_factors is None]
             if root not in needed and (formed < factored or (arrays and formed == factored)):
                 record.is_formed = True
                 for parent in record.parents:
-                    read = record.formation or SumRead(record.eqn, record.times, in_formula=True)
+                    read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
                     self.records[parent].reads.append(read)
             elif root in needed or record.reads:
                 needed.update(record.parents)
@@ -99,7 +99,9 @@ class SumPlan:
 
     def costs(self, root: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record, once = self.records[root], self.records[root].forming
-        again = max((read.times / max(record.times, 1) for read in record.reads if read.factored is None), default=0.0)
-        factored = sum(read.times * read.factored for read in record.reads if read.factored is not None)
-        return factored + again * once, once + sum(read.times * read.formed for read in record.reads)
+        record, once = self.records[root], self.records[root].cost_to_form
+        again = max(
+            (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
+        )
+        factored = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
+        return factored + again * once, once + sum(read.times * read.cost_as_array for read in record.reads)

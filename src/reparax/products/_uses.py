@@ -15,10 +15,20 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDo
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.equations.view import View
 from reparax._weights import moves
-from reparax._weights.dtypes import between, keeps_range
-from reparax._weights.multiply import ENTRY, cost, total
+from reparax._weights.dtypes import keeps_range, product_dtype
+from reparax._weights.multiply import ENTRY, array_of_products, cost
 from reparax._weights.pairs import How
-from reparax._weights.sums import Factor, Label, Merged, Product, Sum, complete, contracted, entries, grouped
+from reparax._weights.sums import (
+    Factor,
+    Label,
+    Merged,
+    Product,
+    Sum,
+    all_or_none,
+    contract,
+    contract_in_groups,
+    count_entries,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class WeightUse:
     array: Callable[[], Any]
 
 
-def use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
+def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     """The product of data and one sum that an equation computes, if it can use the factors; else None."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -45,33 +55,37 @@ def use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     return rule(view, args)
 
 
-def _still(x: Sum) -> bool:
+def _is_still(x: Sum) -> bool:
+    """Whether no factor of a sum gets a gradient."""
     return all(factor.still for each in x.products for factor in each.factors)
 
 
-def _whole(x: Sum) -> Product:
+def _as_one_factor(x: Sum) -> Product:
     """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_still(x))
+    return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_is_still(x))
 
 
 # ---- products of matrices
 
 
-def _dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
+def _use_in_dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight in a product of matrices."""
     contracting, batch = view.contracting, view.batch
-    return _matrices(view, args, lambda a, b: contracted(a, b, contracting, batch))
+    return _use_in_product(view, args, lambda a, b: contract(a, b, contracting, batch))
 
 
-def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
+def _use_in_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight in a product of rows in groups; None if it leaves groups out."""
     *operands, sizes = args
     if not view.is_whole or isinstance(sizes, Sum):
         return None
-    return _matrices(view, operands, lambda a, b: grouped(a, b, sizes, view))
+    return _use_in_product(view, operands, lambda a, b: contract_in_groups(a, b, sizes, view))
 
 
-def _matrices(
+def _use_in_product(
     view: Dot | RaggedDot, args: Sequence[Any], product: Callable[[Product, Product], Product | None]
 ) -> WeightUse | None:
+    """The use of a weight by ``product``, which multiplies a product with another; None if it must be an array."""
     x, y = args
     out, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
@@ -82,15 +96,15 @@ def _matrices(
     def with_data(weights: Sequence[Product]) -> list[Product] | None:
         left = weights if x is weight else [Product.of(x, still=False)]
         right = weights if y is weight else [Product.of(y, still=False)]
-        return complete([product(a, b) for a in left for b in right])
+        return all_or_none([product(a, b) for a in left for b in right])
 
-    products, whole = with_data(weight.products), with_data([_whole(weight)])
+    products, whole = with_data(weight.products), with_data([_as_one_factor(weight)])
     if products is None or whole is None:
         return None
-    how = How(weight.dtype, between(weight.dtype, out.dtype), precision)
+    how = How(weight.dtype, product_dtype(weight.dtype, out.dtype), precision)
 
     def array() -> Any:
-        return total(products, out.shape, how).astype(out.dtype)
+        return array_of_products(products, out.shape, how).astype(out.dtype)
 
     return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
 
@@ -106,18 +120,19 @@ def costs_of_lookup(weight: Sum, taken: Sum) -> tuple[float, float, float]:
         for old, factor in zip(before.factors, after.factors, strict=True)
         if factor.labels != old.labels
     )
-    return of_factors, *_of_lookup(weight, taken.shape, taken.products)
+    return of_factors, *_costs_of_entries(weight, taken.shape, taken.products)
 
 
-def _of_lookup(weight: Sum, shape: Sequence[int], taken: Sequence[Product]) -> tuple[float, float]:
+def _costs_of_entries(weight: Sum, shape: Sequence[int], taken: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
-    written = ENTRY * entries(shape)
-    table = 0.0 if _still(weight) else ENTRY * entries(weight.shape)
+    written = ENTRY * count_entries(shape)
+    table = 0.0 if _is_still(weight) else ENTRY * count_entries(weight.shape)
     return written + sum(map(cost, taken)), written + table
 
 
-def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
-    weight, places = args[0], _counting(args[1])
+def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
+    weight, places = args[0], _in_counting_dtype(args[1])
     axis, mode, fill = view.axis, view.mode, view.fill_value
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None
@@ -143,7 +158,7 @@ def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
     def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return complete([moves.along(each, axis, count, change) for each in weight.products])
+        return all_or_none([moves.change_axis_of_product(each, axis, count, change) for each in weight.products])
 
     costs = of_rows(counted)
     if costs is None:
@@ -152,16 +167,16 @@ def _gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     def array() -> Any:
         products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
         shape = [weight.shape[i] for i in rest]
-        x = total(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
+        x = array_of_products(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
         if mode != lax.GatherScatterMode.CLIP:
             inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
-            x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _without_beyond(x, inside)
+            x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _stop_gradient_beyond(x, inside)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *offset])
 
-    return WeightUse(weight, lambda: _of_lookup(weight, out.shape, costs), array)
+    return WeightUse(weight, lambda: _costs_of_entries(weight, out.shape, costs), array)
 
 
-def _counting(places: Any) -> Any:
+def _in_counting_dtype(places: Any) -> Any:
     """Places in a dtype that holds the number of rows."""
     return places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
 
@@ -174,51 +189,55 @@ _MODES = (
 
 
 @jax.custom_jvp
-def _without_beyond(x: Any, inside: Any) -> Any:
+def _stop_gradient_beyond(x: Any, inside: Any) -> Any:
     """``x``, of which rows beyond the array get no gradient: JAX clips places that it reads, and drops these."""
     del inside
     return x
 
 
-@_without_beyond.defjvp
-def _dropped(primals: Any, tangents: Any) -> tuple[Any, Any]:
-    return _without_beyond(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
+@_stop_gradient_beyond.defjvp
+def _stop_gradient_beyond_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The derivative: zero in rows beyond the array."""
+    return _stop_gradient_beyond(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
 
 
 # ---- convolutions
 
 
-def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
+def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight as a kernel, of which one factor may mix channels after the others; None for groups."""
     x, weight = args
     out = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
         return None
     if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
-    result = between(weight.dtype, out.dtype)
+    result = product_dtype(weight.dtype, out.dtype)
     numbers = view.dimension_numbers
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
-    parts = complete(_channels(each, to) for each in weight.products)
+    parts = all_or_none(_split_channels(each, to) for each in weight.products)
     if parts is None:
         return None
     others = [i for i in range(out.ndim) if i != channel]
-    places = entries(out.shape[i] for i in others)
+    places = count_entries(out.shape[i] for i in others)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
-        window = entries(size for i, size in enumerate(weight.shape) if i != to)
+        window = count_entries(size for i, size in enumerate(weight.shape) if i != to)
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
         few = jax.ShapeDtypeStruct((places, n), weight.dtype)
-        mixing = 0.0 if tail is None else cost(jax.eval_shape(functools.partial(_mixed, channel=1, tail=tail), few))
+        mixing = (
+            0.0 if tail is None else cost(jax.eval_shape(functools.partial(_mix_channels, channel=1, tail=tail), few))
+        )
         return dense(kernel, n) + mixing
 
     def convolved(kernel: Product, n: int, tail: Product | None) -> Any:
         shape = [n if i == to else size for i, size in enumerate(weight.shape)]
         y = lax.conv_general_dilated(
             x,
-            total([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
+            array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
             dimension_numbers=numbers,
             **view.window,
             precision=view.precision,
@@ -227,17 +246,19 @@ def _convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         if tail is None:
             return y
         how = How(weight.dtype, result, view.precision)
-        mixed = total([_mixed(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how)
+        mixed = array_of_products(
+            [_mix_channels(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how
+        )
         return jnp.moveaxis(mixed, -1, channel)
 
     return WeightUse(
         weight,
-        lambda: (sum(costs(*part) for part in parts), dense(_whole(weight), weight.shape[to])),
+        lambda: (sum(costs(*part) for part in parts), dense(_as_one_factor(weight), weight.shape[to])),
         lambda: functools.reduce(jnp.add, [convolved(*part) for part in parts]).astype(out.dtype),
     )
 
 
-def _mixed(y: Any, channel: int, tail: Product) -> Product:
+def _mix_channels(y: Any, channel: int, tail: Product) -> Product:
     """Output channels computed from fewer channels, as the last axis."""
     few, many = tail.axes
     rows: list[Merged] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
@@ -247,7 +268,7 @@ def _mixed(y: Any, channel: int, tail: Product) -> Product:
     return Product((data, *tail.factors), tuple(axes))
 
 
-def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
+def _split_channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
     """A kernel of few channels, their number, and the product that makes the others from them, if any.
 
     None if the channels are not separate from the rest.
@@ -269,8 +290,8 @@ def _channels(product: Product, to: int) -> tuple[Product, int, Product | None] 
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
-    Dot: _dot,
-    RaggedDot: _ragged_dot,
-    Gather: _gather,
-    Conv: _convolution,
+    Dot: _use_in_dot,
+    RaggedDot: _use_in_ragged_dot,
+    Gather: _use_in_gather,
+    Conv: _use_in_convolution,
 }

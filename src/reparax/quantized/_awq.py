@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.learned import lost
+from reparax._data.learned import mean_output_error
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
 from reparax.quantized._fits import divide
@@ -63,7 +63,7 @@ def _search_factors(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array],
         return stage._values_of(w, held)
 
     ratios = jnp.linspace(0.0, 1.0, POINTS, dtype=x.dtype)
-    errors = jax.lax.map(lambda ratio: lost(read, w, stage.apply_leaf(values(ratio))), ratios)
+    errors = jax.lax.map(lambda ratio: mean_output_error(read, w, stage.apply_leaf(values(ratio))), ratios)
     # An error that overflows is none to choose by; if all are NaN, so are the weights of the first.
     best = ratios[jnp.argmin(jnp.where(jnp.isnan(errors), jnp.inf, errors))]
     return values(best), factors(best)

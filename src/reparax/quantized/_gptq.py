@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.compensation import compensated
-from reparax._data.learned import better
+from reparax._data.compensation import round_with_compensation
+from reparax._data.learned import choose_better_start
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import each_column, largest
+from reparax._numerics.select import largest, largest_of_columns
 from reparax.quantized._fits import Entries, from_units, to_units
 
 ROWS = 128
@@ -29,7 +29,7 @@ def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     round_matrices = _round_in_new_scales if stage._scales_follow else _round_in_known_scales
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
     learned = stage._values_of(rounded, stage._hold_scales(planned, w.dtype))
-    return better(stage, read, w, learned, stage._plain(_prune_by_magnitude(stage, w, read)))
+    return choose_better_start(stage, read, w, learned, stage._plain(_prune_by_magnitude(stage, w, read)))
 
 
 def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
@@ -44,7 +44,7 @@ def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array
         return block, _broadcast_entries(one._entries(one._hold_scales(block, w.dtype), one._blocks(block)), block)
 
     def round_rows(x: Array, moments: Array) -> tuple[Array, Array]:
-        rounded, (planned, _) = compensated(
+        rounded, (planned, _) = round_with_compensation(
             x,
             moments,
             plan,
@@ -73,7 +73,7 @@ def _round_in_known_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Arr
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
         given = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
-        rounded, (_, kept) = compensated(
+        rounded, (_, kept) = round_with_compensation(
             x[order],
             moments[order][:, order],
             plan,
@@ -103,7 +103,7 @@ def _keep_largest(stage: Any, scores: Array, real: Array) -> Array:
         count = jnp.sum(real, dtype=jnp.float32) * scores.shape[1]
         return largest(scores, count - jnp.round(stage.sparsity * count))
     n, m = stage.sparsity
-    return each_column(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
+    return largest_of_columns(scores.reshape(-1, m, scores.shape[1]), n).reshape(scores.shape)
 
 
 def _prune_by_magnitude(stage: Any, w: Array, read: Read) -> Array:

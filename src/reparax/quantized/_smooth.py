@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._data.seen import Seen, needed, require_data
+from reparax._data.seen import Seen, require_data, require_seen
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._stage.joint import Joint, Leaves
@@ -84,7 +84,7 @@ class Smooth(Joint):
         reads = {}
         for name, w in arrays.items():
             if name not in NORM:
-                known = needed((seen or {}).get(name), "largest")
+                known = require_seen((seen or {}).get(name), "largest")
                 require_data(known)
                 reads[name] = known.read("largest", w)
         inputs = functools.reduce(jnp.maximum, [read.largest for read in reads.values()])

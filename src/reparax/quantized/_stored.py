@@ -11,7 +11,7 @@ from jax import Array
 
 from reparax._axes.numbers import other_axes
 from reparax._core.value import argument
-from reparax._data.seen import Seen, needed
+from reparax._data.seen import Seen, require_seen
 from reparax._numerics.arguments import (
     check_flag,
     check_known_number,
@@ -245,7 +245,7 @@ class Stored(Scaled):
         if self.fit not in LEARNED:
             return self._plain(w, key) | order
         moments, start = LEARNED[self.fit]
-        return start(self, w, needed(seen, moments).read(moments, w, self._inputs(w))) | order
+        return start(self, w, require_seen(seen, moments).read(moments, w, self._inputs(w))) | order
 
     def _inputs(self, w: Array) -> tuple[int, ...] | None:
         """The axes that inputs must lie along, or None for any."""

@@ -22,19 +22,19 @@ from reparax._core.keys import key_of_step
 from reparax._core.layers import Site
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._core.verbs import follow_axes
-from reparax._data.compensation import propagated
+from reparax._data.compensation import make_up_for_inputs
 from reparax._data.seen import ANY, Seen
 from reparax._data.sights import takes_data
 from reparax._numerics.arguments import check_flag, check_known_number
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._programs.alike import Alike
-from reparax._programs.call import Arguments, caller
+from reparax._programs.call import Arguments, check_call
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, is_box, path_text, types_of_result
-from reparax.seen._inputs import collected, first_look, rehearse
-from reparax.seen._kept import Folder, checksum, shown_units
+from reparax.seen._inputs import collect, first_look, rehearse
+from reparax.seen._kept import Folder, checksum, describe_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -107,7 +107,7 @@ def calibrate(
     """
     require_chains("calibrate(p, loss, params, batches)", p)
     rehearse()
-    who = caller("calibrate", loss, 0)
+    who = check_call("calibrate", loss, 0)
     share = check_known_number(error_propagation, who, "error_propagation")
     if not 0 <= share <= 1:
         raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")
@@ -152,7 +152,7 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
-        for batch in self._pass():
+        for batch in self._new_iterator():
             count += 1
             yield batch
         if count == 0:
@@ -163,7 +163,7 @@ class _Batches:
             )
         self._count = count
 
-    def _pass(self) -> Iterator[Any]:
+    def _new_iterator(self) -> Iterator[Any]:
         """A new iterator."""
         new = iter(self._batches() if callable(self._batches) else self._batches)
         if new is self._iterator:
@@ -176,7 +176,7 @@ class _Batches:
 
 
 class _Calibration:
-    """One call."""
+    """One call of :func:`calibrate`: what acts where, the loop, the data, errors of earlier groups."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class _Calibration:
                     f"{self.who} takes a loss of the effective tree, but this one calls `apply`. Pass a loss that "
                     f"reads its weights as they are: `loss(p.apply(raw), batch)` is for training."
                 )
-            path_of = dict(enumerate(_paths(arguments), offset))
+            path_of = dict(enumerate(_paths_of_arrays(arguments), offset))
             found = first_reads(first.counted, Alike(traced.program))
             reads = {path_of[root]: read for root, read in found.items()}
         joined = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
@@ -268,54 +268,56 @@ class _Calibration:
         """The raw tree."""
         todo = list(units(self.turns(where)))
         stepped = {path for turn, index in todo if index is not None for path in turn.paths}
-        effective = {path: self._written_to(x) if path in stepped else x for path, x in self.model.arrays.items()}
-        kept, found = Folder(self.who, folder, self._about(todo) if folder else {}), dict[Names, Any]()
-        with _bar(len(todo)) as advance:
+        effective = {path: self._writable(x) if path in stepped else x for path, x in self.model.arrays.items()}
+        kept, found = Folder(self.who, folder, self._settings(todo) if folder else {}), dict[Names, Any]()
+        with _progress_bar(len(todo)) as advance:
             for number, unit in enumerate(todo):
                 raw = kept.read(number)
                 if raw is None:
-                    raw = self._started(unit, effective)
+                    raw = self._start_unit(unit, effective)
                     kept.write(number, raw)
-                self._put(unit, raw, found, effective)
+                self._put_back(unit, raw, found, effective)
                 advance()
-        return self._whole(found)
+        return self._raw_tree(found)
 
-    def _written_to(self, x: Any) -> Any:
+    def _writable(self, x: Any) -> Any:
         """What is written to in place instead of an array of the user; one that has several paths is copied anyway."""
         alone = sum(each is x for each in self.model.arrays.values()) == 1
         return x if self.donate and alone and isinstance(x, jax.Array) else jnp.copy(x)
 
-    def _about(self, todo: Sequence[Unit]) -> dict[str, Any]:
+    def _settings(self, todo: Sequence[Unit]) -> dict[str, Any]:
         """What must be the same where a calibration goes on."""
         arrays = [x for x in self.model.arrays.values() if is_array(x)]
-        key = None if self.key is None else np.asarray(_numbers(self.key)).tolist()
-        about = {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": shown_units(todo)}
+        key = None if self.key is None else np.asarray(_words_of_key(self.key)).tolist()
+        about = {"chain": self.p.to_json(), "key": key, "params": checksum(arrays), "groups": describe_units(todo)}
         return about | {"error_propagation": self.share}
 
-    def _started(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
+    def _start_unit(self, unit: Unit, effective: Mapping[str, Any]) -> dict[Names, Any]:
         """The raw values of a unit."""
         turn, index = unit
-        seen = self._seen(unit, effective)
+        seen = self._seen_by_unit(unit, effective)
         key = self.key if self.key is None or index is None else key_of_step(self.key, index)
-        parts = self._parts(unit, effective)
-        parts = self._propagated(unit, effective, parts) if self.share else parts
+        parts = self._arrays_of_unit(unit, effective)
+        parts = self._make_up_for_errors(unit, effective, parts) if self.share else parts
         raw = self.chain_of(turn).init(self.model.tree(parts), key, seen=seen)
         return dict(flatten(gather_boxes(raw)).arrays)
 
-    def _parts(self, unit: Unit, effective: Mapping[str, Any]) -> dict[str, Any]:
+    def _arrays_of_unit(self, unit: Unit, effective: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a turn that are not compressed yet."""
         turn, index = unit
-        return {path: _part(effective[path], axis, index) for path, axis in turn.axes.items()}
+        return {path: _slice_of_step(effective[path], axis, index) for path, axis in turn.axes.items()}
 
-    def _put(self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]) -> None:
+    def _put_back(
+        self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]
+    ) -> None:
         """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
         turn, index = unit
-        frame = flatten(self.model.tree(self._parts(unit, effective))).frame
+        frame = flatten(self.model.tree(self._arrays_of_unit(unit, effective))).frame
         types = self.plan.raw
         empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
         folded = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
         for path, axis in turn.axes.items():
-            effective[path] = folded[path] if index is None else _written(effective[path], folded[path], axis, index)
+            effective[path] = folded[path] if index is None else _write_step(effective[path], folded[path], axis, index)
         for place, x in raw.items():
             like = types.arrays[place]
             if index is None or not is_array(x):
@@ -329,9 +331,9 @@ class _Calibration:
                     f"`stacked` in the stage that makes it."
                 )
             whole = found[place] if place in found else jnp.zeros(like.shape, like.dtype)
-            found[place] = _written(whole, x, axes[0], index)
+            found[place] = _write_step(whole, x, axes[0], index)
 
-    def _whole(self, found: Mapping[Names, Any]) -> PyTree:
+    def _raw_tree(self, found: Mapping[Names, Any]) -> PyTree:
         """The raw tree with the values that were found, and all other leaves as they are."""
         params = self.model.tree(self.model.arrays)
         flat, types, held = flatten(params), self.plan.raw, dict[Names, Any]()
@@ -346,10 +348,11 @@ class _Calibration:
     # ---- the data
 
     def _arguments(self, arrays: Mapping[str, Any], batch: Any) -> Arguments:
+        """The arguments of the loss at these weights and a batch; the weights are argument 0."""
         args = batch if type(batch) is tuple else (batch,)
         return Arguments.of(self.who, self.loss, 0, (self.model.tree(arrays), *args), {})
 
-    def _seen(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
+    def _seen_by_unit(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
         """What the arrays of a turn are multiplied with in the network as it is now; None if none starts from data."""
         turn, index = unit
         wanted = [path for path in turn.paths if self.learns(path)]
@@ -358,7 +361,7 @@ class _Calibration:
         arrays = {path: x for path, x in effective.items() if is_array(x)}
         rest = {path: x for path, x in effective.items() if path not in arrays}
         if turn.paths not in self._counting:
-            self._counting[turn.paths] = self._counter(turn, wanted, rest)
+            self._counting[turn.paths] = self._seen_counter(turn, wanted, rest)
         count, total = self._counting[turn.paths], None
         step = None if index is None else np.int32(index)
         for batch in self.batches:
@@ -367,7 +370,7 @@ class _Calibration:
         trees = [self.model.tree(each) for each in total or []]
         return trees[0] if len(trees) == 1 else tuple(trees)
 
-    def _counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+    def _seen_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
         """A function that adds what a batch tells of a turn."""
         kinds = {kind for stage in self.stages_on(wanted) if _learns(stage) for kind in stage.collects}
         ways = [("full" if "full" in kinds else "diagonal", "gradients" in kinds)] if kinds - {"largest"} else []
@@ -376,15 +379,15 @@ class _Calibration:
         def counted(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
             arguments = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
             axes = {path: axis for path, axis in turn.axes.items() if index is not None and axis is not None}
-            entries = self._entries(arguments, wanted, moments, axes, index, gradients=gradients)
-            return {path: _of_step(entry, axes.get(path), index) for path, entry in entries.items()}
+            entries = self._entries_of(arguments, wanted, moments, axes, index, gradients=gradients)
+            return {path: _seen_in_step(entry, axes.get(path), index) for path, entry in entries.items()}
 
         def one(arrays: Mapping[str, Any], batch: Any, index: Any) -> list[Any]:
             return [counted(arrays, batch, index, moments, gradients=gradients) for moments, gradients in ways]
 
-        return _adding(one, [moments for moments, _ in ways])
+        return _accumulator(one, [moments for moments, _ in ways])
 
-    def _entries(
+    def _entries_of(
         self,
         arguments: Arguments,
         wanted: Sequence[str],
@@ -396,14 +399,16 @@ class _Calibration:
     ) -> dict[str, Seen]:
         """What one call tells of arrays; of those with an axis, of one index."""
         traced = arguments.trace()
-        roots = {path: i for i, path in enumerate(_paths(arguments), len(traced.inputs) - len(arguments.places))}
+        roots = {
+            path: i for i, path in enumerate(_paths_of_arrays(arguments), len(traced.inputs) - len(arguments.places))
+        }
         first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
-        found = collected(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
+        found = collect(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
         return {path: found.entry(roots[path]) for path in wanted}
 
     # ---- errors of what is compressed already
 
-    def _propagated(self, unit: Unit, effective: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_up_for_errors(self, unit: Unit, effective: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a turn, where they make up for a share of the errors in their data."""
         turn, index = unit
         wanted = [path for path in turn.paths if any(map(_reads_moments, self.stages_on([path])))]
@@ -419,16 +424,16 @@ class _Calibration:
         for batch in self.batches:
             total = count((then, now), batch, None if index is None else np.int32(index), total)
         (entries,) = total or [{}]
-        return {**parts, **{path: self._moved(path, parts[path], seen) for path, seen in entries.items()}}
+        return {**parts, **{path: self._make_up_in_array(path, parts[path], seen) for path, seen in entries.items()}}
 
-    def _moved(self, path: str, w: Any, seen: Seen) -> Any:
+    def _make_up_in_array(self, path: str, w: Any, seen: Seen) -> Any:
         """An array that makes up for a share of the errors in its data."""
         with locate_errors(f"{self.who} at {path!r}"):
             read = seen.read("cross", w[None])
         if read.cross.ndim == 2:  # rows that are looked up have no errors
             return w
         x = read.matrices(widened(w)[None])
-        moved = jax.vmap(functools.partial(propagated, share=self.share))(x, read.second, read.cross)
+        moved = jax.vmap(functools.partial(make_up_for_inputs, share=self.share))(x, read.second, read.cross)
         return read.array(moved, w[None])[0].astype(w.dtype)
 
     def _cross_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
@@ -448,12 +453,12 @@ class _Calibration:
             args = batch if type(batch) is tuple else (batch,)
             arguments = Arguments.of(self.who, pair, 0, (self.model.tree(both), *args), {})
             axes = {path: 1 + axis for path, axis in turn.axes.items() if index is not None and axis is not None}
-            return [self._entries(arguments, wanted, "cross", axes, index)]
+            return [self._entries_of(arguments, wanted, "cross", axes, index)]
 
-        return _adding(one, ["cross"])
+        return _accumulator(one, ["cross"])
 
 
-def _adding(one: Callable[..., list[Any]], kinds: Sequence[str]) -> Any:
+def _accumulator(one: Callable[..., list[Any]], kinds: Sequence[str]) -> Any:
     """A function that adds what ``one`` finds of kinds of moments to a total, which is None before."""
 
     @functools.partial(jax.jit, donate_argnums=3)
@@ -480,17 +485,18 @@ def _learns(stage: Parametrization) -> bool:
     return takes_data(stage) and bool(stage.collects)
 
 
-def _paths(arguments: Arguments) -> list[str]:
+def _paths_of_arrays(arguments: Arguments) -> list[str]:
     """The path of each array of the arguments, without the name of its argument."""
     flags = zip(arguments.paths, arguments.chosen, strict=True)
     return [path.partition("/")[2] if own else f"{i}: {path}" for i, (path, own) in enumerate(flags)]
 
 
-def _part(x: Any, axis: int | None, index: int | None) -> Any:
+def _slice_of_step(x: Any, axis: int | None, index: int | None) -> Any:
+    """The slice of an array that one step reads; the array itself where no scan slices it."""
     return x if axis is None or index is None else jax.lax.dynamic_slice_in_dim(x, index, 1, axis)
 
 
-def _of_step(seen: Seen, axis: int | None, index: Any) -> Seen:
+def _seen_in_step(seen: Seen, axis: int | None, index: Any) -> Seen:
     """What is known of one step, whose gradient is a part of that of all."""
     if axis is None or seen.gradient is None:
         return seen
@@ -498,16 +504,18 @@ def _of_step(seen: Seen, axis: int | None, index: Any) -> Seen:
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _written(whole: Any, part: Any, axis: int, index: Any) -> Any:
+def _write_step(whole: Any, part: Any, axis: int, index: Any) -> Any:
+    """An array with a part at an index of an axis. The array is donated, so this writes into it."""
     return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), index, axis)
 
 
-def _numbers(key: Any) -> Any:
+def _words_of_key(key: Any) -> Any:
+    """The words of a key, typed or legacy."""
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
 
 
 @contextmanager
-def _bar(total: int) -> Generator[Callable[[], None], None, None]:
+def _progress_bar(total: int) -> Generator[Callable[[], None], None, None]:
     """What tells a bar that one more is done."""
     if importlib.util.find_spec("rich") is None:
         yield lambda: None

@@ -57,7 +57,8 @@ def contraction(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
     return rule(view, args)
 
 
-def _dot(view: Dot, args: Sequence[Any]) -> Contraction:
+def _contraction_of_dot(view: Dot, args: Sequence[Any]) -> Contraction:
+    """A product of matrices: the axes that only the data have are rows."""
     place = 0 if isinstance(args[0], Sum) else 1
     weight, data = args[place], args[1 - place]
     summed, shared = view.contracting, view.batch
@@ -76,7 +77,7 @@ def _dot(view: Dot, args: Sequence[Any]) -> Contraction:
     return Contraction(x.reshape(n, *x.shape[len(front) :]), product, shared[place], summed[place], rows)
 
 
-def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contraction | None:
+def _contraction_of_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contraction | None:
     """Rows in groups, each with a matrix of its own. The axes of a batch are groups, too."""
     data, weight, sizes, *_ = args
     if view.group is None or not view.is_whole or not isinstance(weight, Sum):
@@ -105,7 +106,8 @@ def _ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contraction | None:
     return Contraction(x, weight.products[0], [*own, view.group], right, rows, groups=numbers)
 
 
-def _convolution(view: Conv, args: Sequence[Any]) -> Contraction | None:
+def _contraction_of_convolution(view: Conv, args: Sequence[Any]) -> Contraction | None:
+    """A convolution as a product of patches of the data; None if examples are in groups."""
     x, weight = args
     numbers, groups = view.dimension_numbers, view.feature_group_count
     if not isinstance(weight, Sum) or view.batch_group_count != 1:
@@ -174,7 +176,7 @@ def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], Contraction | None]] = {
-    Dot: _dot,
-    RaggedDot: _ragged_dot,
-    Conv: _convolution,
+    Dot: _contraction_of_dot,
+    RaggedDot: _contraction_of_ragged_dot,
+    Conv: _contraction_of_convolution,
 }

@@ -31,7 +31,7 @@ class ExplainedInputs:
         return sections(head, ("with data", "without"), rows)
 
 
-def explained(seen: PyTree) -> ExplainedInputs:
+def report_of(seen: PyTree) -> ExplainedInputs:
     """The report of a tree of entries, or of their types."""
     paths, entries, _ = flatten_with_names(seen, lambda x: isinstance(x, Seen))
     return ExplainedInputs(dict(zip(map(path_text, paths), entries, strict=True)))

@@ -15,15 +15,15 @@ from reparax._data.seen import MOMENTS, Read, Seen
 from reparax._numerics.arguments import one_of
 from reparax._numerics.usage import shows_usage
 from reparax._programs import jaxprs
-from reparax._programs.call import Argnums, Arguments, Traced, caller
+from reparax._programs.call import Argnums, Arguments, Traced, check_call
 from reparax._programs.mixing import Dependence, Mixing, Value
-from reparax._programs.sources import calls, reader_of
+from reparax._programs.sources import describe_read, lines_by_origin
 from reparax._tree.paths import PyTree, describe, flatten_with_names, path_text
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
 from reparax._weights.reports import Reports
-from reparax.seen._explained import ExplainedInputs, explained
+from reparax.seen._explained import ExplainedInputs, report_of
 from reparax.seen._seeing import Root, Seeing, leaves_of
 from reparax.seen._taps import Taps
 
@@ -32,7 +32,7 @@ class Inputs(Reports):
     """A function that returns what weights are multiplied with; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums, moments: str, where: Any, *, gradients: bool) -> None:
-        self.who, self.fun, self.argnums = caller("inputs", fun, argnums), fun, argnums
+        self.who, self.fun, self.argnums = check_call("inputs", fun, argnums), fun, argnums
         self.moments, self.where, self.gradients = one_of(*MOMENTS)(moments, self.who, "moments"), where, gradients
         functools.update_wrapper(self, fun)
 
@@ -44,13 +44,14 @@ class Inputs(Reports):
         layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
         paths = layout.path_of
         roots = {root for root, like in first.types.items() if self._wants(paths.get(root), like)}
-        return layout.tree(collected(self.who, traced, first, roots, gradients=self.gradients).entry)
+        return layout.tree(collect(self.who, traced, first, roots, gradients=self.gradients).entry)
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        return explained(jax.eval_shape(lambda arrays: arguments.call(arrays, self), arguments.arrays))
+        return report_of(jax.eval_shape(lambda arrays: arguments.call(arrays, self), arguments.arrays))
 
     def _wants(self, path: str | None, like: Any) -> bool:
+        """Whether ``where`` takes an array; one that is no part of the result has no path."""
         where = self.where
         if path is None:
             return False
@@ -122,8 +123,8 @@ def inputs(
 
 def first_look(traced: Traced, moments: str, only: Mapping[Any, tuple[int, Any]] | None = None) -> Seeing:
     """What a program does with the arrays that the user named, before anything is counted; ``only`` as of a way."""
-    first = Seeing(moments, calls(traced.program), only=only)
-    jax.make_jaxpr(lambda *inputs: _evaluated(first, traced, inputs))(*traced.inputs)
+    first = Seeing(moments, lines_by_origin(traced.program), only=only)
+    jax.make_jaxpr(lambda *inputs: _evaluate(first, traced, inputs))(*traced.inputs)
     return first
 
 
@@ -154,15 +155,15 @@ class Collected:
         return Seen(tuple(self.reads[root]), self.gradients.get(root), tuple(why), tuple(mixed.values()))
 
 
-def collected(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *, gradients: bool) -> Collected:
+def collect(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *, gradients: bool) -> Collected:
     """Runs a program and counts the data of some arrays."""
     moments = first.moments
     wanted = [slot for slot in first.slots if slot.root in roots]
 
     def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
         way = Seeing(moments, first.lines, wanted, taps, first.only)
-        outs = _evaluated(way, traced, traced.inputs)
-        return None if taps is None else _loss(who, traced, outs), way.state
+        outs = _evaluate(way, traced, traced.inputs)
+        return None if taps is None else _scalar_loss(who, traced, outs), way.state
 
     slopes: Taps | None = None
     if gradients:
@@ -174,7 +175,7 @@ def collected(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *
     found: dict[Any, list[Read]] = {root: [] for root in roots}
     for slot, held in zip(wanted, state, strict=True):
         found[slot.root].append(slot.read(moments, held, slopes and slopes.slopes.get(slot)))
-    return Collected(first, found, {} if slopes is None else slopes.arrays, _uncounted(first, traced))
+    return Collected(first, found, {} if slopes is None else slopes.arrays, _find_uncounted(first, traced))
 
 
 @functools.cache
@@ -187,11 +188,11 @@ def _axes_read() -> set[tuple[int, ...]]:
     """The axes of a weight that the products of a small network contract; none if it is read otherwise."""
     w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Seeing("full", {})
     traced = Arguments.of("inputs", network, None, (w, w), {}).trace()
-    jax.make_jaxpr(lambda *inputs: _evaluated(way, traced, inputs))(*traced.inputs)
+    jax.make_jaxpr(lambda *inputs: _evaluate(way, traced, inputs))(*traced.inputs)
     return set() if way.why else {slot.bare.axes for slot in way.slots}
 
 
-def _loss(who: str, traced: Traced, outs: list[Any]) -> Any:
+def _scalar_loss(who: str, traced: Traced, outs: list[Any]) -> Any:
     """The scalar whose gradient is wanted."""
     found = jax.tree.leaves(traced.restore(outs))
     if not found or jnp.shape(found[0]) or not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
@@ -203,7 +204,7 @@ def _loss(who: str, traced: Traced, outs: list[Any]) -> Any:
     return found[0]
 
 
-def _evaluated(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
+def _evaluate(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
     """Runs the program, in which the named arrays are followed."""
     facts = facts_of_inputs(traced.program, traced.chosen)
     followed = [
@@ -219,7 +220,7 @@ def _is_random(v: Any) -> bool:
     return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
+def _find_uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     """For each array what reads it with data and is not counted: as what reads it, and with these words."""
     mixing = Mixing({path: each.operand for path, each in way.counted.items()}, leaves_of)
     inputs: list[Value] = [
@@ -229,7 +230,7 @@ def _uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
     mixing.program(traced.program, inputs)
     return {
         root: {
-            reader_of(eqn, "reads it", way.lines): reader_of(eqn, "reads it with data", way.lines)
+            describe_read(eqn, "reads it", way.lines): describe_read(eqn, "reads it with data", way.lines)
             for eqn in eqns.values()
         }
         for root, eqns in mixing.found.items()

@@ -30,7 +30,7 @@ class Folder:
         self._path.mkdir(parents=True, exist_ok=True)
         file, wanted = self._path / "calibration.json", json.loads(json.dumps(about))
         if not file.exists():
-            _written(file, json.dumps(wanted).encode())
+            _write_file(file, json.dumps(wanted).encode())
         held = json.loads(file.read_text())
         if other := [name for name in wanted if held.get(name) != wanted[name]]:
             raise ValueError(
@@ -56,11 +56,11 @@ class Folder:
             return
         arrays = {place: np.asarray(x) for place, x in values.items() if is_array(x)}
         entries = json.dumps([(place, str(x.dtype), x.shape) for place, x in arrays.items()])
-        whole: dict[str, Any] = {f"{i}": _bytes(x) for i, x in enumerate(arrays.values())}
+        whole: dict[str, Any] = {f"{i}": _bytes_of(x) for i, x in enumerate(arrays.values())}
         file = self._path / f"{number:05}.npz"
         unfinished = file.with_suffix(".part")
         with unfinished.open("wb") as out:
-            np.savez(out, entries=_bytes(np.frombuffer(entries.encode(), np.uint8)), **whole)
+            np.savez(out, entries=_bytes_of(np.frombuffer(entries.encode(), np.uint8)), **whole)
         os.replace(unfinished, file)
 
 
@@ -68,20 +68,22 @@ def checksum(arrays: Iterable[Any]) -> int:
     """A number that tells arrays of other numbers apart."""
     found = 0
     for x in arrays:
-        found = zlib.crc32(_bytes(np.asarray(x)).data, found)
+        found = zlib.crc32(_bytes_of(np.asarray(x)).data, found)
     return found
 
 
-def _bytes(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _bytes_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bytes of an array in the order of its entries, as uint8."""
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
-def _written(file: Path, text: bytes) -> None:
+def _write_file(file: Path, text: bytes) -> None:
+    """Writes a file under another name and renames it, so that a file that is there is whole."""
     unfinished = file.with_suffix(".part")
     unfinished.write_bytes(text)
     os.replace(unfinished, file)
 
 
-def shown_units(units: Sequence[tuple[Any, int | None]]) -> list[Any]:
+def describe_units(units: Sequence[tuple[Any, int | None]]) -> list[Any]:
     """The groups in words, to compare them."""
     return [[*group.paths, index] for group, index in units]

@@ -75,10 +75,11 @@ def first_reads(counted: Mapping[tuple[int, ...], Counted], alike: Alike) -> dic
         one = len(loops) == len(product.steps) == 1
         read = First(data, loops[0], product.steps[0]) if one else First(data, None, None)
         found.setdefault(product.root, []).append(read)
-    return {root: _of_all(reads) for root, reads in found.items()}
+    return {root: _join_reads(reads) for root, reads in found.items()}
 
 
-def _of_all(reads: Sequence[First]) -> First:
+def _join_reads(reads: Sequence[First]) -> First:
+    """The first of all reads of an array, in a scan only if all are in that scan and along one axis."""
     ways = {(read.loop, read.axis) for read in reads}
     return reads[0] if len(ways) == 1 else First(reads[0].data, None, None)
 
@@ -99,19 +100,19 @@ def turns(
       together: Paths of arrays that one stage joins.
       where: Which arrays come first, and at once.
     """
-    patterns = _patterns(where)
+    patterns = _list_of_patterns(where)
     found: dict[Hashable, list[str]] = {}
     for path in [*reads, *(path for path in arrays if path not in reads)]:
         if path in arrays:
-            found.setdefault(_key(path, arrays[path], reads.get(path), patterns), []).append(path)
+            found.setdefault(_key_of_turn(path, arrays[path], reads.get(path), patterns), []).append(path)
     for pattern in patterns:
-        if not any(_fits(pattern, path, x) for path, x in arrays.items()):
+        if not any(_matches(pattern, path, x) for path, x in arrays.items()):
             raise ValueError(
                 f"{who} got where with {pattern!r}, which fits no array that the parametrization acts on: these are "
                 f"{', '.join(map(repr, list(arrays)[:3]))}. Correct it, or leave it out."
             )
-    ordered = [paths for _, paths in sorted(found.items(), key=lambda item: _place(item[0], len(patterns)))]
-    return [_turn(who, paths, reads, arrays) for paths in _merged(ordered, together)]
+    ordered = [paths for _, paths in sorted(found.items(), key=lambda item: _sort_key(item[0], len(patterns)))]
+    return [_make_turn(who, paths, reads, arrays) for paths in _merge_groups(ordered, together)]
 
 
 def units(found: Sequence[Turn]) -> Iterator[Unit]:
@@ -127,31 +128,34 @@ def units(found: Sequence[Turn]) -> Iterator[Unit]:
                 yield from ((each, i) for each in found if each.loop == turn.loop)
 
 
-def _patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
+def _list_of_patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
+    """``where`` as a list: one pattern alone is a list of one."""
     if where is None:
         return []
     return [where] if isinstance(where, str) or callable(where) else list(where)
 
 
-def _key(path: str, x: Any, read: First | None, patterns: Sequence[Chosen]) -> tuple[Hashable, ...]:
+def _key_of_turn(path: str, x: Any, read: First | None, patterns: Sequence[Chosen]) -> tuple[Hashable, ...]:
     """What is equal for arrays of one turn."""
     loop = read and read.loop
     for number, pattern in enumerate(patterns):
-        if _fits(pattern, path, x):
+        if _matches(pattern, path, x):
             return number, loop
     return len(patterns), loop, read and read.data
 
 
-def _place(key: Any, others: int) -> tuple[bool, int]:
+def _sort_key(key: Any, others: int) -> tuple[bool, int]:
+    """What turns are sorted by: chosen ones come first, and last those that no product reads."""
     number, *_, last = key
     return (number == others and last is None, number)
 
 
-def _fits(pattern: Chosen, path: str, x: Any) -> bool:
+def _matches(pattern: Chosen, path: str, x: Any) -> bool:
+    """Whether a pattern matches the whole path, or a predicate takes the path and the array."""
     return bool(re.fullmatch(pattern, path) if isinstance(pattern, str) else pattern(path, x))
 
 
-def _merged(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -> list[list[str]]:
+def _merge_groups(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -> list[list[str]]:
     """The groups, where those with arrays that belong together are one, in the place of the first."""
     merged = list(ordered)
     for paths in together:
@@ -162,7 +166,8 @@ def _merged(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -
     return merged
 
 
-def _turn(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
+def _make_turn(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
+    """The turn of these arrays; raises if they are not sliced by one scan, or by none."""
     loops = {path: read.loop if (read := reads.get(path)) else None for path in paths}
     if other := [path for path in paths if loops[path] != loops[paths[0]]]:
         raise ValueError(

@@ -22,14 +22,14 @@ from reparax._programs.equations.elementwise import ConvertType, Divide, Multipl
 from reparax._programs.equations.kinds import kind_of, view_of
 from reparax._programs.equations.view import View
 from reparax._programs.roots import holds_apply, is_apply, mark_of
-from reparax._programs.sources import reader_of
+from reparax._programs.sources import describe_read
 from reparax._weights import moves, multiply
-from reparax._weights.facts import Facts, of_outputs
+from reparax._weights.facts import Facts, facts_of_outputs
 from reparax._weights.reader import AS_IS, Outs, Reader
 from reparax._weights.sums import Factor, Label, Product, Sum
 from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
-from reparax.seen._taps import Taps, tapped
-from reparax.seen._totals import AllRows, RowsOfGroups, Totals, second
+from reparax.seen._taps import Taps, tap_gradient
+from reparax.seen._totals import AllRows, RowsOfGroups, Totals, second_moments
 
 COLLECTED = {
     "full": ("count", "first", "absolute", "second"),
@@ -162,19 +162,19 @@ class Seeing:
         del own
         return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
 
-    def declared(
+    def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         del alone
-        view, out = view_of(eqn), of_outputs(eqn, facts, own)
+        view, out = view_of(eqn), facts_of_outputs(eqn, facts, own)
         if is_apply(eqn):
-            return self._applied(reader, eqn, args), out
+            return self._follow_apply(reader, eqn, args), out
         if isinstance(view, ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact):
-            return [_cast(args[0], view.new_dtype)], out
+            return [_cast_array(args[0], view.new_dtype)], out
         if isinstance(view, Multiply | Divide | Negate) and all(map(_is_number, args[1:])):
-            return [_scaled(view, *args)], out
+            return [_scale_array(view, *args)], out
         if isinstance(view, Multiply) and isinstance(args[1], Sum) and _is_number(args[0]):
-            return [_scaled(view, *args[::-1])], out
+            return [_scale_array(view, *args[::-1])], out
         return AS_IS if isinstance(view, ShardMap) and not view.check_vma else None
 
     def made(
@@ -189,10 +189,10 @@ class Seeing:
         totals: Totals = AllRows()
         if found := contraction(eqn, args):
             product = found.weight
-            place, totals = self._contracted(weight, found, differs)
+            place, totals = self._count_product(weight, found, differs)
             rows, shared, free = found.rows, found.shared if found.groups is None else [], found.free
         elif taken := lookup(eqn, args):
-            place, product = self._looked_up(weight, taken, differs), weight.products[0]
+            place, product = self._count_lookup(weight, taken, differs), weight.products[0]
             rows, shared = taken.outputs, []
             free = [i for i in range(len(product.axes)) if i != taken.axis]
         else:
@@ -202,22 +202,24 @@ class Seeing:
         operand = next(i for i, x in enumerate(args) if x is weight)
         self.counted[*reader.path, id(eqn)] = Counted(weight.root, operand, place.steps)
         with jaxprs.as_written_by(eqn):
-            y = view_of(eqn).bind(*(_array(x) for x in args))
+            y = view_of(eqn).bind(*(_as_array(x) for x in args))
         groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
         if self.moments == "full" and any(label.shards for label in groups[1]):
             self.cut.add(place.slot)
         if self.taps is None or place.slot not in self.taps.slopes:
             return y
-        return self._tapped(y, place, totals, lambda slope: _matrices(rows(slope), product, groups), differs)
+        return self._tap_gradient(
+            y, place, totals, lambda slope: _rows_as_matrices(rows(slope), product, groups), differs
+        )
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
         unchecked = eqn is not None and kind_of(eqn) is ShardMap
-        reason = reader_of(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
+        reason = describe_read(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
         self.why.setdefault(x.root, {})[reason] = None
-        return _array(x)
+        return _as_array(x)
 
-    def _applied(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    def _follow_apply(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
         """The outputs of an ``apply``, each followed from here on."""
         jaxpr, consts = jaxprs.body(eqn)
         mark = mark_of(eqn)
@@ -228,30 +230,35 @@ class Seeing:
                 "tell which effective arrays are which. Call `apply` before, or pass a loss of the effective tree: "
                 "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
             )
-        outs = jaxprs.evaluate(jaxpr, [*consts, *map(_array, args)])
+        outs = jaxprs.evaluate(jaxpr, [*consts, *map(_as_array, args)])
         roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
-        followed = [self.start(Root(place), x) if _is_float(x) else x for place, x in zip(mark.made, outs, strict=True)]
+        followed = [
+            self.start(Root(place), x) if _is_inexact(x) else x for place, x in zip(mark.made, outs, strict=True)
+        ]
         roots |= dict(zip(mark.made, followed, strict=True))
         self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
         return followed
 
     # ---- counting
 
-    def _looked_up(self, weight: Sum, found: Lookup, differs: frozenset[str]) -> Place | None:
+    def _count_lookup(self, weight: Sum, found: Lookup, differs: frozenset[str]) -> Place | None:
+        """Counts how often each row of a table is looked up; None if shards hold the rows, or slices mix axes."""
         product = weight.products[0]
         rows = product.axes[found.axis]
-        place = self._place(weight.root, product, [], rows, is_table=True)
+        place = self._place_of(weight.root, product, [], rows, is_table=True)
         if place is None or place.split:  # the rows of one shard are usually masked afterwards
             return None
         n = math.prod(label.size for label in rows)
         counts = jnp.zeros(n + 1, jnp.float32).at[found.rows].add(1.0)[None, :n]
         counts = counts if place.chosen is None else jnp.where(place.chosen, counts, 0)
         each = (counts > 0).astype(jnp.float32) if self.moments == "largest" else counts
-        return self._add(place, differs, [jnp.sum(counts, axis=1), *(each for _ in COLLECTED[self.moments][1:])])
+        return self._add_to_state(
+            place, differs, [jnp.sum(counts, axis=1), *(each for _ in COLLECTED[self.moments][1:])]
+        )
 
-    def _contracted(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> tuple[Place | None, Totals]:
+    def _count_product(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> tuple[Place | None, Totals]:
         """Where the data of a product stand, and how its rows are added."""
-        product, x, totals = found.weight, lax.stop_gradient(found.data), _totals(found)
+        product, x, totals = found.weight, lax.stop_gradient(found.data), _totals_of(found)
         array, *rest = product.factors
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return None, totals
@@ -260,7 +267,7 @@ class Seeing:
             x = x * factor.array.astype(x.dtype)
         groups = [[label for i in axes for label in product.axes[i]] for axes in (found.shared, found.summed)]
         shared, summed = ([label for label in array.labels if label in group] for group in groups)
-        place = self._place(weight.root, product, shared, summed, is_table=False)
+        place = self._place_of(weight.root, product, shared, summed, is_table=False)
         if place is None:
             return None, totals
         many, *_ = place.slot.bare.sizes()
@@ -273,24 +280,26 @@ class Seeing:
         if found.groups is not None:
             groups[0] = []
         if self.moments == "diagonal" and found.total and not numbers:
-            sums = [_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
+            sums = [_rows_as_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
             count = jnp.full(len(sums[0]), copies * x.shape[0], jnp.float32)
             count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
-            return self._add(place, differs, [count, *(copies * each for each in sums)]), totals
-        x = jnp.repeat(_matrices(x, product, groups, add=True), copies, axis=0)
+            return self._add_to_state(place, differs, [count, *(copies * each for each in sums)]), totals
+        x = jnp.repeat(_rows_as_matrices(x, product, groups, add=True), copies, axis=0)
         if self.moments == "cross":
-            return self._crossed(place, differs, x, totals, alike=rest[0].labels[0] not in groups[0]), totals
+            return self._count_cross(place, differs, x, totals, alike=rest[0].labels[0] not in groups[0]), totals
         wide, count = jnp.abs(x).astype(jnp.float32), totals.count(x)
         count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
         if self.moments == "largest":
-            return self._add(place, differs, [count, totals.largest(wide)]), totals
+            return self._add_to_state(place, differs, [count, totals.largest(wide)]), totals
         absolute = totals.total(wide)
         if self.moments == "diagonal":
-            return self._add(place, differs, [count, absolute, totals.total(wide * wide)]), totals
-        first, products = totals.total(x.astype(jnp.float32)), self._products(place, totals, x, x)
-        return self._add(place, differs, [count, first, absolute, products], _columns(place)), totals
+            return self._add_to_state(place, differs, [count, absolute, totals.total(wide * wide)]), totals
+        first, products = totals.total(x.astype(jnp.float32)), self._products_with_all(place, totals, x, x)
+        return self._add_to_state(
+            place, differs, [count, first, absolute, products], _columns_on_all_shards(place)
+        ), totals
 
-    def _crossed(self, place: Place, differs: frozenset[str], x: Array, totals: Totals, *, alike: bool) -> Place:
+    def _count_cross(self, place: Place, differs: frozenset[str], x: Array, totals: Totals, *, alike: bool) -> Place:
         """Counts the data of the second network, and how far those of the first one are away."""
         if not isinstance(totals, AllRows):
             raise ValueError(
@@ -301,16 +310,16 @@ class Seeing:
         old, new = (both[:, i].astype(jnp.float32) for i in range(2))
         count = totals.count(new)
         count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
-        products = [self._products(place, totals, new, other) for other in (new, old - new)]
-        return self._add(place, differs, [count, *products], _columns(place))
+        products = [self._products_with_all(place, totals, new, other) for other in (new, old - new)]
+        return self._add_to_state(place, differs, [count, *products], _columns_on_all_shards(place))
 
-    def _products(self, place: Place, totals: Totals, x: Array, y: Array) -> Array:
+    def _products_with_all(self, place: Place, totals: Totals, x: Array, y: Array) -> Array:
         """The products of the entries of rows, all columns of them where shards hold some."""
         if place.split and place.inputs is not None:
             y = lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True)
-        return _products(totals, x, y, place.chosen)
+        return _products_if_chosen(totals, x, y, place.chosen)
 
-    def _place(
+    def _place_of(
         self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
     ) -> Place | None:
         """Where the data of a product stand; None if slices mix axes of one kind with those of another."""
@@ -343,12 +352,14 @@ class Seeing:
                 parts.append(None if is_whole or axis in gone else index.array[..., 0])
             of += [axis] * (len(shape) - len(of))
         places = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
-        batch, inputs, outputs = (_numbers([parts[i] for i in axes], [shape[i] for i in axes]) for axes in places)
+        batch, inputs, outputs = (
+            _numbers_of_entries([parts[i] for i in axes], [shape[i] for i in axes]) for axes in places
+        )
         split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
         bare = Read(tuple(shape), tuple(of), batch=places[0], axes=places[1])
         return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split, tuple(steps), chosen)
 
-    def _tapped(
+    def _tap_gradient(
         self, y: Array, place: Place, totals: Totals, rows: Callable[[Array], Array], differs: frozenset[str]
     ) -> Array:
         """The output of a product, where the gradient is collected."""
@@ -357,7 +368,7 @@ class Seeing:
             return y
         zeros = taps.slopes[place.slot]
         full, types = zeros.ndim > 2, jaxprs.varying([jax.typeof(y)])
-        zeros = zeros[_at(*(place.batch, place.outputs, place.outputs)[: zeros.ndim])]
+        zeros = zeros[_index_of(*(place.batch, place.outputs, place.outputs)[: zeros.ndim])]
         numbers = [jax.typeof(x) for x in (place.batch, place.outputs) if x is not None]
         # Shards that compute the same: also those of a split contraction, whose sum has one gradient.
         alike = types - ((differs | jaxprs.varying(numbers)) - frozenset(place.split))
@@ -365,9 +376,11 @@ class Seeing:
         zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
         if place.chosen is not None:  # what is not chosen passes no gradient
             zeros = jnp.where(place.chosen, zeros, jnp.zeros_like(zeros))
-        return tapped(y, zeros, totals, lambda slope, totals: second(totals, rows(slope), full=full) / times)
+        return tap_gradient(
+            y, zeros, totals, lambda slope, totals: second_moments(totals, rows(slope), full=full) / times
+        )
 
-    def _add(
+    def _add_to_state(
         self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None
     ) -> Place:
         """Adds to the statistics of a slot; ``differs`` are the mesh axes over which the data differ."""
@@ -379,7 +392,7 @@ class Seeing:
         after = list(self.state[number])
         for i, (old, new) in enumerate(zip(self.state[number], found, strict=True)):
             most = i == 1 and self.moments == "largest"
-            at = _at(*(place.batch, place.inputs, columns)[: new.ndim])
+            at = _index_of(*(place.batch, place.inputs, columns)[: new.ndim])
             places = [x for x in at if isinstance(x, Array)]
             names = jaxprs.varying([jax.typeof(x) for x in (found[-1], *places)])
             if not names:
@@ -389,14 +402,14 @@ class Seeing:
             parts = differs | jaxprs.varying([jax.typeof(x) for x in places])
             parts = names & (parts - frozenset(place.split if i == 0 else ()))
             into = jnp.zeros_like(old).at[at]
-            total = into.max(new) if most else _over(lax.psum, into.add(new), parts)
-            total = _over(lax.pmax, total, names if most else names - parts)
+            total = into.max(new) if most else _collect_over(lax.psum, into.add(new), parts)
+            total = _collect_over(lax.pmax, total, names if most else names - parts)
             after[i] = jnp.maximum(old, total) if most else old + total
         self.state[number] = after
         return place
 
 
-def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, add: bool = False) -> Array:
+def _rows_as_matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, add: bool = False) -> Array:
     """Rows of data, or of outputs, as ``(rows, batch, numbers)``, in the order of the axes of the weight.
 
     ``x`` has an axis of rows, and then the labels of the two groups. What the weight does not have, as it repeats
@@ -413,7 +426,7 @@ def _matrices(x: Array, product: Product, groups: Sequence[Sequence[Label]], *, 
     return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
 
 
-def _totals(found: Contraction) -> Totals:
+def _totals_of(found: Contraction) -> Totals:
     """How the rows of a product are added: where they are in groups, by the matrices of the array that these meet."""
     if found.groups is None:
         return AllRows()
@@ -429,14 +442,14 @@ def _totals(found: Contraction) -> Totals:
     return RowsOfGroups(jnp.where(found.groups < many, number, groups), groups)
 
 
-def _columns(place: Place) -> Array | None:
+def _columns_on_all_shards(place: Place) -> Array | None:
     """The numbers of the columns of products of a place, also those that other shards hold."""
     if place.split and place.inputs is not None:
         return lax.all_gather(place.inputs, place.split, axis=0, tiled=True)
     return place.inputs
 
 
-def _products(totals: Totals, x: Array, columns: Array, chosen: Array | None) -> Array:
+def _products_if_chosen(totals: Totals, x: Array, columns: Array, chosen: Array | None) -> Array:
     """The products of the entries of each row; zeros where rows are not chosen, which are zeros themselves."""
 
     def zeros(x: Array, columns: Array) -> Array:
@@ -447,12 +460,12 @@ def _products(totals: Totals, x: Array, columns: Array, chosen: Array | None) ->
     return totals.products(x, columns) if chosen is None else lax.cond(chosen, totals.products, zeros, x, columns)
 
 
-def _over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:
+def _collect_over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:
     """``collect`` over mesh axes, of which there may be none."""
     return collect(x, tuple(sorted(names))) if names else x
 
 
-def _numbers(parts: Sequence[Array | None], sizes: Sequence[int]) -> Array | None:
+def _numbers_of_entries(parts: Sequence[Array | None], sizes: Sequence[int]) -> Array | None:
     """The number of each entry of an array of these sizes, for its indices along each axis; None for all of them."""
     if all(part is None for part in parts):
         return None
@@ -463,7 +476,7 @@ def _numbers(parts: Sequence[Array | None], sizes: Sequence[int]) -> Array | Non
     return total
 
 
-def _at(*numbers: Array | None) -> tuple[Any, ...]:
+def _index_of(*numbers: Array | None) -> tuple[Any, ...]:
     """Where these numbers of each axis stand, for ``x.at``; without numbers, along the whole axis."""
     while numbers and numbers[-1] is None:
         numbers = numbers[:-1]
@@ -479,21 +492,22 @@ def leaves_of(eqn: JaxprEqn) -> list[Root] | None:
     return None if mark is None else [Root(place) for place in mark.made]
 
 
-def _is_float(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
+    """Whether an array is floating or complex, and so may be followed."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _array(x: Any) -> Any:
+def _as_array(x: Any) -> Any:
     """``x`` as an array."""
     if not isinstance(x, Sum):
         return x
     (product,) = x.products
     indices = [factor for factor in product.factors if ONE in factor.labels]
     own = tuple(factor for factor in product.factors if all(factor is not each for each in indices))
-    return multiply.formed(replace(x, products=(replace(product, factors=own),)))
+    return multiply.array_of_sum(replace(x, products=(replace(product, factors=own),)))
 
 
-def _cast(x: Sum, dtype: Any) -> Sum:
+def _cast_array(x: Sum, dtype: Any) -> Sum:
     """``x`` in another floating dtype."""
     (product,) = x.products
     factors = tuple(
@@ -508,12 +522,12 @@ def _is_number(x: Any) -> bool:
     return not isinstance(x, Sum) and all(n == 1 for n in x.shape)
 
 
-def _scaled(view: View, x: Sum, *numbers: Any) -> Sum:
+def _scale_array(view: View, x: Sum, *numbers: Any) -> Sum:
     """``x`` times a number, or divided by it, or with another sign."""
     (number,) = numbers or (jnp.asarray(-1, x.dtype),)
     number = number.reshape(())
     factor = 1 / number if isinstance(view, Divide) else number
-    return moves.scaled(x, factor, still=True)
+    return moves.scale_sum(x, factor, still=True)
 
 
 def _are_whole(args: Sequence[Any]) -> bool:

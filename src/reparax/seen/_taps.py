@@ -21,7 +21,7 @@ class Taps:
     slopes: Mapping[Any, Array]
 
 
-def tapped(y: Array, zeros: Array, held: Any, moments: Callable[[Array, Any], Array]) -> Array:
+def tap_gradient(y: Array, zeros: Array, held: Any, moments: Callable[[Array, Any], Array]) -> Array:
     """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y`` and of arrays.
 
     The arrays in ``held`` go along, as those of a step of a loop may not be closed over.

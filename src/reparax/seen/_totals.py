@@ -48,27 +48,27 @@ class RowsOfGroups:
         return self.total(jnp.ones((*x.shape[:2], 1), jnp.float32))[:, 0]
 
     def total(self, x: Array) -> Array:
-        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].add(_flat(x))
+        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._group_of_each_row(x)].add(_flatten_rows(x))
 
     def largest(self, x: Array) -> Array:
-        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._each(x)].max(_flat(x))
+        return jnp.zeros((self.groups, x.shape[2]), x.dtype).at[self._group_of_each_row(x)].max(_flatten_rows(x))
 
     def products(self, x: Array, columns: Array) -> Array:
-        numbers = self._each(x)
+        numbers = self._group_of_each_row(x)
         order, sizes = jnp.argsort(numbers), jnp.zeros(self.groups, jnp.int32).at[numbers].add(1)
-        left, right = (_flat(side)[order].astype(jnp.float32) for side in (x, columns))
+        left, right = (_flatten_rows(side)[order].astype(jnp.float32) for side in (x, columns))
         # JAX sums rows by group only where the groups follow each other.
         rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return lax.ragged_dot_general(left, right, sizes, rows, precision=lax.Precision.HIGHEST)
 
-    def _each(self, x: Array) -> Array:
+    def _group_of_each_row(self, x: Array) -> Array:
         """The numbers for rows of which each is several, which follow each other."""
         known = (self.numbers >= 0) & (self.numbers < self.groups)
         numbers = jnp.where(known, self.numbers, self.groups)
         return jnp.repeat(numbers, x.shape[0] * x.shape[1] // max(len(numbers), 1))
 
 
-def _flat(x: Array) -> Array:
+def _flatten_rows(x: Array) -> Array:
     """All rows, those of one index of the batch after each other."""
     return x.swapaxes(0, 1).reshape(-1, x.shape[2])
 
@@ -76,7 +76,7 @@ def _flat(x: Array) -> Array:
 Totals = AllRows | RowsOfGroups
 
 
-def second(totals: Totals, rows: Array, *, full: bool) -> Array:
+def second_moments(totals: Totals, rows: Array, *, full: bool) -> Array:
     """The second moments of rows, ``(rows, batch, numbers)``."""
     wide = rows.astype(jnp.float32)
     return totals.products(wide, wide) if full else totals.total(wide * wide)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._data.compensation import compensated
+from reparax._data.compensation import round_with_compensation
 from reparax._data.seen import Read
 from reparax._numerics.arithmetic import widened
 
@@ -51,7 +51,7 @@ def sparsegpt(
       keep: Which weights of a block of ``size`` inputs stay, ``keep(scores, real)``; scores are -1 for inputs that fill
         up the last block, and ``real`` is False for these.
       size: The number of inputs of a block.
-      percdamp: As for :func:`compensated`.
+      percdamp: As for :func:`round_with_compensation`.
     """
     x = widened(w)
 
@@ -64,7 +64,7 @@ def sparsegpt(
 
     def one(w: Array, moments: Array) -> tuple[Array, Array]:
         real = jnp.ones(len(w), bool)
-        return compensated(w, moments, plan, nearest, size=size, percdamp=percdamp, given=real)
+        return round_with_compensation(w, moments, plan, nearest, size=size, percdamp=percdamp, given=real)
 
     found, kept = jax.vmap(one)(read.matrices(x), read.moments.astype(x.dtype))
     return read.array(found, w).astype(w.dtype), read.array(kept, w)

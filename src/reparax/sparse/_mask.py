@@ -10,11 +10,11 @@ from jax import Array
 from reparax._axes.numbers import LAST, Axis, check_one_along, last_to_number, position
 from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
-from reparax._data.learned import better
-from reparax._data.seen import Seen, needed
+from reparax._data.learned import choose_better_start
+from reparax._data.seen import Seen, require_seen
 from reparax._numerics.arguments import check_known_positive, check_whole, one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import each_column
+from reparax._numerics.select import largest_of_columns
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
@@ -138,16 +138,16 @@ class NofM(Constraint):
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
             return mask_values(w, self._keep_n_of_m(jnp.abs(widened(w))))
-        read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
+        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
         if self.fit == "wanda":
             return mask_values(*wanda(w, read, self._keep_n_of_m))
 
         def keep(scores: Array, real: Array) -> Array:
             del real
-            return each_column(scores, self.n)
+            return largest_of_columns(scores, self.n)
 
         learned = mask_values(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
-        return better(self, read, w, learned, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
+        return choose_better_start(self, read, w, learned, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)
@@ -160,4 +160,4 @@ class NofM(Constraint):
         axis = position(self.along, scores)
         rows = jnp.moveaxis(scores, axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
-        return jnp.moveaxis(each_column(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)
+        return jnp.moveaxis(largest_of_columns(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)

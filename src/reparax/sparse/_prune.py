@@ -11,12 +11,12 @@ from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, check_slices, count_from_front, other_axes
 from reparax._core.value import argument
-from reparax._data.learned import better
-from reparax._data.seen import Read, Seen, needed
+from reparax._data.learned import choose_better_start
+from reparax._data.seen import Read, Seen, require_seen
 from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
-from reparax._numerics.select import each_column, largest
+from reparax._numerics.select import largest, largest_of_columns
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
@@ -142,7 +142,7 @@ class MagnitudePrune(_Prune):
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         if self.fit == "magnitude":
             return self._masking(w, _slice_scores(w, self.axis, self.order))
-        read = needed(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
+        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
         if self.fit == "wanda":
             return mask_values(*wanda(w, read, lambda scores: self._keep_of_each_output(scores, read)))
 
@@ -150,7 +150,7 @@ class MagnitudePrune(_Prune):
             return largest(scores, _amount.count_left(self, jnp.sum(real) * scores.shape[1]))
 
         learned = mask_values(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
-        return better(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
+        return choose_better_start(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
@@ -158,7 +158,7 @@ class MagnitudePrune(_Prune):
     def _keep_of_each_output(self, scores: Array, read: Read) -> Array:
         """Which scores are among the largest of their output."""
         columns = read.matrices(scores)
-        return read.array(each_column(columns, _amount.count_left(self, columns.shape[1])), scores)
+        return read.array(largest_of_columns(columns, _amount.count_left(self, columns.shape[1])), scores)
 
 
 class RandomPrune(_Prune):

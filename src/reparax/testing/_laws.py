@@ -23,9 +23,9 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.config import code
 from reparax._core.json import from_json
-from reparax._data.learned import lost
+from reparax._data.learned import mean_output_error
 from reparax._data.seen import ANY
-from reparax._data.sights import by_place
+from reparax._data.sights import seen_by_place
 from reparax._stage.where import all_but, selected
 from reparax._tree.flat import flatten
 from reparax._tree.markers import WrongType
@@ -506,11 +506,11 @@ def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> Non
     """
     trees = (p.fold(p.init(params, key, seen=given)) for given in (seen, ANY))
     after, before = (dict(named_arrays(tree)) for tree in trees)
-    known = {path_text(place): entry for place, entry in by_place("learned", flatten(params), seen).items()}
+    known = {path_text(place): entry for place, entry in seen_by_place("learned", flatten(params), seen).items()}
     for path, w in named_arrays(params):
         for read in known[path].reads if path in known else ():
-            found, plain = (float(lost(read, w, tree[path])) for tree in (after, before))
-            bound = plain + rounding(w) * float(lost(read, w, jnp.zeros_like(w)))
+            found, plain = (float(mean_output_error(read, w, tree[path])) for tree in (after, before))
+            bound = plain + rounding(w) * float(mean_output_error(read, w, jnp.zeros_like(w)))
             text = f"the error of outputs of {path!r} is {found:.3g}, but {plain:.3g} without data"
             require(p, "learned", found <= bound, text)
 

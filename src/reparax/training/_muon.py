@@ -10,7 +10,7 @@ from reparax._axes.roles import Role
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.over_roles import raw_roles
-from reparax._numerics.imported import imported
+from reparax._numerics.imported import import_library
 from reparax._numerics.usage import shows_usage
 from reparax._stage.where import check_where, matches, nearest
 from reparax._tree.paths import PyTree, path_text
@@ -64,7 +64,7 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
       Jordan, *Muon: An optimizer for hidden layers in neural networks*, 2024.
     """
     require_chains("training.muon_dimensions(p, roles)", p)
-    numbers = imported("optax.contrib", WHO, "optax").MuonDimensionNumbers
+    numbers = import_library("optax.contrib", WHO, "optax").MuonDimensionNumbers
     raw, known = raw_roles(WHO, tuple(p), roles)
     _, slots, treedef = flatten_slots(raw)
     by_place = {path_text(place): role for place, role in known.items()}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._data.seen import Read
-from reparax._data.sights import by_place
+from reparax._data.sights import seen_by_place
 from reparax._numerics.arithmetic import is_inexact
 from reparax._numerics.linalg import adjoint, product
 from reparax._tree.flat import flatten
@@ -24,7 +24,7 @@ def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
         raise ValueError(f"merge takes as seen a tree for each of {len(models)} models, but got {got}.")
     trees = [flatten(model) for model in models]
     entries = [
-        by_place(f"merge: seen[{i}]", tree, each) for i, (tree, each) in enumerate(zip(trees, seen, strict=True))
+        seen_by_place(f"merge: seen[{i}]", tree, each) for i, (tree, each) in enumerate(zip(trees, seen, strict=True))
     ]
     found: dict[str, list[Read]] = {}
     for place, x in trees[0].arrays.items():
