@@ -18,7 +18,7 @@ Update = Callable[..., tuple[PyTree, PyTree]]
 CALL = "Call `tx.update(grads, state, raw)`."
 
 
-def checked(init: Callable[[PyTree], PyTree], update: Update) -> Update:
+def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     """``update`` of an optimizer, whose errors say what is wrong with its arguments."""
 
     def checked(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

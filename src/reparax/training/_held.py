@@ -73,7 +73,7 @@ def _tell_flax() -> None:
         )
 
 
-def holding(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
+def with_held_arrays(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
     """A state whose held arrays another library, such as nnx, has written as trees of their own; else as it is."""
     if any(map(_is_held, jax.tree.leaves(state, is_leaf=_is_held))):
         return state

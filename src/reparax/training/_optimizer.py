@@ -14,9 +14,9 @@ from reparax._core.calls import parts_of
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
-from reparax.training._checked import checked
+from reparax.training._checked import explain_errors
 from reparax.training._divided import require_positive_kept
-from reparax.training._held import holding, open_state, store
+from reparax.training._held import open_state, store, with_held_arrays
 from reparax.training._partition import combine, partition, require_tree
 
 
@@ -108,7 +108,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
         if stored is None:
             moved, held = inner.update(free[0], open_state(held)[0], free[1], **given)
         else:
-            plain = open_state(holding(held, lambda: init(whole)))[0]
+            plain = open_state(with_held_arrays(held, lambda: init(whole)))[0]
 
             def stepped(plain: PyTree) -> tuple[PyTree, PyTree]:
                 return inner.update(_widen(free[0]), plain, _widen(free[1]), **given)
@@ -118,7 +118,7 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             held = store(stored, plain)
         return combine(moved, jax.tree.map(_neutral_update, partition(whole)[1])), held
 
-    return type(inner)(init, checked(init, update))
+    return type(inner)(init, explain_errors(init, update))
 
 
 def _include_tables(stage: Any) -> Any:
