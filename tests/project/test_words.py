@@ -58,3 +58,14 @@ def test_no_two_classes_of_different_modules_share_a_name():
         if isinstance(node, ast.ClassDef) and node.name[0] != "_"
     )
     assert [name for name, count in found.items() if count > 1] == ["Parametrized"]  # of nnx and of equinox, one word
+
+
+def test_each_function_of_a_module_says_in_a_line_what_it_does():
+    """Private ones too; those inside others, and methods, may leave it to what is around them or to their base."""
+    silent = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path, tree in TREES.items()
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and not ast.get_docstring(node)
+    ]
+    assert silent == []
