@@ -298,7 +298,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 
 
 @pytest.mark.thorough
-@two_libraries
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
     seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)
