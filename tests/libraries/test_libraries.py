@@ -216,7 +216,7 @@ def test_init_leaves_the_function_of_the_model_unchanged(build: Callable[[], Cas
     np.testing.assert_allclose(case.forward(folded, X), case.forward(case.params, X), rtol=1e-5, atol=1e-6)
 
 
-@every_library
+@two_libraries
 def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: Array) -> None:
     params, again = build().params, build().params
     # Without arguments, as compiled functions get trees of their own.
