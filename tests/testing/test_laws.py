@@ -3,14 +3,24 @@
 import pytest
 from cases import CASES, LEARNING, OF_OTHER_CASES
 
-from reparax.testing import LAWS, half_precision, in_chains, mean, purity, selection, transformations, value_semantics
+from reparax.testing import (
+    LAWS,
+    half_precision,
+    in_chains,
+    mean,
+    purity,
+    selection,
+    transformations,
+    types_kept,
+    value_semantics,
+)
 
 # Their right inverse is that of stages which other cases have, or which files of their own compare with formulas.
 THOROUGH = {*OF_OTHER_CASES, "singular values", "gptq and awq", "masks from data"}
 assert {**CASES, **LEARNING}.keys() >= THOROUGH
 
 # These hold for a chain if they hold for each of its stages: two of them take the stages one by one.
-OF_EACH_STAGE = {half_precision, value_semantics, transformations, purity, mean, in_chains, selection}
+OF_EACH_STAGE = {types_kept, half_precision, value_semantics, transformations, purity, mean, in_chains, selection}
 
 
 def marks(name, law):
