@@ -72,7 +72,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("stage", "axis"), [*zip(STAGES, itertools.cycle([2, 1, 0]))], ids=repr)
+@pytest.mark.parametrize(("stage", "axis"), [*zip(STAGES, itertools.cycle([2, 1]))], ids=repr)
 def test_a_stack_of_three_is_three_arrays(stage, axis):
     one, many = rpx.Chain((stage,)), rpx.Chain((stacked(stage, axis),))
 
