@@ -15,6 +15,7 @@ from latex2mathml.converter import convert
 from sphinx.addnodes import pending_xref
 from sphinx.util import logging
 from sphinx.util.console import strip_escape_sequences
+from sphinx.util.parallel import make_chunks
 
 import reparax
 
@@ -200,8 +201,15 @@ def name_failures(app, env):
         logging.getLogger(__name__).warning(message, reason, os.path.relpath(report), location=page)
 
 
+def deal(app, env, docnames):
+    """Deals the pages to the parts in which they are read: in order of names, one process would run all notebooks."""
+    parts = len(make_chunks(docnames, app.parallel))
+    docnames[:] = [page for part in range(parts) for page in docnames[part::parts]]
+
+
 def setup(app):
-    """Registers how formulas, types and names are written."""
+    """Registers in which order pages are read, and how formulas, types and names are written."""
+    app.connect("env-before-read-docs", deal)
     app.connect("env-updated", name_failures)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)

@@ -23,7 +23,7 @@ def flat() -> dict[str, dict[str, jax.Array]]:
 
 def tied() -> dict[str, dict[str, jax.Array]]:
     """The same network with an output layer that equals the transposed first one."""
-    params = model()
+    params = flat()
     return {**params, "out": {"kernel": params["dense"]["kernel"].T}}
 
 
@@ -145,16 +145,25 @@ MASKS = (
 CASES = {
     "identity": (rpx.Chain(), model),
     "weight norm": (rpx.WeightNorm(), model),
-    "weight norm of rows": (rpx.WeightNorm(axis=0), model),
-    "weight norm of two axes": (rpx.WeightNorm(axis=(-2, -1), where="conv/kernel"), model),
-    "weight norm of the whole": (rpx.WeightNorm(axis=None, where=".*kernel"), model),
+    "weight norm of other axes": (
+        rpx.WeightNorm(axis=0, where="dense/kernel")
+        >> rpx.WeightNorm(axis=(-2, -1), where="conv/kernel")
+        >> rpx.WeightNorm(axis=None, where="out/kernel"),
+        model,
+    ),
     "low rank": (LOW_RANK >> CONVOLUTION, model),
     "noise": (rpx.VarNoise(0.1), model),
     "dropout": (rpx.WeightDropout(0.3), model),
-    "dropout of rows": (rpx.WeightDropout(0.3, broadcast=-1), model),
-    "dropout of blocks": (rpx.WeightDropout(0.3, broadcast=(0, 1), where="conv/kernel"), model),
-    "spectral norm": (rpx.SpectralNorm(columns=-1), model),
-    "spectral norm of rows": (rpx.SpectralNorm(n_steps=3, columns=0), model),
+    "dropout of rows and of blocks": (
+        rpx.WeightDropout(0.3, broadcast=-1, where=".*(dense|out)/kernel")
+        >> rpx.WeightDropout(0.3, broadcast=(0, 1), where="conv/kernel"),
+        model,
+    ),
+    "spectral norm": (
+        rpx.SpectralNorm(columns=-1, where=".*(out|conv)/kernel")
+        >> rpx.SpectralNorm(n_steps=3, columns=0, where="dense/kernel"),
+        model,
+    ),
     "positive": (rpx.Positive(), positive),
     "spheres and balls": (SPHERES_AND_BALLS, model),
     "standardization with a gain": (rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(), model),
@@ -267,35 +276,55 @@ CASES = {
         model,
     ),
     "tie": (TIE, tied),
-    "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), model),
-    "low rank >> weight norm": (LOW_RANK >> rpx.WeightNorm(), model),
-    "weight norm twice": (rpx.WeightNorm(axis=0) >> rpx.WeightNorm(axis=-1), model),
-    "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(columns=-1), model),
+    "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), flat),
+    "low rank >> weight norm": (LOW_RANK >> rpx.WeightNorm(), flat),
+    "weight norm twice": (rpx.WeightNorm(axis=0) >> rpx.WeightNorm(axis=-1), flat),
+    "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(columns=-1), flat),
     "noise >> tie": (rpx.VarNoise(0.1) >> TIE, tied),
     "tie >> noise": (TIE >> rpx.VarNoise(0.1), tied),
     "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),
-    "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), model),
+    "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), flat),
     "weight norm >> noise >> dropout >> cast": (
         rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16"),
-        model,
+        flat,
     ),
-    "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), model),
-    "weight norm >> freeze": (rpx.WeightNorm() >> rpx.Freeze(where=".*kernel"), model),
+    "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), flat),
+    "weight norm >> freeze": (rpx.WeightNorm() >> rpx.Freeze(where=".*kernel"), flat),
     "positive >> freeze of one": (rpx.Positive() >> rpx.Freeze(where="dense/bias"), positive),
-    "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, model),
-    "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), model),
-    "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), model),
+    "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, flat),
+    "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), flat),
+    "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), flat),
     "positive >> weight norm >> low rank": (
         rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK,
-        model,
+        flat,
     ),
     "split": (SPLIT, cell),
     "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
     "pack": (PACK, cell),
     "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
     "cudnn lstm": (rpx.shared.CudnnLSTM(3, 2, biases=1), vector),
-    "low rank twice": (rpx.LowRank(1, where=".*(dense|out)/kernel") >> LOW_RANK, model),
+    "low rank twice": (rpx.LowRank(1, where=".*(dense|out)/kernel") >> LOW_RANK, flat),
 }
+
+OF_OTHER_CASES = {
+    "noise on factors",
+    "noise twice apart",
+    "noise >> tie",
+    "noise >> spectral norm",
+    "weight norm >> low rank >> noise",
+    "low rank >> weight norm",
+    "low rank twice",
+    "weight norm twice",
+    "dropout >> pack >> pack",
+    "weight norm >> noise >> dropout >> cast",
+    "weight norm >> split >> noise",
+    "weight norm >> tie",
+    "freeze >> weight norm",
+    "weight norm >> freeze",
+    "positive >> freeze of one",
+    "positive >> weight norm >> low rank",
+}
+"""Chains of stages that other cases have: what is said of stages one by one need not be shown of them again."""
 
 LEARNING = {
     "adapters from data": (

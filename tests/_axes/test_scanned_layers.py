@@ -197,7 +197,6 @@ def equinox() -> Scanned:
 
 
 BUILDS = {
-    "linen": lambda: linen(0, 0),
     "linen, second axis": lambda: linen(1, 1),
     "linen, second axis by name": lambda: linen(1, "layers"),
     "nnx": lambda: nnx_(0, 0),

@@ -171,8 +171,7 @@ def test_what_is_no_array_has_no_sharding():
 # Each of these stages passes with explicit axes, where JAX itself carries shardings from operation to operation.
 ON_EXPLICIT_MESHES = [
     "weight norm",
-    "weight norm of rows",
-    "weight norm of two axes",
+    "weight norm of other axes",
     "positive",
     "spheres and balls",
     "freeze >> weight norm",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +55,6 @@ STAGES = [
 
 DRAWN = [rpx.SpectralNorm(), rpx.sparse.RandomPrune(0.5), rpx.sparse.RandomPrune(0.5, axis=-1)]
 
-every_stage = pytest.mark.parametrize("stage", STAGES, ids=repr)
-
 
 def stacked(stage, axes):
     return dataclasses.replace(stage, stacked=axes)
@@ -73,8 +72,7 @@ def assert_close(got, want):
 
 
 @pytest.mark.thorough
-@every_stage
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "axis"), [*zip(STAGES, itertools.cycle([2, 1]))], ids=repr)
 def test_a_stack_of_three_is_three_arrays(stage, axis):
     one, many = rpx.Chain((stage,)), rpx.Chain((stacked(stage, axis),))
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import itertools
 import pickle
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from errors import raises
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.testing import LAWS, check_laws, plain_trees, right_inverse, selection, value_semantics
+from reparax.testing import check_laws, plain_trees, right_inverse, selection, value_semantics
 
 
 class Shift(rpx.Perturbation):
@@ -64,11 +65,9 @@ STAGES = [Shift(1.0), Double(), Affine(), rpx.Chain(), rpx.VarNoise(0.1), rpx.We
 ONES = {"w": jnp.ones((2, 2))}
 
 
-@pytest.mark.parametrize("a", STAGES, ids=repr)
-@pytest.mark.parametrize("b", STAGES, ids=repr)
-@pytest.mark.parametrize("c", STAGES, ids=repr)
-def test_composition_is_associative(a, b, c):
-    assert (a >> b) >> c == a >> (b >> c)
+def test_composition_is_associative():
+    for a, b, c in itertools.product(STAGES, repeat=3):
+        assert (a >> b) >> c == a >> (b >> c)
 
 
 @pytest.mark.parametrize("p", STAGES, ids=repr)
@@ -245,7 +244,6 @@ def test_a_stage_of_a_third_party_keeps_the_laws():
             return (values["x"] + values["x"].T) / 2
 
     square = jax.random.normal(jax.random.key(0), (4, 4))
-    check_laws(Symmetrized(), {"w": square})
     check_laws(rpx.WeightNorm() >> Symmetrized() >> rpx.VarNoise(0.1), {"w": square})
 
 
@@ -267,12 +265,7 @@ def test_traced_hyperparameters_are_shown_by_type():
     assert shown == ["VarNoise(<traced float32>)"]
 
 
-@pytest.mark.parametrize(
-    "laws",
-    [(right_inverse, value_semantics, selection, plain_trees), pytest.param(LAWS, marks=pytest.mark.thorough)],
-    ids=["some laws", "all laws"],
-)
-def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too(laws):
+def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too():
     @dataclasses.dataclass(frozen=True)
     class Scaled(rpx.Reparametrization):
         factor: float = 2.0
@@ -287,6 +280,7 @@ def test_a_stage_may_be_decorated_as_a_frozen_dataclass_too(laws):
     assert Scaled(3.0) == Scaled(3.0) != Scaled(2.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Scaled().factor = 1.0
+    laws = (right_inverse, value_semantics, selection, plain_trees)
     check_laws(Scaled(), {"w": jax.random.normal(jax.random.key(0), (4, 3))}, laws=laws)
 
 

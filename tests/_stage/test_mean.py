@@ -77,6 +77,7 @@ def test_noise_whose_mean_is_the_array_itself_leaves_no_trace():
     assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
 
 
+@pytest.mark.thorough
 def test_a_mean_keeps_every_law(key):
     check_laws(FlippedSigns(0.25).deterministic, params(), key)
 

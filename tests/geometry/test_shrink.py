@@ -328,7 +328,7 @@ def test_no_output_depends_on_a_dead_unit(name):
     assert all(far < 1e-4 for far in dead_units(fun, params, args))
 
 
-@pytest.mark.parametrize("seed", mostly_thorough(range(20, 29), 20))
+@pytest.mark.parametrize("seed", mostly_thorough(range(20, 25), 20))
 def test_no_output_of_a_random_network_depends_on_a_dead_unit(seed):
     fun, params, _ = random_network(seed)
     assert all(far < 1e-4 for far in dead_units(fun, params, (TOKENS,), seed))

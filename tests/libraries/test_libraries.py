@@ -216,7 +216,7 @@ def test_init_leaves_the_function_of_the_model_unchanged(build: Callable[[], Cas
     np.testing.assert_allclose(case.forward(folded, X), case.forward(case.params, X), rtol=1e-5, atol=1e-6)
 
 
-@every_library
+@two_libraries
 def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: Array) -> None:
     params, again = build().params, build().params
     # Without arguments, as compiled functions get trees of their own.
@@ -298,7 +298,7 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 
 
 @pytest.mark.thorough
-@two_libraries
+@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
 def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
     case = build()
     seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)

@@ -221,6 +221,8 @@ def check_local(network):
 
 
 CHECKS = {"factored": check_factored, "inputs": check_inputs, "local": check_local}
+SEEDS = (0, 3, 4, 5, 10, 11, 14, 15, 20, 32, 103)
+"""Of networks with all stages, and with all ways in either layer."""
 
 
 @pytest.fixture(autouse=True)
@@ -247,6 +249,12 @@ def _kept(monkeypatch):
 
 @pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("seed", mostly_thorough(range(20), 3))
+@pytest.mark.parametrize("seed", mostly_thorough(SEEDS, 3))
 def test_experts_of_random_networks_are_loops(seed, check):
     CHECKS[check](Network(seed))
+
+
+def test_the_networks_have_all_stages_and_all_ways_in_either_layer():
+    networks = [Network(seed) for seed in SEEDS]
+    assert {network.stage for network in networks} == STAGES.keys()
+    assert [{network.ways[i] for network in networks} for i in range(2)] == [set(WAYS)] * 2

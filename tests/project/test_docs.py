@@ -253,6 +253,7 @@ def test_our_side_of_every_task_runs():
     assert globs["grads"]["scale"]["@positive"]["x"].tolist() == [0.5, 2.0]  # of x in exp x, at x = log 0.5, log 2
 
 
+@pytest.mark.thorough
 def test_the_new_stage_of_contributing_keeps_the_laws():
     (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), flags=re.DOTALL)
     globs: dict[str, object] = {"__name__": "grid"}

@@ -1,6 +1,7 @@
 """One word is one thing: the glossary of the page on the code, and the names of classes."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -16,7 +17,12 @@ ROWS = re.findall(
     (ROOT / "docs" / "architecture.md").read_text(),
     re.MULTILINE,
 )
-TREES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+@functools.cache
+def trees():
+    """Those of all files of the package; read once, by the worker that has these tests."""
+    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
 
 
 def names(tree):
@@ -34,7 +40,10 @@ def words(name):
     return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
 
 
-USED = Counter(word for tree in TREES.values() for name in names(tree) for word in words(name))
+@functools.cache
+def used():
+    """How often each word is used."""
+    return Counter(word for tree in trees() for name in names(tree) for word in words(name))
 
 
 def test_the_glossary_is_short_and_says_where_each_thing_lives():
@@ -46,16 +55,13 @@ def test_the_glossary_is_short_and_says_where_each_thing_lives():
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_a_word_of_the_glossary_is_used_and_its_synonym_is_not(row):
-    assert all(USED[word.split()[0]] or USED[f"{word}s"] for word in row[0].replace("auxiliary", "aux").split(", "))
-    assert USED[row[3]] == 0
+    assert all(used()[word.split()[0]] or used()[f"{word}s"] for word in row[0].replace("auxiliary", "aux").split(", "))
+    assert used()[row[3]] == 0
 
 
 def test_no_two_classes_of_different_modules_share_a_name():
     found = Counter(
-        node.name
-        for tree in TREES.values()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+        node.name for tree in trees() for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
     )
     assert [name for name, count in found.items() if count > 1] == ["Parametrized"]  # of nnx and of equinox, one word
 

@@ -75,7 +75,7 @@ def stages(name, stage=rpx.Stored):
 @pytest.mark.parametrize(
     "case",
     mostly_thorough(
-        [*itertools.product(FORMATS, ("float32", "float16")), *itertools.product(FORMATS[::4], ("bfloat16",))],
+        [*zip(FORMATS, itertools.cycle(("float32", "float16"))), *itertools.product(FORMATS[::4], ("bfloat16",))],
         *(("uint4", "float32"), ("gguf:q4_0", "float32")),
     ),
     ids=" ".join,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CASES
+from cases import CASES, OF_OTHER_CASES
 from compiled import effective, init
 from grids import mostly_thorough
 from ml_dtypes import bfloat16
@@ -87,7 +87,7 @@ def leaves(p, params):
     return [np.asarray(x) for x in jax.tree.leaves(effective(p, init(p, params, key), key))]
 
 
-BESIDE = [name for name in CASES if name not in ("halved", "joint norm", "moments in eight bits")]
+BESIDE = [name for name in CASES if name not in {"halved", "joint norm", "moments in eight bits", *OF_OTHER_CASES}]
 """Halves of halves are refused; the joint norm of the registry and moments are of float32 alone."""
 
 

@@ -65,11 +65,17 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(case):
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
 
+HOW = ({}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4})
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("how", [{}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4}])
-def test_stored_numbers_are_the_rounded_ones_bit_for_bit(name, how, dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*zip(itertools.product(FORMATS, HOW), itertools.cycle(["float32", "bfloat16", "float16"]))],
+    ids=str,
+)
+def test_stored_numbers_are_the_rounded_ones_bit_for_bit(case, dtype):
+    name, how = case
     w = {"w": normal(64, 8, dtype=dtype) * 1e-3}
     stored, rounded = rpx.Stored(name, **how), rpx.Quantize(name, **how)
     got, want = stored.apply(stored.init(w))["w"], rounded.apply(w)["w"]

@@ -17,8 +17,8 @@ K, N = 16, 6
 PARAMS = {"dense": {"kernel": normal(K, N)}, "bias": normal(N)}
 
 
-def data(*, full=True, seed=0):
-    return {"dense": {"kernel": seen(correlated(40, K, seed=seed), shape=(K, N), full=full)}}
+def data(*, full=True):
+    return {"dense": {"kernel": seen(correlated(40, K), shape=(K, N), full=full)}}
 
 
 STAGES = {
@@ -48,10 +48,9 @@ class InPrograms:
 
 
 @pytest.mark.parametrize("name", mostly_thorough(STAGES, "gptq", "wanda, a diagonal", "no data"))
-@pytest.mark.parametrize("seed", mostly_thorough([0, 1], 0))
-def test_the_law_holds(name, seed, key):
+def test_the_law_holds(name, key):
     p, full = STAGES[name]
-    learned(InPrograms(p), PARAMS, key, data(full=full, seed=seed))
+    learned(InPrograms(p), PARAMS, key, data(full=full))
 
 
 class Misled(rpx.Stored):

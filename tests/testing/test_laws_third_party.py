@@ -150,17 +150,13 @@ RIGHT = [
     FreeInt8(),
     SingleInt8(),
     Int8() >> LoRA(2),
-    Int8() >> rpx.VarNoise(0.1),
     Rounding(0.25),
     RoundedStorage(),
     rpx.WeightNorm() >> Rounding(0.25),
-    FlippedSigns(0.3),
     FlippedSigns(0.3, where=".") >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
     StochasticRounding(),
     Delta(),
-    RunningScale(),
     rpx.WeightNorm() >> RunningScale(),
-    UnitTogether(),
     UnitTogether() >> rpx.VarNoise(0.1),
 ]
 
@@ -183,8 +179,8 @@ def test_every_law_takes_a_counter_beside_the_parameters(key):
     check_laws(Int8() >> rpx.VarNoise(0.1), {**params(), "step": jnp.zeros((), jnp.int32)}, key)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
-@pytest.mark.parametrize("p", [rpx.VarNoise(1e-3), rpx.WeightDropout(0.01), FlippedSigns(0.01), Delta()], ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+@pytest.mark.parametrize("p", [rpx.WeightDropout(0.01), FlippedSigns(0.01), Delta()], ids=repr)
 def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
     wide = {**params(), "none": jnp.zeros((0, 4))}
     laws = [right_inverse, mean, gradients, update, rebase]
