@@ -34,6 +34,11 @@ def whole(x: Array) -> Array:
     return _whole.bind(x)
 
 
+def stored(x: Array) -> Array:
+    """``x`` itself; compilers compute it once for all that reads it, also after the forward pass."""
+    return _stored.bind(x)
+
+
 def read_in_step(x: Array) -> Array:
     """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
     return _read.bind(x)
@@ -59,6 +64,7 @@ class _Identity(Primitive):
 _tie = _Identity("reparax_tie")
 _whole = _Identity("reparax_whole")
 _read = _Identity("reparax_read")
+_stored = _Identity("reparax_stored")
 
 
 def _on_cpu(x: Array, after: Array) -> Array:
@@ -67,12 +73,16 @@ def _on_cpu(x: Array, after: Array) -> Array:
 
 def _zero(x: Array) -> Array:
     """A uint32 zero from the bits of one entry: the count of set bits is below 64, so shifting it by 6 gives 0."""
+    return _no_bits(_bits(x))
+
+
+def _bits(x: Array) -> Array:
     one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
     if jnp.iscomplexobj(one):
         one = lax.real(one)
     if jnp.issubdtype(one.dtype, jnp.floating):
         one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
-    return _no_bits(lax.convert_element_type(one, jnp.uint32))
+    return lax.convert_element_type(one, jnp.uint32)
 
 
 def _no_bits(bits: Array) -> Array:
@@ -96,6 +106,12 @@ def _combined(x: Array, zero: Array) -> Array:
     if x.dtype == bool:
         return lax.bitwise_xor(x, lax.broadcast(lax.ne(zero, jnp.uint32(0)), x.shape))
     return lax.add(x, lax.broadcast(lax.convert_element_type(zero, x.dtype), x.shape))
+
+
+def _divided(x: Array) -> Array:
+    """By ones that compilers for CPUs do not know: they copy cheap operations into each reader, but no division."""
+    wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
+    return lax.div(x, lax.add(lax.convert_element_type(_no_bits(wide), x.dtype), jnp.ones_like(x)))
 
 
 def _batched(args: Any, dims: Any) -> Any:
@@ -126,6 +142,10 @@ mlir.register_lowering(_read, mlir.lower_fun(by_integers, multiple_results=False
 _is_identity(_whole)
 mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
+
+_is_identity(_stored)
+mlir.register_lowering(_stored, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_stored, mlir.lower_fun(_divided, multiple_results=False), platform="cpu")
 
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)

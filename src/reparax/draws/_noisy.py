@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
+from reparax._numerics.tie import stored
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
@@ -20,6 +21,7 @@ from reparax._programs.equations.view import View
 from reparax._weights.multiply import total, with_numbers
 from reparax._weights.pairs import How
 from reparax._weights.sums import Factor, Label, Product, Sum, complete, contracted, grouped
+from reparax.memory import remat
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,14 @@ def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) ->
 
 
 def _again(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array) -> Any:
-    """The mean with noise. The backward pass stores neither squares nor numbers drawn, but computes them again."""
+    """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
 
-    def noisy(x: Any, spread: Sum, key: Any, mean: Array) -> Array:
+    def noise(x: Any, spread: Sum, key: Any) -> Array:
         squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
-        return mean + _drawn(squares.astype(mean.dtype), random.normal(key, mean))
+        return _drawn(squares.astype(mean.dtype), random.normal(key, mean))
 
-    return jax.checkpoint(noisy)(x, spread, key, mean)
+    # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
+    return stored(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
 
 
 _once = inlined(_again, static_argnums=(0, 1))
