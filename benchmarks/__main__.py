@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pictures
-from timing import machine, of_runs
+from common import pictures
+from common.timing import machine, of_runs
 
 FOLDER = Path(__file__).parent
 REPEATS = {

@@ -15,8 +15,8 @@ import optax
 from jax import Array
 
 import reparax as rpx
+from benchmarks.common.timing import machine
 from benchmarks.evidence.data import digits
-from benchmarks.timing import machine
 
 FILE = Path(__file__).parent / "results" / "aligned.json"
 SEEDS, STEPS, BATCH, RATE = 5, 1500, 64, 1e-3

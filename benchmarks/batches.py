@@ -7,8 +7,8 @@ with few examples the weights are most of what is kept between the two passes, w
 Run: python benchmarks/batches.py
 """
 
+from common.timing import Rows, exact, heading, show
 from peak import compiled, scanned, tpu
-from timing import Rows, exact, heading, show
 
 EXAMPLES = (32, 128, 512, 2048, 8192)
 

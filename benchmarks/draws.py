@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from timing import Rows, heading, rows, show, shuffled
+from common.timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 from reparax._numerics import threefry

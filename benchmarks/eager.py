@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
-from timing import Calls, Rows, heading, rows, show, shuffled
+from common import by_hand
+from common.timing import Calls, Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from timing import Rows, exact, heading, rows, show, shuffled
+from common.timing import Rows, exact, heading, rows, show, shuffled
 
 import reparax as rpx
 

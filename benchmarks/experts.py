@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.timing import Rows, exact, heading, show
 from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 from peak import tpu
-from timing import Rows, exact, heading, show
 
 import reparax as rpx
 

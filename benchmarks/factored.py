@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from networks import drawn, transformer
-from timing import Rows, exact, heading, rows, show, shuffled
+from common.networks import drawn, transformer
+from common.timing import Rows, exact, heading, rows, show, shuffled
 
 import reparax as rpx
 

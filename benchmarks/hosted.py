@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from common.timing import Rows, exact, heading, show
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from peak import tpu
-from timing import Rows, exact, heading, show
 
 import reparax as rpx
 

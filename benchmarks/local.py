@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from networks import Network, convnet, lstm, mlp, transformer
-from timing import Rows, exact, heading, rows, show, shuffled
+from common.networks import Network, convnet, lstm, mlp, transformer
+from common.timing import Rows, exact, heading, rows, show, shuffled
 
 import reparax as rpx
 

@@ -19,11 +19,11 @@ from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else each process would hold most of a GPU
 
-import by_hand
 import jax
 import jax.numpy as jnp
-from networks import Network, convnet, drawn, lstm, mlp, transformer, transformer_layer, transformer_shapes
-from timing import Rows, exact, heading, rows, show, shuffled
+from common import by_hand
+from common.networks import Network, convnet, drawn, lstm, mlp, transformer, transformer_layer, transformer_shapes
+from common.timing import Rows, exact, heading, rows, show, shuffled
 
 import reparax as rpx
 

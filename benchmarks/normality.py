@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common.timing import Rows, heading, rows, show
 from scipy import special
-from timing import Rows, heading, rows, show
 
 import reparax as rpx
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
-from networks import Network, convnet, lstm, mlp, transformer
-from timing import Calls, Rows, heading, rows, show, shuffled
+from common import by_hand
+from common.networks import Network, convnet, lstm, mlp, transformer
+from common.timing import Calls, Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 

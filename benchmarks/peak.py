@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import by_hand
+from common.networks import transformer
+from common.timing import Rows, exact, heading, show
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from networks import transformer
-from timing import Rows, exact, heading, show
 
 import reparax as rpx
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import peers_jax
-from peers_jax import Make, Step
-from timing import Calls, Rows, heading, rows, show, shuffled
+from common import peers_jax
+from common.peers_jax import Make, Step
+from common.timing import Calls, Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 
@@ -61,12 +61,12 @@ def in_torch(task: str) -> Ways:
     """The ways of torch and RETURNN."""
 
     def by_torch(*, compiled: bool) -> Make:
-        import peers_torch
+        from common import peers_torch
 
         return peers_torch.of_torch(task, compiled=compiled)
 
     def by_returnn() -> Make:
-        import peers_torch
+        from common import peers_torch
 
         return peers_torch.of_returnn(task)
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import Rows, heading, rows, show, shuffled
+from common.timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
 

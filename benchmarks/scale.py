@@ -19,9 +19,9 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable
 import jax
 import jax.numpy as jnp
 import optax
+from common.timing import Rows, exact, machine, show
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from timing import Rows, exact, machine, show
 
 import reparax as rpx
 

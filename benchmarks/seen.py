@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import networks
-from timing import Rows, exact, heading, rows, show, shuffled
+from common import networks
+from common.timing import Rows, exact, heading, rows, show, shuffled
 
 import reparax as rpx
 

@@ -17,8 +17,8 @@ import optax
 from jax import Array
 
 import reparax as rpx
+from benchmarks.common.timing import machine
 from benchmarks.evidence.data import digits
-from benchmarks.timing import machine
 
 FILE = Path(__file__).parent / "results" / "smaller.json"
 SEEDS, STEPS, MORE, BATCH, RATE, TURNS = 5, 400, 100, 64, 3e-3, 20

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import language
-from networks import transformer
+from common import language
+from common.networks import transformer
+from common.timing import Rows, exact, heading, rows, show
 from peak import KEY
 from structure import crossings
-from timing import Rows, exact, heading, rows, show
 
 import reparax as rpx
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import language
+from common import language
+from common.timing import Rows, exact, heading, show
 from jax.sharding import NamedSharding
 from peak import KEY, MIB, compilers
-from timing import Rows, exact, heading, show
 
 import reparax as rpx
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.timing import machine
+from benchmarks.common.timing import machine
 
 FOLDER = Path(__file__).parent / "results"
 

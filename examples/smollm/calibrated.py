@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import reparax as rpx
-from benchmarks.timing import machine
+from benchmarks.common.timing import machine
 from examples.smollm import compression, files, model, texts, tuning
 from examples.smollm.model import Config, Params
 from examples.smollm.report import RESULTS

@@ -534,3 +534,18 @@ def test_errors():
         "arguments that argnums names by position.",
     ):
         rpx.local(dense, argnums=4)(DENSE, normal(2, 5))
+
+
+def test_the_backward_pass_draws_again_what_it_reads():
+    """No array of the size of the result is stored for the backward pass of a product: no variance, and no noise."""
+    raw = rpx.Gaussian(0.1).init({"w": jnp.ones((4, 3))})
+
+    def loss(raw, key, x):
+        return jnp.sum(x @ rpx.Gaussian(0.1).apply(raw, key)["w"])
+
+    def stored(fun):
+        program = jax.make_jaxpr(lambda *args: jax.vjp(lambda raw: fun(raw, *args[1:]), args[0])[1])
+        return [v.shape for v in program(raw, jax.random.key(0), jnp.ones((5, 4))).out_avals]
+
+    assert (5, 3) not in stored(rpx.local(loss))
+    assert stored(rpx.local(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from benchmarks.shown import Results
+from benchmarks.common.shown import Results
 from examples.experts import model, tuning
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from geometry.networks import NETWORKS
 from geometry.test_random_networks import TOKENS
 from geometry.test_random_networks import network as random_network
 
-from benchmarks.timing import machine
+from benchmarks.common.timing import machine
 from reparax.geometry import axis_groups
 from reparax.testing import check_groups
 

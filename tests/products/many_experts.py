@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 from products.test_random_experts import CHECKS, Network, keeping
 
-from benchmarks.timing import machine
+from benchmarks.common.timing import machine
 from reparax.products._plan import SumPlan
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "random_experts.json"

@@ -18,9 +18,9 @@ from one_array import normal
 from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
 import reparax as rpx
+from benchmarks.common.shown import Results
 from benchmarks.evidence.record import found
 from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported, verdict
-from benchmarks.shown import Results
 from reparax.testing import check_laws
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ ALLOWED = {
     "products": {"_tree", "_numerics", "_programs", "_weights"},
     "seen": {"_tree", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
     "geometry": set(FLOORS),
-    "draws": {"_tree", "_numerics", "_core", "_programs", "_weights"},
+    "draws": {"_tree", "_numerics", "_core", "_programs", "_weights", "memory"},
     "testing": {*FLOORS, "training", "geometry"},
     "_wrapped": {"_tree", "_core", "training"},
     "_torch": {*FLOORS, *FAMILIES},

@@ -11,11 +11,11 @@ import pytest
 from public import PUBLIC
 
 import reparax as rpx
-from benchmarks import language
+from benchmarks.common import language
+from benchmarks.common.shown import Results
 from benchmarks.evidence import CLAIMS, evolution
 from benchmarks.evidence.record import Size, found, seconds
 from benchmarks.evidence.summary import CONFIDENCE
-from benchmarks.shown import Results
 from examples.smollm import compression, moments, report, texts
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_the_settings_of_the_benchmarks():
     assert f"of adapters of rank {constant('factored', 'RANK')} on all matrices" in text
     assert f"against one draw for a batch of {constant('local', 'BATCH')}:" in text
     assert "faster or smaller by 5 % or more" in text
-    assert ">= 1.05" in (ROOT / "benchmarks" / "shown.py").read_text()
+    assert ">= 1.05" in (ROOT / "benchmarks" / "common" / "shown.py").read_text()
     layers, width = (constant("transforms", name) for name in ("LAYERS", "WIDTH"))
     assert f"`remat` on scanned layers of {width} x {width}, of {4 * width**2 // 2**20} MiB each," in text
     assert f"The same for {layers} scanned layers of {width}," in data

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.shown import Results, cell
-from benchmarks.timing import of_runs, rows
+from benchmarks.common.shown import Results, cell
+from benchmarks.common.timing import of_runs, rows
 
 FACTS = {"device": "cpu", "cores": 2, "machine": "x86_64", "python": "3.11.7", "jax": "0.10.2"}
 NOISE = {

@@ -35,6 +35,11 @@ def store_whole(x: Array) -> Array:
     return _whole.bind(x)
 
 
+def stored(x: Array) -> Array:
+    """``x`` itself; compilers compute it once for all that reads it, also after the forward pass."""
+    return _stored.bind(x)
+
+
 def read_in_step(x: Array) -> Array:
     """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
     return _read.bind(x)
@@ -60,6 +65,7 @@ class _Identity(Primitive):
 _tie = _Identity("reparax_tie")
 _whole = _Identity("reparax_whole")
 _read = _Identity("reparax_read")
+_stored = _Identity("reparax_stored")
 
 
 def _tie_on_cpu(x: Array, after: Array) -> Array:
@@ -68,13 +74,18 @@ def _tie_on_cpu(x: Array, after: Array) -> Array:
 
 
 def _zero_from(x: Array) -> Array:
-    """A uint32 zero from the bits of one entry: the count of set bits is below 64, so shifting it by 6 gives 0."""
+    """A uint32 zero that is computed from one entry."""
+    return _zero_from_bits(_bits_of_entry(x))
+
+
+def _bits_of_entry(x: Array) -> Array:
+    """The bits of the first entry, as a uint32."""
     one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
     if jnp.iscomplexobj(one):
         one = lax.real(one)
     if jnp.issubdtype(one.dtype, jnp.floating):
         one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
-    return _zero_from_bits(lax.convert_element_type(one, jnp.uint32))
+    return lax.convert_element_type(one, jnp.uint32)
 
 
 def _zero_from_bits(bits: Array) -> Array:
@@ -100,6 +111,12 @@ def _add_to_bits(x: Array, zero: Array) -> Array:
     if x.dtype == bool:
         return lax.bitwise_xor(x, lax.broadcast(lax.ne(zero, jnp.uint32(0)), x.shape))
     return lax.add(x, lax.broadcast(lax.convert_element_type(zero, x.dtype), x.shape))
+
+
+def _divide_by_ones(x: Array) -> Array:
+    """By ones that compilers for CPUs do not know: they copy cheap operations into each reader, but no division."""
+    wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
+    return lax.div(x, lax.add(lax.convert_element_type(_zero_from_bits(wide), x.dtype), jnp.ones_like(x)))
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
@@ -132,6 +149,10 @@ mlir.register_lowering(_read, mlir.lower_fun(by_integers, multiple_results=False
 _register_identity(_whole)
 mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
+
+_register_identity(_stored)
+mlir.register_lowering(_stored, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_stored, mlir.lower_fun(_divide_by_ones, multiple_results=False), platform="cpu")
 
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)

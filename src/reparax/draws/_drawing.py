@@ -6,13 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._core.keys import key_of_use
-from reparax._numerics.arithmetic import widened
-from reparax._numerics.inlined import inlined
 from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.elementwise import ConvertType, Select
@@ -22,7 +19,7 @@ from reparax._weights.dtypes import narrows
 from reparax._weights.facts import Facts
 from reparax._weights.reader import Outs, Reader
 from reparax._weights.sums import Product, Sum
-from reparax.draws._noisy import Noisy, formed, moments
+from reparax.draws._noisy import Noisy, formed, parts
 
 
 @dataclass(frozen=True)
@@ -98,18 +95,16 @@ class Drawing:
             return None
         (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
-        found = weight and moments(eqn, args, i, weight)
+        found = weight and parts(eqn, args, i, weight)
         if weight is None or found is None:
             return None
-        mean, variance = map(widened, found)
-        variance = variance.astype(mean.dtype)
-        if not jaxprs.tells_shards(jax.typeof(mean + variance)):
+        (number,), (mean, noise) = self.state, found
+        result = noise(key_of_use(weight.key, number, sorted(own.differs)), mean)
+        if not jaxprs.tells_shards(jax.typeof(result)):
             return None
-        (number,) = self.state
         self.state = [number + jnp.uint32(1)]
         self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
-        key = key_of_use(weight.key, number, sorted(own.differs))
-        return (mean + _drawn(variance, random.normal(key, mean))).astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+        return result.astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
     def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(NoisyRead(eqn, x.root, is_own=False))
@@ -135,20 +130,3 @@ def _holds_draw(eqn: JaxprEqn) -> bool:
 def _root(eqn: JaxprEqn, own: Facts) -> NoiseOrigin:
     out = jaxprs.type_of(eqn.outvars[0])
     return NoiseOrigin(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
-
-
-@jax.custom_jvp
-def _spread(variance: Array, noise: Array) -> Array:
-    """Noise of this variance; the backward pass stores one array, and the slope at zero is zero."""
-    return jnp.sqrt(variance) * noise
-
-
-@_spread.defjvp
-def _spread_on(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    variance, noise = primals
-    slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
-    return _spread(variance, noise), slope * tangents[0]
-
-
-_drawn = inlined(_spread)
-"""The same, whose derivative JAX works out once."""

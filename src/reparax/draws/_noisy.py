@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
+from reparax._core import random
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
+from reparax._numerics.tie import stored
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
@@ -18,6 +21,7 @@ from reparax._programs.equations.view import View
 from reparax._weights.multiply import array_of_products, with_numbers
 from reparax._weights.pairs import How
 from reparax._weights.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups
+from reparax.memory import remat
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,21 @@ def _without(product: Product, draw: Factor, dtype: Any) -> Product:
     return replace(product, factors=tuple(rest or [Factor(jnp.ones((), dtype), (), still=True)]))
 
 
-Rule = Callable[[Any, Sequence[Any], int, Noisy], Any]
-"""The variance of the result of an equation, from its view, its operands and the weight's place in them, or None."""
+Noise = Callable[[Any, Array], Array]
+"""Adds noise to the mean of a result, drawn with a key."""
+
+Rule = Callable[[Any, Sequence[Any], int, Noisy], Noise | None]
+"""The noise of the result of an equation, from its view, its operands and the weight's place in them, or None."""
 
 
-def moments(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Array] | None:
-    """The mean and the variance of each entry of a product of data and a noisy weight; None if it is not linear."""
+def parts(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Noise] | None:
+    """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
     if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
         return None
-    variance = rule(view, args, i, weight)
-    if variance is None:
-        return None
-    return view.bind(*args[:i], formed(weight.mean), *args[i + 1 :]), variance
+    noise = rule(view, args, i, weight)
+    return noise and (widened(view.bind(*args[:i], formed(weight.mean), *args[i + 1 :])), noise)
 
 
 def formed(x: Sum) -> Array:
@@ -112,16 +117,37 @@ def _squared(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _of_squares(function: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Any:
-    """``function`` of squares and settings; it is traced once for equal sizes. The backward pass computes it again."""
-    return _once(function, settings, x, replace(spread, products=tuple(map(with_numbers, spread.products)), root=None))
+def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
+    """Noise whose variance is a function of squares and settings; it is traced once for equal sizes."""
+    alike = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
+    return partial(_once, variance, settings, x, alike)
 
 
-def _again(function: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum) -> Any:
-    return jax.checkpoint(lambda x, spread: function(jnp.square(widened(x)), _squared(spread), *settings))(x, spread)
+def _again(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array) -> Any:
+    """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
+
+    def noise(x: Any, spread: Sum, key: Any) -> Array:
+        squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
+        return _drawn(squares.astype(mean.dtype), random.normal(key, mean))
+
+    # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
+    return stored(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
 
 
 _once = inlined(_again, static_argnums=(0, 1))
+
+
+@jax.custom_jvp
+def _drawn(variance: Array, noise: Array) -> Array:
+    """Noise of this variance; the slope at zero is zero."""
+    return jnp.sqrt(variance) * noise
+
+
+@_drawn.defjvp
+def _drawn_on(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    variance, noise = primals
+    slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
+    return _drawn(variance, noise), slope * tangents[0]
 
 
 def _precision(view: Dot | RaggedDot | Conv) -> Any:
@@ -129,12 +155,12 @@ def _precision(view: Dot | RaggedDot | Conv) -> Any:
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
-def _dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
     axes = tuple(tuple(map(tuple, pair)) for pair in (view.contracting, view.batch))
     if weight.repeated or _products(args[1 - i], weight.spread, i, axes) is None:
         return None
-    return _of_squares(_multiplied, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
+    return _noise(_multiplied, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
 
 
 def _products(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product] | None:
@@ -148,7 +174,7 @@ def _multiplied(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequen
     return array_of_products(_products(x, squares, i, axes) or [], shape, how)
 
 
-def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     *operands, sizes = args
     if weight.repeated or not view.is_whole or i == 2:
         return None
@@ -161,13 +187,14 @@ def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> 
 
     if products(operands[1 - i], weight.spread) is None:
         return None
-    shape = tuple(view.type.shape)
-    return _again(
-        lambda x, squares: array_of_products(products(x, squares) or [], shape, how), (), operands[1 - i], weight.spread
-    )
+
+    def variance(x: Any, squares: Sum) -> Any:
+        return array_of_products(products(x, squares) or [], view.type.shape, how)
+
+    return partial(_again, variance, (), operands[1 - i], weight.spread)
 
 
-def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     if i != 1 or weight.repeated or view.batch_group_count != 1:
         return None
     numbers, groups = view.dimension_numbers, view.feature_group_count
@@ -181,23 +208,31 @@ def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Any:
         found = view.bind(x, kernel, **settings)
         return jnp.repeat(found, squares.shape[channels] // n, axis)
 
-    return _again(convolved, (), args[0], weight.spread)
+    return partial(_again, convolved, (), args[0], weight.spread)
 
 
-def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Any:
+def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     if i != 0 or weight.repeated:
         return None
     # Where there is no row, there is no noise.
     changed = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
-    return view.bind(formed(_squared(weight.spread)), args[1], **changed)
+
+    def rows(_: None, squares: Sum) -> Any:
+        return view.bind(formed(squares), args[1], **changed)
+
+    return partial(_again, rows, (), None, weight.spread)
 
 
-def _multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    return _of_squares(_times, args[1 - i], weight.spread)
+def _multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    return _noise(_times, args[1 - i], weight.spread)
 
 
-def _quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    return None if i == 1 else _of_squares(_divided, args[1], weight.spread)
+def _quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    return None if i == 1 else _noise(_divided, args[1], weight.spread)
+
+
+def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    return _noise(_alone, None, weight.spread)
 
 
 def _times(x: Any, squares: Sum) -> Any:
@@ -208,8 +243,8 @@ def _divided(x: Any, squares: Sum) -> Any:
     return formed(squares) / x
 
 
-def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Any:
-    return formed(_squared(weight.spread))
+def _alone(_: None, squares: Sum) -> Any:
+    return formed(squares)
 
 
 _RULES: dict[type[View], Rule] = {

@@ -8,12 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import reparax as rpx
+
+from . import by_hand
 
 Arrays = list[np.ndarray]
 Step = Callable[[float, float], float]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parents[1] / "results"
 
 Row = dict[str, float]
 

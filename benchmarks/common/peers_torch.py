@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import torch
-from peers_jax import Arrays, Make, Step
 from torch.nn.utils import parametrizations, parametrize
+
+from .peers_jax import Arrays, Make, Step
 
 DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
 

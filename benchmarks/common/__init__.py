@@ -1,0 +1,1 @@
+"""What the benchmarks share: networks, formulas by hand, times, compilers, and what pages show. Nothing here runs."""
