@@ -46,6 +46,11 @@ class Parametrized(eqx.Module):
       seen: What weights are multiplied with, as for ``p.init``.
       raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
 
+    Raises:
+      TypeError: If ``model`` is a chain, or ``p`` is none.
+      ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, or ``raw`` is not a raw
+        tree of the chain for it.
+
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
       >>> p = rpx.Freeze(where="bias") >> rpx.WeightNorm(axis=0)

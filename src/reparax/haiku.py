@@ -50,6 +50,10 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
       p: The chain.
 
+    Raises:
+      TypeError: If ``transformed`` is not such a pair, or ``p`` not a chain.
+      ValueError: If ``p`` is random, and ``apply`` of ``transformed`` takes no ``rng``.
+
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)

@@ -47,6 +47,9 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       p: The chain, for the collection ``params``.
       name: The name of the result inside of another module, as for any module.
 
+    Raises:
+      TypeError: If ``module`` is a chain, or ``p`` is none.
+
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
       >>> module = rpx.linen.parametrized(nn.Dense(2), rpx.WeightNorm() >> rpx.VarNoise(0.1))

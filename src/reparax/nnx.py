@@ -33,9 +33,10 @@ class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
     It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
-    once, with one draw, also where the model reads a weight twice. ``model.raw`` is the raw tree, as ``p.init(model)``
-    gives it, a module of the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check`` compares it. All
-    else is the model's: its other variables and attributes, such as statistics and caches, change in the call as
+    once, with one draw, also where the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of
+    the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check`` compares it. Functions of raw trees,
+    such as ``to_peft`` and ``p.fold``, take ``nnx.to_pure_dict(nnx.state(model.raw))``, without its types. All else is
+    the model's: its other variables and attributes, such as statistics and caches, change in the call as
     before, and ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped
     model as any module. It may also be a part of another module.
 
@@ -59,6 +60,10 @@ class Parametrized(nnx.Module):
       deterministic: Whether to replace noise by its mean.
       seen: What weights are multiplied with, as for ``p.init``.
       raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
+
+    Raises:
+      TypeError: If ``model`` is a chain or no pytree, ``p`` is no chain, or ``raw`` has another class than ``model``.
+      ValueError: If a start is random and there are no ``rngs``, or ``p.init`` refuses the model.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx

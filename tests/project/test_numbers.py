@@ -128,7 +128,7 @@ def test_the_settings_of_the_benchmarks():
     assert "faster or smaller by 5 % or more" in text
     assert ">= 1.05" in (ROOT / "benchmarks" / "common" / "shown.py").read_text()
     layers, width = (constant("transforms", name) for name in ("LAYERS", "WIDTH"))
-    assert f"`remat` on scanned layers of {width} x {width}, of {4 * width**2 // 2**20} MiB each," in text
+    assert f"`remat` on scanned layers of {width} x {width}, of {4 * width**2 // 2**20} MiB each," in data
     assert f"The same for {layers} scanned layers of {width}," in data
     layers, width = (constant("hosted", name) for name in ("LAYERS", "WIDTH"))
     assert f"LoRA on {layers} scanned layers of {width} whose frozen base" in data
@@ -154,7 +154,7 @@ def test_the_statistics_of_random_numbers():
     assert "chi-square of 64 intervals: standard errors" in titles
     beyond = sorted({float(match[1]) for each in titles if (match := re.search(r"share above ([\d.]+)", each))})
     shares = f"shares beyond {beyond[0]:g} to {beyond[-1]:g} standard deviations"
-    assert f"({WORDS[powers]} moments, {shares}, 64 intervals," in page("performance")
+    assert f"({WORDS[powers]} moments, {shares}, 64 intervals," in page("performance_data")
 
 
 def test_what_the_pictures_of_the_page_on_performance_are_said_to_show():
@@ -198,7 +198,7 @@ def test_the_best_rates_over_widths():
     assert "Under μP, the best learning rate at width 64 is also the best at width 1024, or next to it" in text
     assert abs(rates[1]["64"] - rates[1]["1024"]) <= 1 < rates[0]["64"] - rates[0]["1024"]
     losses = [re.findall(r": '([\d.]+)'", each) for each in re.findall(r"and the loss there: (.*)", printed("widths"))]
-    assert "the standard parametrization comes lower at the larger widths" in text
+    assert "the standard parametrization reaches a lower loss at the larger widths" in text
     assert all(float(here) < float(there) for here, there in list(zip(*losses, strict=True))[1:])
 
 

@@ -251,6 +251,9 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
 
     Formulas with a norm, a mean or a maximum for each index of an axis reduce over these.
 
+    Raises:
+      ValueError: If an axis is a name: in a formula, a field of :func:`axes` is a number.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> rpx.stage.other_axes(-1, jnp.ones((2, 3, 4)))

@@ -240,7 +240,11 @@ class Parametrization(Static, ABC):
 
     @property
     def deterministic(self) -> Parametrization:
-        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean."""
+        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean.
+
+        Raises:
+          TypeError: If a random stage does not define its mean.
+        """
         if self.stochastic:
             raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
         return self
@@ -248,6 +252,9 @@ class Parametrization(Static, ABC):
     @verb
     def owners(self, params: PyTree) -> dict[str, str]:
         """For each array of ``params``, the path at which the raw tree holds its value.
+
+        Raises:
+          ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -293,7 +300,12 @@ class Parametrization(Static, ABC):
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
-        """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``."""
+        """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
+
+        Raises:
+          TypeError: If ``raw`` is no tree of arrays, or a random stage does not define its mean.
+          ValueError: If ``raw`` is not a raw tree of this chain.
+        """
         return self.deterministic.apply(raw)
 
     def __rshift__(self, later: Parametrization) -> Parametrization:
@@ -354,6 +366,10 @@ class Parametrization(Static, ABC):
           memory: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
             others lie on the device. Before ``apply``, a jitted step moves them there:
             ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
+
+        Raises:
+          ValueError: If a spec is missing, or does not fit its array or the mesh; if ``specs`` have no shapes and there
+            is no ``like``; or if ``like`` is a raw tree, or ``init`` refuses it.
 
         Example:
           >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -33,6 +33,9 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
+    Raises:
+      TypeError, ValueError: What ``check`` raises, when a stage is built.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> class Tempered(rpx.Perturbation):

@@ -165,7 +165,11 @@ class Constraint(Reparametrization):
 
     @_project_each
     def project(self, w: Array) -> Array:
-        """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another."""
+        """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+        """
         return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
 
     @_contains_all
@@ -176,6 +180,9 @@ class Constraint(Reparametrization):
           w: An array of a shape that the stage takes.
           tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
             Default: ten times the machine epsilon times the length of the longest axis.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
         """
         return is_near(jnp.asarray(w), self.project(w), tolerance)
 
@@ -187,6 +194,9 @@ class Constraint(Reparametrization):
           key: A typed or legacy PRNG key.
           shape: The shape of the point.
           dtype: The dtype of the point.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of the point.
         """
         return self.project(jax.random.normal(key, shape, dtype))
 

@@ -170,19 +170,18 @@ class Joint(Parametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> class OutputNorm(rpx.stage.Joint):  # weight norm of the weights of an output together with its bias
-      ...     raw_values = {"v": rpx.stage.main(), "g": rpx.stage.aux()}
+      >>> class OutputGain(rpx.stage.Joint):  # one gain for the weights of an output and its bias
+      ...     raw_values = {"v": rpx.stage.main(), "log_gain": rpx.stage.aux()}
       ...     def init_leaves(self, arrays):
       ...         w, b = arrays["w"], arrays["b"]
-      ...         return {"w": {"g": jnp.sqrt((w**2).sum(0) + b**2), "v": w}, "b": {"v": b}}
+      ...         return {"w": {"v": w, "log_gain": jnp.zeros_like(b)}, "b": {"v": b}}
       ...     def apply_leaves(self, values):
-      ...         v, c = values["w"]["v"], values["b"]["v"]
-      ...         ratio = values["w"]["g"] / jnp.sqrt((v**2).sum(0) + c**2)
-      ...         return {"w": ratio[None] * v, "b": ratio * c}
-      >>> p = OutputNorm({"w": "(.*)/kernel", "b": "(.*)/bias"})
+      ...         gain = jnp.exp(values["w"]["log_gain"])
+      ...         return {"w": gain[None] * values["w"]["v"], "b": gain * values["b"]["v"]}
+      >>> p = OutputGain({"w": "(.*)/kernel", "b": "(.*)/bias"})
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}})
       >>> jax.tree.map(jnp.shape, raw["dense"])
-      {'bias': {'@output_norm': {'v': (2,)}}, 'kernel': {'@output_norm': {'g': (2,), 'v': (3, 2)}}}
+      {'bias': {'@output_gain': {'v': (2,)}}, 'kernel': {'@output_gain': {'log_gain': (2,), 'v': (3, 2)}}}
     """
 
     arrays: Any

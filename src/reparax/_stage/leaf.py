@@ -160,6 +160,9 @@ class Reparametrization(Leafwise):
 
         A stage that learns from data takes what the array is multiplied with as well, ``init_leaf(w, *, seen=None)``: a
         :class:`Seen`, or None if ``init`` got none.
+
+        Raises:
+          TypeError: If the class defines neither this nor ``draw_leaf``.
         """
         raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
 
@@ -181,11 +184,18 @@ class Reparametrization(Leafwise):
         It takes what ``apply_leaf`` takes, ``(values)`` or ``(values, key)``, and the sum equals that array. You do not
         need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: then reparax finds the terms
         itself.
+
+        Raises:
+          TypeError: If the class does not define it.
         """
         raise TypeError(f"{type(self).__name__} defines no terms_leaf(values).")
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
-        """The mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic."""
+        """The mean of ``apply_leaf(values, key)`` over all keys, if the stage is stochastic.
+
+        Raises:
+          TypeError: If a stochastic class does not define it.
+        """
         del values
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 

@@ -91,6 +91,9 @@ def per_array(check: Check) -> Check:
     Args:
       check: A check for :func:`argument`. Each number is checked by itself.
 
+    Raises:
+      TypeError: By the check that it returns, if a dict is empty, or its keys are not regular expressions.
+
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> class Heated(rpx.Perturbation):

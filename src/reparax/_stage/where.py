@@ -84,6 +84,10 @@ def all_but(*patterns: Any) -> AllBut:
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
 
+    Raises:
+      TypeError: If there is no pattern, or one is not a string.
+      ValueError: If a pattern is not a regular expression. A stage raises it if a pattern matches no path.
+
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm(where=rpx.all_but("embed/.*"))
@@ -103,6 +107,10 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
       mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. The tree of parameters must
         have each path that is True. With ``model``, a function that returns a part of it, or several in a list.
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
+
+    Raises:
+      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of it.
+      ValueError: If the parts hold no array.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -57,7 +57,11 @@ class Saved:
     kept: tuple[Kept, ...]
 
     def bytes(self, kind: str | None = None) -> int:
-        """The total size, or that of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``."""
+        """The total size, or that of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
+
+        Raises:
+          ValueError: If ``kind`` is none of these.
+        """
         if kind is not None and kind not in _TITLES:
             raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
         return sum(each.bytes for each in self.kept if kind in (None, each.kind))
