@@ -22,7 +22,7 @@ ROWS = re.findall(
 @functools.cache
 def trees():
     """Those of all files of the package; read once, by the worker that has these tests."""
-    return [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    return {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def names(tree):
@@ -43,7 +43,7 @@ def words(name):
 @functools.cache
 def used():
     """How often each word is used."""
-    return Counter(word for tree in trees() for name in names(tree) for word in words(name))
+    return Counter(word for tree in trees().values() for name in names(tree) for word in words(name))
 
 
 def test_the_glossary_is_short_and_says_where_each_thing_lives():
@@ -70,7 +70,7 @@ def test_each_function_of_a_module_says_in_a_line_what_it_does():
     """Private ones too; those inside others, and methods, may leave it to what is around them or to their base."""
     silent = [
         f"{path.relative_to(PACKAGE)}: {node.name}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and not ast.get_docstring(node)
     ]

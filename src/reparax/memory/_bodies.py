@@ -88,4 +88,5 @@ def _read_by_steps(jaxpr: Jaxpr, given: Flags, start: int) -> tuple[Jaxpr, list[
 
 
 def _is_large(x: Any) -> bool:
+    """Whether an array in float32 has more than ``LARGE`` bytes."""
     return x.dtype == jnp.float32 and size_in_bytes(x) > LARGE

@@ -44,13 +44,15 @@ def recomputing(jaxpr: Jaxpr, chosen: Flags, *, keeps_masks: bool = False) -> Ca
     return function
 
 
-def _special(piece: Piece) -> Special:
+def _special_of(piece: Piece) -> Special:
+    """How equations of a piece with bodies are run, so that the bodies recompute too."""
     cut = functools.partial(recomputing, keeps_masks=piece.keeps_masks)
     return _bodies.cutting(dependence.known(piece.program, piece.given), cut)
 
 
-def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
-    return lazily(piece.program, args, piece.given, _special(piece))
+def _run_lazily(piece: Piece, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a piece; weights are computed where they are read."""
+    return lazily(piece.program, args, piece.given, _special_of(piece))
 
 
 def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -58,15 +60,16 @@ def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     program = piece.program
     moving = {v: dot for v, dot in zip(program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     try:
-        linearized = Linearized.of(program, piece.given, _special(piece), primals, list(moving))
+        linearized = Linearized.of(program, piece.given, _special_of(piece), primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _pushed(piece, primals, moving)
     outs, saved = linearized.forward()
     found = linearized.tangents(saved, list(moving.values()))
-    return outs, [found.get(i, _zero(out)) for i, out in enumerate(outs)]
+    return outs, [found.get(i, _zero_tangent(out)) for i, out in enumerate(outs)]
 
 
-def _zero(out: Any) -> ad.Zero:
+def _zero_tangent(out: Any) -> ad.Zero:
+    """The tangent of an output that nothing moves."""
     return ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
@@ -77,11 +80,12 @@ def _pushed(piece: Piece, primals: Sequence[Any], moving: Env) -> tuple[list[Any
 
     def function(*values: Any) -> list[Any]:
         held = env | dict(zip(moving, values, strict=True))
-        return _run(piece, jaxprs.values(held, program.invars))
+        return _run_lazily(piece, jaxprs.values(held, program.invars))
 
     outs, pushed = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
-        dot if dependence.smooth(v) else _zero(out) for v, out, dot in zip(program.outvars, outs, pushed, strict=True)
+        dot if dependence.smooth(v) else _zero_tangent(out)
+        for v, out, dot in zip(program.outvars, outs, pushed, strict=True)
     ]
 
 
@@ -95,4 +99,4 @@ def _transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     return [found[i] for i in range(len(args))]
 
 
-_split = Pieces("reparax_split", _run, _jvp, _transpose)
+_split = Pieces("reparax_split", _run_lazily, _jvp, _transpose)

@@ -17,11 +17,13 @@ from reparax.memory._piece import Piece, Pieces
 from reparax.memory._ties import moved
 
 
-def _run(piece: Piece, args: Sequence[Any]) -> list[Any]:
+def _run_lazily(piece: Piece, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a piece; weights are computed where they are read."""
     return lazily(piece.program, args, piece.given)
 
 
-def _jvp(piece: Piece, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+def _jvp_of_linear(piece: Piece, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+    """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
     n, pushed = piece.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[piece.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
@@ -65,4 +67,4 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 
 
-linear = Pieces("reparax_linear", _run, _jvp, transpose)
+linear = Pieces("reparax_linear", _run_lazily, _jvp_of_linear, transpose)

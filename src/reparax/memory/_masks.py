@@ -53,7 +53,7 @@ def _masks(jaxpr: Jaxpr, given: Flags) -> set[Var]:
             for v in eqn.outvars:
                 behind[v] = set().union(*drawn) | ({v} if not _is_bool(v) else set())
                 if _is_bool(v) and known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
-                    masks[v] = {u for u in behind[v] if _size(u) >= _size(v)}
+                    masks[v] = {u for u in behind[v] if _entries_of(u) >= _entries_of(v)}
     chosen = set(masks)
     while True:
         read = _needed(jaxpr, chosen)
@@ -73,14 +73,17 @@ def _needed(jaxpr: Jaxpr, stored: set[Var]) -> set[Var]:
 
 
 def _is_key(v: Any) -> bool:
+    """Whether a variable is a PRNG key."""
     return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
 
 
 def _is_bool(v: Any) -> bool:
+    """Whether a variable is of truth values."""
     return v.aval.dtype == jnp.bool_
 
 
-def _size(v: Var) -> int:
+def _entries_of(v: Var) -> int:
+    """How many entries a variable has."""
     return math.prod(jaxprs.type_of(v).shape)
 
 

@@ -66,26 +66,27 @@ class Pieces:
         self.primitive = made = _Call(name)
 
         def of_arguments(*args: Any, **params: Any) -> list[Any]:
-            return run(_piece(params), args)
+            return run(_piece_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
-            program = _piece(params).program
+            program = _piece_of(params).program
             return jaxprs.types(program), program.effects
 
         made.def_impl(of_arguments)
         made.def_effectful_abstract_eval(types)
         mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
-        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece(params), primals, tangents)
-        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece(params), cts, args)
+        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece_of(params), primals, tangents)
+        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece_of(params), cts, args)
         batching.fancy_primitive_batchers[made] = self._batched
-        partial_eval.dce_rules[made] = lambda used, *rest: _pruned(used, rest[-1])  # jax 0.12.0: one more argument
+        # One more argument since jax 0.12.0.
+        partial_eval.dce_rules[made] = lambda used, *rest: _prune_equation(used, rest[-1])
 
     def __call__(self, piece: Piece, args: Sequence[Any]) -> list[Any]:
         """The outputs of a piece, as one equation."""
         return self.primitive.bind(*args, **_params(piece))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
-        piece = _piece(params)
+        piece = _piece_of(params)
         program, consts, places = jaxprs.batch_program(piece.program, args, dims, axis)
         return self(piece.behind(consts, program), [*consts, *args]), places
 
@@ -98,7 +99,7 @@ class _Call(Primitive):
     def bind(self, *args: Any, **params: Any) -> list[Any]:
         """The outputs."""
         if has_series(args):
-            return _piece(params).evaluate(*args)
+            return _piece_of(params).evaluate(*args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
         function, operands = jaxprs.replacement(args, params)
@@ -110,10 +111,11 @@ class _Call(Primitive):
         return self.bind(*consts, *operands, **_params(Piece(program, given, keeps_masks=params["keeps_masks"])))
 
 
-def _pruned(used: Flags, eqn: Any) -> tuple[Flags, Any]:
+def _prune_equation(used: Flags, eqn: Any) -> tuple[Flags, Any]:
+    """The rule of dead code: which operands of a piece are read, and its equation with the outputs that are used."""
     if not any(used) and not eqn.effects:
         return [False for _ in eqn.invars], None
-    piece, read = _piece(jaxprs.own_parameters(eqn)).pruned(used)
+    piece, read = _piece_of(jaxprs.own_parameters(eqn)).pruned(used)
     invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
     outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))
@@ -125,5 +127,6 @@ def _params(piece: Piece) -> dict[str, Any]:
     return {jaxprs.PROGRAM: piece.program, **own}
 
 
-def _piece(params: Any) -> Piece:
+def _piece_of(params: Any) -> Piece:
+    """The piece that parameters of an equation hold."""
     return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"], params["keeps_masks"])

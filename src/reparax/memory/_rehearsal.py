@@ -17,13 +17,14 @@ _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
 @functools.cache
 def rehearse() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: all(map(_is_read, _PAIRS)) and _is_made_again(_network))
+    jaxprs.rehearse(lambda: all(map(_is_weight_known, _PAIRS)) and _is_made_again(_network))
 
 
 # ---- a value that depends on weights only, and one that does not
 
 
 def _pair(w: Array, x: Array) -> tuple[Array, Array]:
+    """A pair of which the first output alone is a weight."""
     return jnp.sin(w), x @ w
 
 
@@ -31,22 +32,26 @@ _by_hand = jax.custom_jvp(_pair)
 
 
 @_by_hand.defjvp
-def _derivative(primals: Any, tangents: Any) -> Any:
+def _derivative_of_pair(primals: Any, tangents: Any) -> Any:
+    """The derivative of the pair."""
     return jax.jvp(_pair, primals, tangents)
 
 
 def _loop(w: Array, x: Array) -> tuple[Array, Array]:
+    """The pair in a loop."""
     return jax.lax.scan(lambda pair, _: ((pair[0] * 2, pair[1] @ w), None), (w, x), length=2)[0]
 
 
 def _choice(w: Array, x: Array) -> tuple[Array, Array]:
+    """The pair in a branch."""
     return jax.lax.cond(jnp.sum(x) > 0, lambda: (w * 2, x), lambda: (w, x * 2))
 
 
 _PAIRS = (_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice)
 
 
-def _is_read(pair: Any) -> bool:
+def _is_weight_known(pair: Any) -> bool:
+    """Whether the first output is known to follow from the weight alone, and the second not."""
     program, consts = jaxprs.consts_first(jax.make_jaxpr(pair)(*_TYPES))
     known = dependence.known(program, [*(True for _ in consts), True, False])
     return dependence.flags(known, program.outvars) == [True, False]
@@ -64,6 +69,8 @@ def _network(w: Array, x: Array) -> Array:
 
 
 def _is_made_again(network: Any) -> bool:
+    """Whether a network keeps a weight without ``remat``, and none with it."""
+
     def again(w: Array, x: Array) -> Array:
         program, consts = jaxprs.consts_first(jax.make_jaxpr(network)(w, x))
         # No input is given: apply alone marks the weights.

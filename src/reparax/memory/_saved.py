@@ -138,7 +138,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     program, consts = jaxprs.consts_first(jax.make_jaxpr(kept)(*arguments.arrays))
     names = ["closed over" for _ in consts] + arguments.paths
     known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.chosen
-    return Saved(tuple(_kept(program, known, names, lines_by_origin(called))))
+    return Saved(tuple(_kept_by(program, known, names, lines_by_origin(called))))
 
 
 def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
@@ -156,7 +156,8 @@ def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], m
     return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
 
-def _kept(program: Jaxpr, given: list[bool], origins: list[str], found: Mapping[int, str]) -> Iterator[Kept]:
+def _kept_by(program: Jaxpr, given: list[bool], origins: list[str], found: Mapping[int, str]) -> Iterator[Kept]:
+    """What a program keeps: for each output its kind, type, bytes and origin."""
     known, inputs = dependence.known(program, given), dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     for v in jaxprs.variables(program.outvars):

@@ -63,8 +63,8 @@ def ties(program: Jaxpr) -> set[Var]:
     wanted = [v for v in jaxprs.variables(program.outvars) if v not in free]
     if not wanted:
         return set()
-    size = max(map(_size, wanted)) / SMALL
-    chosen = {v for v in program.invars if _size(v) <= size}
+    size = max(map(_bytes_of, wanted)) / SMALL
+    chosen = {v for v in program.invars if _bytes_of(v) <= size}
     waiting, least = set(chosen), {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
@@ -76,12 +76,12 @@ def ties(program: Jaxpr) -> set[Var]:
         read = jaxprs.variables(eqn.invars)
         if not read:
             continue
-        best = min((least[v] for v in read if v in least), key=_size, default=None)
+        best = min((least[v] for v in read if v in least), key=_bytes_of, default=None)
         for v in eqn.outvars:
-            least[v] = v if best is None or _size(v) < _size(best) else best
+            least[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
             if not waiting.isdisjoint(read):
                 waiting.add(v)
-            elif _size(v) > size and not _are([eqn], _CHEAP):
+            elif _bytes_of(v) > size and not _are([eqn], _CHEAP):
                 wait(v)
     for v in wanted:
         wait(v)
@@ -108,7 +108,7 @@ def costly(program: Jaxpr) -> set[Var]:
             if eqn is not None and id(eqn) not in chosen:
                 chosen.add(id(eqn))
                 total += _count([eqn]) if _are([eqn], _CHEAP) else FEW + 1
-                stack += [v for v in jaxprs.variables(eqn.invars) if _size(v) * SMALL > _size(out)]
+                stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(out)]
         return total
 
     return {v for v in jaxprs.variables(program.outvars) if cost(v) > FEW}
@@ -126,7 +126,7 @@ def _views(program: Jaxpr) -> set[Var]:
 
 def _adds_axes(eqn: JaxprEqn) -> bool:
     """Whether an equation adds axes of size 1."""
-    return kind_of(eqn) is Broadcast and _size(eqn.outvars[0]) == _size(eqn.invars[0])
+    return kind_of(eqn) is Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
 
 
 def _count(eqns: Iterable[JaxprEqn]) -> int:
@@ -134,7 +134,8 @@ def _count(eqns: Iterable[JaxprEqn]) -> int:
     return sum(sum(_count(inside.eqns) for inside in jaxprs.inner(e)) if jaxprs.is_call(e) else 1 for e in eqns)
 
 
-def _size(v: Any) -> int:
+def _bytes_of(v: Any) -> int:
+    """How many bytes a variable takes."""
     return size_in_bytes(v.aval)
 
 

@@ -48,6 +48,7 @@ def check_padding(value: Any, who: str, name: str) -> Padding:
 
 
 def _is_pair(value: Any) -> bool:
+    """Whether a value is two whole numbers, neither of them negative."""
     return isinstance(value, tuple | list) and len(value) == 2 and all(is_whole(n) and n >= 0 for n in value)
 
 

@@ -138,13 +138,13 @@ class SpectralNorm(MatrixAxes, Constraint):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape
-        u, v = _iterated(matrix, _unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
+        u, v = _iterated(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
         return {"w": w, "u": u, "v": v}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, u, v = values["w"], values["u"], values["v"]
         x = widened(w)
-        sigma = jnp.vdot(_adjoint(self._matrix(x), u, self._convolution), v, precision="highest").real
+        sigma = jnp.vdot(_times_adjoint(self._matrix(x), u, self._convolution), v, precision="highest").real
         return (x * inverse(sigma).astype(x.dtype)).astype(w.dtype)
 
     def project(self, w: Array) -> Array:
@@ -154,8 +154,8 @@ class SpectralNorm(MatrixAxes, Constraint):
             sigma = jnp.linalg.norm(matrix, 2)
         else:
             start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
-            u, v = _iterated(matrix, _unit(start), 500, self._convolution)
-            sigma = jnp.vdot(u, _forward(matrix, v, self._convolution), precision="highest").real
+            u, v = _iterated(matrix, _as_unit(start), 500, self._convolution)
+            sigma = jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
         return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
@@ -184,17 +184,20 @@ class SpectralNorm(MatrixAxes, Constraint):
         return axes if len(axes) == 1 and axes[0] in (0, w.ndim - 1) else []
 
 
-def _forward(matrix: Array, v: Array, convolution: Convolution | None) -> Array:
+def _times_matrix(matrix: Array, v: Array, convolution: Convolution | None) -> Array:
+    """The product of a vector with the matrix, or with that of a convolution."""
     return jnp.matmul(v, matrix, precision="highest") if convolution is None else convolution(matrix, v)
 
 
-def _adjoint(matrix: Array, u: Array, convolution: Convolution | None) -> Array:
+def _times_adjoint(matrix: Array, u: Array, convolution: Convolution | None) -> Array:
+    """The product of a vector with the adjoint of the matrix, or of a convolution."""
     if convolution is None:
         return jnp.matmul(matrix.conj(), u, precision="highest")
     return convolution.adjoint(matrix, u)
 
 
-def _unit(x: Array) -> Array:
+def _as_unit(x: Array) -> Array:
+    """``x`` over its norm as one vector."""
     return unit(x, tuple(range(x.ndim)))
 
 
@@ -203,8 +206,8 @@ def _iterated(matrix: Array, v: Array, n_steps: int, convolution: Convolution | 
     """Both singular vectors after ``n_steps`` iterations from ``v``; jitted, so it is compiled once."""
 
     def step(v: Array) -> tuple[Array, Array]:
-        u = _unit(_forward(matrix, v, convolution))
-        image = _unit(_adjoint(matrix, u, convolution))
+        u = _as_unit(_times_matrix(matrix, v, convolution))
+        image = _as_unit(_times_adjoint(matrix, u, convolution))
         return u, jnp.where(jnp.all(image == 0), v, image)  # a zero matrix must not end the iteration for good
 
     return jax.lax.fori_loop(1, n_steps, lambda _, uv: step(uv[1]), step(v))
