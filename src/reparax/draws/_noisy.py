@@ -12,7 +12,6 @@ from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.inlined import inlined
 from reparax._numerics.tie import stored
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
@@ -132,7 +131,8 @@ def _again(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spre
     return stored(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
 
 
-_once = inlined(_again, static_argnums=(0, 1))
+_once = jax.jit(_again, static_argnums=(0, 1))
+"""The same as a call in the program, which JAX traces and differentiates once for equal types."""
 
 
 @jax.custom_jvp
