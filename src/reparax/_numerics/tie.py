@@ -6,6 +6,8 @@ cannot know that it is zero. Accelerators find a good order without help, so the
 
 But TPUs multiply in bfloat16, and their compiler converts the weights of all layers before the loop that reads them,
 into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
+
+On CPUs it copies cheap operations into each reader, and keeps their operands until the last one: ``stored`` ends them.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ from reparax._weights.dtypes import narrows
 from reparax._weights.facts import Facts
 from reparax._weights.reader import Outs, Reader
 from reparax._weights.sums import Product, Sum
-from reparax.draws._noisy import Noisy, formed, parts
+from reparax.draws._noisy import Noisy, formed, mean_and_noise
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Drawing:
         product = Product.of(array, still=True)
         (factor,) = product.factors
         product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-        return [Sum((product,), array.shape, array.dtype, None, _root(eqn, own))], [own]
+        return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, own))], [own]
 
     def made(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
@@ -87,7 +87,7 @@ class Drawing:
         if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
             return None
         made = makers.select_sum(args) if kind_of(eqn) is Select else makers.make_sum(eqn, args, facts)
-        return None if made is None else ([replace(made, root=_root(eqn, own))], [own])
+        return None if made is None else ([replace(made, root=_noise_origin(eqn, own))], [own])
 
     def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         others = _others(args, facts)
@@ -95,7 +95,7 @@ class Drawing:
             return None
         (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
-        found = weight and parts(eqn, args, i, weight)
+        found = weight and mean_and_noise(eqn, args, i, weight)
         if weight is None or found is None:
             return None
         (number,), (mean, noise) = self.state, found
@@ -124,9 +124,11 @@ def _others(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
 
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation draws."""
     return any(is_draw(each) or _holds_draw(each) for jaxpr in jaxprs.inner(eqn) for each in jaxpr.eqns)
 
 
-def _root(eqn: JaxprEqn, own: Facts) -> NoiseOrigin:
+def _noise_origin(eqn: JaxprEqn, own: Facts) -> NoiseOrigin:
+    """What a sum that an equation makes knows of its draw."""
     out = jaxprs.type_of(eqn.outvars[0])
     return NoiseOrigin(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))

@@ -48,16 +48,19 @@ class ExplainedDraws:
 
 def explained(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
     """The report of all reads of noisy weights, with the paths of arguments and the user's lines."""
-    return ExplainedDraws(tuple(_weights(reads, paths, lines)))
+    return ExplainedDraws(tuple(_noisy_weights(reads, paths, lines)))
 
 
-def _weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[NoisyWeight]:
+def _noisy_weights(
+    reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]
+) -> Iterator[NoisyWeight]:
+    """For each path, its noisy weight, and how many products draw for each row, or why not."""
     of_path: dict[str, list[NoisyRead]] = {}
     for read in reads:
         of_path.setdefault(common_path(read.made.origins, paths), []).append(read)
-    for path, own in of_path.items():
-        shared = [read for read in own if not read.is_own]
-        n = len(own) - len(shared)
+    for path, all_reads in of_path.items():
+        of_one_draw = [read for read in all_reads if not read.is_own]
+        n = len(all_reads) - len(of_one_draw)
         reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
-        yield NoisyWeight(path, describe(own[0].made.type), not shared, "; ".join(reasons))
+        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in of_one_draw)
+        yield NoisyWeight(path, describe(all_reads[0].made.type), not of_one_draw, "; ".join(reasons))

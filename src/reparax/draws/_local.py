@@ -81,9 +81,10 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     depend on named arguments only; and what is read otherwise, such as the square of a weight. So does a ``shard_map``
     with ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` says which, where and why.
 
-    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both. Apply ``jax.grad``,
-    ``jax.jit``, :func:`remat` and :func:`factored` outside of it. ``jax.vmap`` outside of it with one key for all gives
-    all the same draws: map inside, or over keys too. ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
+    variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
+    ``jax.vmap`` outside of it with one key for all gives all the same draws: map inside, or over keys too.
+    ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.

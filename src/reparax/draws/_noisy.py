@@ -12,7 +12,6 @@ from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.inlined import inlined
 from reparax._numerics.tie import stored
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
@@ -53,21 +52,23 @@ class Noisy:
             replace(x, products=tuple(each for each, draws in drawn if not draws)),
             replace(x, products=tuple(_without(each, draws[0], dtype) for each, draws in noise), dtype=dtype),
             noise[0][1][0].key,
-            any(_long(draws[0].labels) != _long(_labels(each)) for each, draws in noise),
+            any(_long_labels(draws[0].labels) != _long_labels(_all_labels(each)) for each, draws in noise),
         )
 
 
 def _is_entrywise(product: Product, draws: Sequence[Factor]) -> bool:
     """Whether each entry of a product has one number of one draw."""
-    flat = _labels(product)
-    return len(draws) == 1 and _long(product.labels) <= set(flat) and len(set(flat)) == len(flat)
+    flat = _all_labels(product)
+    return len(draws) == 1 and _long_labels(product.labels) <= set(flat) and len(set(flat)) == len(flat)
 
 
-def _labels(product: Product) -> list[Label]:
+def _all_labels(product: Product) -> list[Label]:
+    """All labels of the axes of a product."""
     return [label for group in product.axes for label in group]
 
 
-def _long(labels: Iterable[Label]) -> set[Label]:
+def _long_labels(labels: Iterable[Label]) -> set[Label]:
+    """The labels of more than one index."""
     return {label for label in labels if label.size != 1}
 
 
@@ -84,7 +85,7 @@ Rule = Callable[[Any, Sequence[Any], int, Noisy], Noise | None]
 """The noise of the result of an equation, from its view, its operands and the weight's place in them, or None."""
 
 
-def parts(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Noise] | None:
+def mean_and_noise(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Noise] | None:
     """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
@@ -117,37 +118,41 @@ def _squared(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
+def _noise_once(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
     """Noise whose variance is a function of squares and settings; it is traced once for equal sizes."""
     alike = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
-    return partial(_once, variance, settings, x, alike)
+    return partial(_add_noise_once, variance, settings, x, alike)
 
 
-def _again(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array) -> Any:
+def _add_noise(
+    variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array
+) -> Any:
     """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
 
     def noise(x: Any, spread: Sum, key: Any) -> Array:
         squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
-        return _drawn(squares.astype(mean.dtype), random.normal(key, mean))
+        return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
     return stored(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
 
 
-_once = inlined(_again, static_argnums=(0, 1))
+_add_noise_once = jax.jit(_add_noise, static_argnums=(0, 1))
+"""The same as a call in the program, which JAX traces and differentiates once for equal types."""
 
 
 @jax.custom_jvp
-def _drawn(variance: Array, noise: Array) -> Array:
+def _spread_noise(variance: Array, noise: Array) -> Array:
     """Noise of this variance; the slope at zero is zero."""
     return jnp.sqrt(variance) * noise
 
 
-@_drawn.defjvp
-def _drawn_on(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+@_spread_noise.defjvp
+def _derivative_of_spread(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The derivative of ``_spread_noise``, which is zero where the variance is."""
     variance, noise = primals
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
-    return _drawn(variance, noise), slope * tangents[0]
+    return _spread_noise(variance, noise), slope * tangents[0]
 
 
 def _precision(view: Dot | RaggedDot | Conv) -> Any:
@@ -155,26 +160,29 @@ def _precision(view: Dot | RaggedDot | Conv) -> Any:
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
-def _dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a product of matrices."""
     how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
     axes = tuple(tuple(map(tuple, pair)) for pair in (view.contracting, view.batch))
-    if weight.repeated or _products(args[1 - i], weight.spread, i, axes) is None:
+    if weight.repeated or _products_with_data(args[1 - i], weight.spread, i, axes) is None:
         return None
-    return _noise(_multiplied, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
+    return _noise_once(_variance_of_dot, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
 
 
-def _products(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product] | None:
+def _products_with_data(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product] | None:
     """The products of data and a weight, which is the ``i``-th operand."""
     data = Product.of(x, still=False)
     pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
     return all_or_none(contract(a, b, *axes) for a, b in pairs)
 
 
-def _multiplied(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
-    return array_of_products(_products(x, squares, i, axes) or [], shape, how)
+def _variance_of_dot(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
+    """The variance of a product of matrices, from squared data and a squared spread."""
+    return array_of_products(_products_with_data(x, squares, i, axes) or [], shape, how)
 
 
-def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a product of groups of rows, each with a matrix of its own."""
     *operands, sizes = args
     if weight.repeated or not view.is_whole or i == 2:
         return None
@@ -191,10 +199,11 @@ def _ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> 
     def variance(x: Any, squares: Sum) -> Any:
         return array_of_products(products(x, squares) or [], view.type.shape, how)
 
-    return partial(_again, variance, (), operands[1 - i], weight.spread)
+    return partial(_add_noise, variance, (), operands[1 - i], weight.spread)
 
 
-def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a convolution with a noisy kernel."""
     if i != 1 or weight.repeated or view.batch_group_count != 1:
         return None
     numbers, groups = view.dimension_numbers, view.feature_group_count
@@ -208,10 +217,11 @@ def _convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Nois
         found = view.bind(x, kernel, **settings)
         return jnp.repeat(found, squares.shape[channels] // n, axis)
 
-    return partial(_again, convolved, (), args[0], weight.spread)
+    return partial(_add_noise, convolved, (), args[0], weight.spread)
 
 
-def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of rows that are looked up."""
     if i != 0 or weight.repeated:
         return None
     # Where there is no row, there is no noise.
@@ -220,40 +230,46 @@ def _gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise |
     def rows(_: None, squares: Sum) -> Any:
         return view.bind(formed(squares), args[1], **changed)
 
-    return partial(_again, rows, (), None, weight.spread)
+    return partial(_add_noise, rows, (), None, weight.spread)
 
 
-def _multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
-    return _noise(_times, args[1 - i], weight.spread)
+def _noise_of_multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight times data."""
+    return _noise_once(_variance_of_multiple, args[1 - i], weight.spread)
 
 
-def _quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
-    return None if i == 1 else _noise(_divided, args[1], weight.spread)
+def _noise_of_quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight over data."""
+    return None if i == 1 else _noise_once(_variance_of_quotient, args[1], weight.spread)
 
 
-def _sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
-    return _noise(_alone, None, weight.spread)
+def _noise_of_sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight plus data, which is that of the weight."""
+    return _noise_once(_variance_of_weight, None, weight.spread)
 
 
-def _times(x: Any, squares: Sum) -> Any:
+def _variance_of_multiple(x: Any, squares: Sum) -> Any:
+    """The variance of a weight times data, from the squares of both."""
     return x * formed(squares)
 
 
-def _divided(x: Any, squares: Sum) -> Any:
+def _variance_of_quotient(x: Any, squares: Sum) -> Any:
+    """The variance of a weight over data, from the squares of both."""
     return formed(squares) / x
 
 
-def _alone(_: None, squares: Sum) -> Any:
+def _variance_of_weight(_: None, squares: Sum) -> Any:
+    """The variance of a weight."""
     return formed(squares)
 
 
 _RULES: dict[type[View], Rule] = {
-    Dot: _dot,
-    RaggedDot: _ragged_dot,
-    Conv: _convolution,
-    Gather: _gather,
-    Multiply: _multiple,
-    Divide: _quotient,
-    Add: _sum,
-    Subtract: _sum,
+    Dot: _noise_of_dot,
+    RaggedDot: _noise_of_ragged_dot,
+    Conv: _noise_of_convolution,
+    Gather: _noise_of_gather,
+    Multiply: _noise_of_multiple,
+    Divide: _noise_of_quotient,
+    Add: _noise_of_sum,
+    Subtract: _noise_of_sum,
 }
