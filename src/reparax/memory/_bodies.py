@@ -14,7 +14,7 @@ from reparax._programs.dependence import Flags, Known, Special
 from reparax._programs.roots import contains_apply, is_apply, with_roots
 from reparax._programs.steps import LARGE
 from reparax._tree.sizes import size_in_bytes
-from reparax.memory._ties import moved
+from reparax.memory._ties import read_as_more_than_views
 
 Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
@@ -75,7 +75,7 @@ def _read_by_steps(jaxpr: Jaxpr, given: Flags, start: int) -> tuple[Jaxpr, list[
 
     The inputs from ``start`` on are one step's slices.
     """
-    again, slices = moved(jaxpr, given), zip(jaxpr.invars[start:], given[start:], strict=True)
+    again, slices = read_as_more_than_views(jaxpr, given), zip(jaxpr.invars[start:], given[start:], strict=True)
     chosen = {v for v, own in slices if own and v not in again and _is_large(jaxprs.type_of(v))}
     if not chosen:
         return jaxpr, []

@@ -14,7 +14,7 @@ from jax.interpreters import ad
 from reparax._programs import dependence, jaxprs
 from reparax.memory._lazily import lazily
 from reparax.memory._piece import Piece, Pieces
-from reparax.memory._ties import moved
+from reparax.memory._ties import read_as_more_than_views
 
 
 def _run_lazily(piece: Piece, args: Sequence[Any]) -> list[Any]:
@@ -41,22 +41,22 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
     n, used = piece.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
-    again = moved(piece.program, piece.given)
+    again = read_as_more_than_views(piece.program, piece.given)
     pairs = zip(args[:n], piece.program.invars, strict=False)
     fixed = [lax.optimization_barrier(x) if v in again else x for x, v in pairs]
     slopes, constant = [cts[i] for i in used], [i < n for i in range(len(args))]
     early, late = dependence.halves(piece.program, constant)
-    dots = piece.program.invars[n:]
-    read = [v for v in late.invars if v not in set(dots)]
+    wrt = piece.program.invars[n:]
+    read = [v for v in late.invars if v not in set(wrt)]
 
     def transposed(*args: Any) -> list[Any]:
         env = dict(zip(read, args, strict=False))
 
         def function(*moving: Any) -> list[Any]:
-            outs = jaxprs.evaluate(late, jaxprs.values(env | dict(zip(dots, moving, strict=True)), late.invars))
+            outs = jaxprs.evaluate(late, jaxprs.values(env | dict(zip(wrt, moving, strict=True)), late.invars))
             return [outs[i] for i in used]
 
-        return list(jax.linear_transpose(function, *(v.aval for v in dots))(list(args[len(read) :])))
+        return list(jax.linear_transpose(function, *(v.aval for v in wrt))(list(args[len(read) :])))
 
     # Only what is linear is traced again.
     back, consts = jaxprs.consts_first(jax.make_jaxpr(transposed)(*(v.aval for v in read), *slopes))

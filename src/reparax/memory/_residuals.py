@@ -43,29 +43,29 @@ class Linearized:
 
     @classmethod
     def of(
-        cls, program: Jaxpr, given: Flags, special: Special, args: Sequence[Any], dots: Sequence[Any]
+        cls, program: Jaxpr, given: Flags, special: Special, args: Sequence[Any], wrt: Sequence[Any]
     ) -> "Linearized":
-        """The linearization of ``program`` in the inputs ``dots``, traced but not yet run."""
+        """The linearization of ``program`` in the inputs ``wrt``, traced but not yet run."""
         early, late = dependence.halves(program, given)
         found: list[Sequence[_Part]] = []
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
             env = dict(zip(program.invars, args, strict=True))
-            made, kept, first = _linearized(early, env, dots, lambda eqn: None)
+            made, kept, first = _linearized(early, env, wrt, lambda eqn: None)
             env |= dict(zip(early.outvars, made, strict=True))
-            outs, others, second = _linearized(late, env, [*dots, *first.moved], special)
+            outs, others, second = _linearized(late, env, [*wrt, *first.moved], special)
             found.append((first, second))
             return outs, [*kept, *others]
 
         traced, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))
         first, second = found[-1]
         of_halves = {*first.moving, *second.moving}
-        moving = [i for i, v in enumerate(dots) if v in of_halves]
+        moving = [i for i, v in enumerate(wrt) if v in of_halves]
         return cls(
             program=traced,
             inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
             given=[True for _ in consts] + given,
-            push=first.then(second, [dots[i] for i in moving]) if second.moving else None,
+            push=first.then(second, [wrt[i] for i in moving]) if second.moving else None,
             moving=moving,
             smooth=[i for i, v in enumerate(program.outvars) if dependence.smooth(v)],
             n_outs=len(program.outvars),
@@ -139,19 +139,17 @@ class _Part:
     moved: Env
     program: Jaxpr
 
-    def then(self, late: "_Part", dots: Sequence[Var]) -> Jaxpr:
-        """The linear part of both halves, from the residuals of both and the tangents ``dots``."""
+    def then(self, late: "_Part", wrt: Sequence[Var]) -> Jaxpr:
+        """The linear part of both halves, from the residuals of both and the tangents of ``wrt``."""
         moving = {*self.moving, *late.moving}
         residuals = [v for part in (self, late) for v in part.program.invars if v not in moving]
-        return jaxprs.join_parts(
-            [self.program, jaxprs.substitute_inputs(late.program, self.moved)], [*residuals, *dots]
-        )
+        return jaxprs.join_parts([self.program, jaxprs.substitute_inputs(late.program, self.moved)], [*residuals, *wrt])
 
 
-def _linearized(half: Jaxpr, env: Env, dots: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
-    """The outputs of one half, its residuals, and its linear part in the inputs that have tangents."""
-    of_dots = set(dots)
-    moving = [v for v in half.invars if v in of_dots]
+def _linearized(half: Jaxpr, env: Env, wrt: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
+    """The outputs of one half, its residuals, and its linear part in the inputs among ``wrt``."""
+    wanted = set(wrt)
+    moving = [v for v in half.invars if v in wanted]
     smooth = [i for i, v in enumerate(half.outvars) if dependence.smooth(v)]
 
     def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:

@@ -88,7 +88,7 @@ def ties(program: Jaxpr) -> set[Var]:
     return chosen
 
 
-def moved(program: Jaxpr, given: Flags) -> set[Var]:
+def read_as_more_than_views(program: Jaxpr, given: Flags) -> set[Var]:
     """The given inputs from which a program computes more than views of them."""
     known, views, found = dependence.known(program, given), _views(program), set[Var]()
     for eqn in reversed(program.eqns):
