@@ -1,4 +1,4 @@
-"""What the page "Compared with" says of other libraries is there: names, versions, lines, and the types of PEFT."""
+"""What the page on other libraries says of them is there: names, versions, lines, and the types of PEFT."""
 
 import importlib.metadata
 import importlib.util
