@@ -168,6 +168,12 @@ def label_cells(table):
                     cell.clear()
 
 
+def keep_together(table):
+    """Keeps the sign before a spread with it, where a cell has more than one line."""
+    for text in table.find_all(string=re.compile("± ")):
+        text.replace_with(NavigableString(text.replace("± ", "±\u00a0")))
+
+
 def for_phones(app, page, template, context, doctree):
     """What a page needs to be read on a narrow screen."""
     if doctree is None:  # an index, or the source of a module
@@ -180,6 +186,7 @@ def for_phones(app, page, template, context, doctree):
             let_break(soup, code)
     for table in soup.find_all("table"):
         label_cells(table)
+        keep_together(table)
     context["body"] = str(soup)
 
 

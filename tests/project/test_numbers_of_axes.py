@@ -31,7 +31,9 @@ def units():
         rows.append(
             [name.removesuffix(" left"), f"{exp(cell['old'][0]):.1f}", f"{cell['bytes'][0] / 2**20:.0f}", ratio]
         )
-    return markdown(["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"], rows)
+    head = ["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"]
+    n = len(head) if any(row[-1] for row in rows) else len(head) - 1  # no column for what was not measured
+    return markdown(head[:n], [row[:n] for row in rows])
 
 
 def barriers():
