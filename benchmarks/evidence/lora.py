@@ -8,7 +8,8 @@ Protocol:
 An LSTM of 96 units learns characters of Python's documentation once, in 3000 steps; then it is tuned to source code.
 Tuned in 300 steps to much code (350,000 characters) or little (10,000), all weights or adapters of rank 1 to 16.
 Three learning rates, decaying to zero, the same for each way to tune; validation text chooses.
-Five seeds of tuning, of one model; bits per character of code that chose nothing, against the trainable parameters.
+Five seeds of tuning, of one model; bits per character of held-out code that played no part in choosing
+settings, against the trainable parameters.
 """
 
 import functools

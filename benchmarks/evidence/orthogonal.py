@@ -4,11 +4,11 @@ Arjovsky, Shah and Bengio, *Unitary Evolution Recurrent Neural Networks*, 2016 (
 and Martínez-Rubio, *Cheap Orthogonal Constraints in Neural Networks*, 2019 (arXiv 1901.08428).
 
 Protocol:
-Copying: recall 10 symbols out of 8 after T = 100, 300 or 1000 blanks; fresh sequences in each step, 8 at a time.
-A plain network of 128 units with modReLU, its recurrent matrix orthogonal by the Cayley map (rotations at first),
-against an LSTM of 64 units, about as many numbers. Adam, clipped gradients, 3 learning rates for each; 5 seeds.
-Measure: steps until the mean loss of 20 steps is under 0.9 of the baseline 10 log(8) / (T + 20), which needs no memory.
-Runs stop at 0.5 of it, or are cut after 1500, 1000 or 500 steps. The rate of fewest steps is told, or of least loss.
+Copying: recall 10 symbols out of 8 after T = 100, 300 or 1000 blanks; 8 fresh sequences in each step. A plain network
+of 128 units with modReLU, its recurrent matrix orthogonal by the Cayley map (rotations at first), against an LSTM of
+64 units, about as many numbers. Adam, clipped gradients, 3 learning rates; 5 seeds. Measure: steps until the mean loss
+of 20 steps is under 0.9 of the baseline without memory, 10 log(8) / (T + 20). Runs stop at 0.5 of it, or after 1500,
+1000 or 500 steps. We report the rate with the fewest steps or, if none leaves the baseline, the lowest loss.
 """
 
 import math

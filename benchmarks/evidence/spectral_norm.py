@@ -7,11 +7,11 @@ What was tried: with momentum 0.5 and one turn spectral norm was worse, also wit
 The two other games were added then.
 
 Protocol:
-Data: a mixture of 8 Gaussians of standard deviation 0.1 on a ring of radius 2. Generator (8-64-64-2) and discriminator
-(2-64-64-1), the latter plain or with each kernel under spectral norm; Adam, 2000 steps of the generator, batches of 64.
-Each has the same 15 settings: 5 learning rates in 3 games, of a momentum and so many turns of the discriminator in each
-step. The best setting has most coverage in runs of other seeds: good samples, at most an eighth for each mode. 5 seeds.
-Measure: 2000 samples, 5 times in the second half. Good: within 0.3 of a centre. A mode is found by 1 % of the samples.
+Data: 8 Gaussians of standard deviation 0.1 on a ring of radius 2. Generator (8-64-64-2) and discriminator (2-64-64-1),
+the latter plain or with each kernel under spectral norm; Adam, 2000 steps of the generator, batches of 64. Each has 15
+settings: 5 learning rates in 3 games, each a momentum and a number of discriminator updates per generator update. The
+best has most coverage in runs of other seeds: good samples, at most an eighth for each mode. 5 seeds. Measure: 2000
+samples, 5 times in the second half. Good: within 0.3 of a centre. A mode is found by 1 % of the samples.
 """
 
 from collections.abc import Callable

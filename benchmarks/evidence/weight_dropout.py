@@ -8,7 +8,8 @@ Protocol:
 10,000 characters of Python's documentation, which an LSTM of 96 units learns by heart within 1000 steps of Adam.
 Dropped: hidden-to-hidden weights; the state that the next step reads, with new masks or one for all steps; outputs.
 Three rates for each; validation text chooses the rate, and of 10 points of the training the one to stop at.
-Five seeds; bits per character of other pages of the documentation, 10,000 characters that chose nothing.
+Five seeds; bits per character of 10,000 held-out characters of other pages of the documentation, which played no part
+in choosing settings.
 """
 
 import functools

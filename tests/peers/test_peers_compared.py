@@ -1,4 +1,4 @@
-"""What the page "Compared with" says of other libraries is there: names, versions, lines, and the types of PEFT."""
+"""What the page on other libraries says of them is there: names, versions, lines, and the types of PEFT."""
 
 import importlib.metadata
 import importlib.util
@@ -64,4 +64,6 @@ def test_the_number_of_types_of_peft():
     peft = pytest.importorskip("peft")
     (told,) = re.findall(r"Adapters for torch and transformers, (\d+) types in version ([\d.]+)\.\n", PAGE)
     assert told == (str(len(peft.PeftType)), ".".join(peft.__version__.split(".")[:2]))
-    assert f"These are all types of PEFT {told[1]}." in (ROOT / "docs" / "api" / "adapters.md").read_text()
+    assert (
+        f"The table covers every adapter type in PEFT {told[1]}." in (ROOT / "docs" / "api" / "adapters.md").read_text()
+    )

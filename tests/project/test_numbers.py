@@ -71,7 +71,9 @@ def test_the_number_of_stages():
 
 
 def test_the_smallest_number_of_float32():
-    assert f"Numbers below {np.finfo(np.float32).tiny:.1e} are an exception" in page("guarantees")
+    below = f"below {np.finfo(np.float32).tiny:.1e}"
+    assert f"numbers {below} on a CPU" in page("guarantees")
+    assert f"{below} in float32" in rpx.optimizer.__doc__
 
 
 def test_the_bits_and_bytes_of_the_page_on_quantized_weights():

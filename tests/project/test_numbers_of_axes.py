@@ -63,7 +63,7 @@ def rotations():
 
 @pytest.mark.parametrize("table", [units, barriers, rotations])
 def test_a_table_is_that_of_the_numbers_on_file(table):
-    assert table() in (ROOT / "docs" / "api" / "geometry.md").read_text()
+    assert table() in (ROOT / "docs" / "axes.md").read_text()
 
 
 def test_networks_that_were_cut_or_turned_compute_the_same():
@@ -76,7 +76,7 @@ def test_no_group_of_many_networks_is_wrong_and_planted_faults_are_found():
     assert total == {key: sum(each[key] for each in networks.values()) for key in total}
     assert total["wrong"] == 0
     assert total["found"] == total["planted"] > 0
-    text = " ".join((ROOT / "docs" / "api" / "geometry.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "axes.md").read_text().split())
     drawn = sum(name.startswith("random") for name in networks)
     assert (
         f"On {len(networks) - drawn} networks of four libraries and {drawn} random ones it found {total['groups']:,} "

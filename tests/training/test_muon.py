@@ -306,7 +306,7 @@ LOSSES = json.loads((ROOT / "benchmarks" / "results" / "muon.json").read_text())
 
 
 def test_muon_learns_characters_faster_than_adam_as_the_page_says():
-    page = (ROOT / "docs" / "api" / "geometry.md").read_text()
+    page = (ROOT / "docs" / "axes.md").read_text()
     for chain, rows in LOSSES.items():
         best = {name: min(row.values(), key=mean) for name, row in rows.items()}
         assert {len(runs) for row in rows.values() for runs in row.values()} == {5}
