@@ -282,3 +282,11 @@ def test_the_settings_of_moments_and_of_compression():
     learned, length, others = compression.LEARNED, compression.LENGTH, compression.HELD_OUT
     assert f"here in {learned} windows of {length - 1} tokens of the prose" in text
     assert f"The perplexity of {WORDS[others]} other windows of prose" in text
+
+
+def test_random_networks_with_experts():
+    found = json.loads((ROOT / "benchmarks" / "results" / "random_experts.json").read_text())
+    assert found["total"]["wrong"] == 0
+    assert f"{found['total']['networks']} random networks with experts, written in {len(found['ways'])} ways" in page(
+        "experts"
+    )
