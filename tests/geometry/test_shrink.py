@@ -299,7 +299,7 @@ def test_scores_of_units_are_summed_over_a_group():
 def dead_units(fun, params, args, seed=0):
     """How far outputs change, for each group that is not whole, where dead units get other weights."""
     random, paths = np.random.default_rng(seed), rpx._tree.paths
-    names, arrays, treedef = paths.named(params)
+    names, arrays, treedef = paths.flatten_with_names(params)
     noisy = {paths.path_text(name): np.array(x) for name, x in zip(names, arrays, strict=True)}
     for x in noisy.values():
         x += random.normal(size=x.shape) * 0.3 if np.issubdtype(x.dtype, np.floating) else 0

@@ -182,7 +182,7 @@ def test_noise_of_low_rank_is_never_a_matrix():
         )
 
     def steps(program):
-        (call,) = [eqn for eqn in program.jaxpr.eqns if eqn.params.get("name") == "_summed"]
+        (call,) = [eqn for eqn in program.jaxpr.eqns if eqn.params.get("name") == "_sum_over_members"]
         return [eqn.params["length"] for eqn in call.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
 
     def temporary(program):

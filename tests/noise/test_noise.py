@@ -277,7 +277,7 @@ def test_no_key_is_used_twice(key, w):
 def draws(p, tree, key):
     """How many normal or uniform arrays ``apply`` draws."""
     program = str(jax.make_jaxpr(lambda raw, key: p.apply(raw, key))(p.init(tree), key))
-    return program.count("jaxpr=reparax_normal") + program.count("jaxpr=_uniform")
+    return program.count("jaxpr=reparax_normal") + program.count("jaxpr=_draw_uniform")
 
 
 ONE = {"w": jnp.ones((4, 3))}
