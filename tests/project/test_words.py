@@ -61,7 +61,10 @@ def test_a_word_of_the_glossary_is_used_and_its_synonym_is_not(row):
 
 def test_no_two_classes_of_different_modules_share_a_name():
     found = Counter(
-        node.name for tree in trees() for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"
+        node.name
+        for tree in trees().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name[0] != "_"
     )
     assert [name for name, count in found.items() if count > 1] == ["Parametrized"]  # of nnx and of equinox, one word
 
