@@ -207,24 +207,24 @@ def list_axes(axes: Axes) -> tuple[int, ...]:
     return tuple(int(axis) for axis in several)
 
 
-def out_of_bounds(axes: Any, w: Array, name: str) -> str | None:
-    """What is wrong with ``axes`` for ``w``, or None."""
+def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
+    """Why an array has no such axes: out of bounds, one of them twice, or no axis given for more than a matrix."""
     if axes is None or axes == EACH:
         return None
     if axes == LAST:
         if w.ndim > 2:
             return (
-                f"expected a matrix, as no {name} is given, got shape {w.shape}. Write {name}=-1 for the last axis, or "
-                f"the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
+                f"expected a matrix, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
+                f"or the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
                 f"out with `where`."
             )
         axes = last_to_number(axes)
     if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         if len(set(count_from_front(axes, w))) == len(list_axes(axes)):
             return None
-        return f"{name}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
+        return f"{field}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
     return (
-        f"{name}={axes} is out of bounds for an array of shape {w.shape}. "
+        f"{field}={axes} is out of bounds for an array of shape {w.shape}. "
         f"Leave it out with `where`, or use a separate stage for it."
     )
 

@@ -18,7 +18,7 @@ from reparax._axes.numbers import (
     count_from_front,
     has_names,
     last_to_number,
-    out_of_bounds,
+    why_axes_do_not_fit,
 )
 from reparax._core.algebra import Parametrization
 from reparax._core.planner import Planner
@@ -93,7 +93,7 @@ class Leafwise(Parametrization):
         """What is wrong with the axes of the fields for ``w``, or None."""
         held = {name: getattr(self, name) for name in self._axis_fields}
         known = {name: last_to_number(axes) if self._last_of_any else axes for name, axes in held.items()}
-        reasons = (out_of_bounds(axes, w, name) for name, axes in known.items())
+        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in known.items())
         return next(filter(None, reasons), None)
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -70,7 +70,7 @@ def multiply_pair_in_groups(a: Factor, b: Factor, wanted: Labels, how: How, whic
     link, made = Link.of(which, kept), frozenset(a.labels + b.labels)
     _, left = link.spans(made, wanted)
     if link.sums(made, wanted):
-        return _sum_over_groups(a, b, left, how, which, link)
+        return _sum_rows_of_each_group(a, b, left, how, which, link)
     for x, y in ((a, b), (b, a)):
         if link.is_kept and link.rows in x.labels and link.group in y.labels:
             return _multiply_by_parts(x, y, left, how, which, link)
@@ -115,20 +115,21 @@ def _part_of_each_row(b: Factor, which: Factor, how: How, link: Link) -> Factor:
     return replace(b, array=array, labels=(*b.labels[:axis], rows, *b.labels[axis + 1 :]))
 
 
-def _sum_over_groups(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over the rows of each group."""
-    if len(which.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
+def _sum_rows_of_each_group(a: Factor, b: Factor, kept: Labels, how: How, groups: Factor, link: Link) -> Factor:
+    """The product of two factors, summed over the rows of each group; the labels ``kept`` are not summed."""
+    if len(groups.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
+        # ``ragged_dot_general`` takes rows of both, and groups that are the same for all of a batch.
         first, second = (a, b) if link.rows in a.labels else (b, a)
-        dense = replace(which, array=which.whole)
-        return multiply_pair(multiply_pair(first, dense, left.union(second.labels), how), second, left, how)
-    a, b = sum_unwanted(a, left.union(b.labels)), sum_unwanted(b, left.union(a.labels))
+        dense = replace(groups, array=groups.whole)
+        return multiply_pair(multiply_pair(first, dense, kept.union(second.labels), how), second, kept, how)
+    a, b = sum_unwanted(a, kept.union(b.labels)), sum_unwanted(b, kept.union(a.labels))
     common = [label for label in a.labels if label in b.labels]
-    summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
+    summed, shared = ([x for x in common if (x in kept) is flag] for flag in (False, True))
     summed = [link.rows, *(label for label in summed if label is not link.rows)]
     numbers = lax.RaggedDotDimensionNumbers(
         dot_numbers(a.labels, b.labels, summed, shared), [a.labels.index(link.rows)], []
     )
-    made = _ragged_dot(a.whole, b.whole, which.array.sizes, how, numbers)
+    made = _ragged_dot(a.whole, b.whole, groups.array.sizes, how, numbers)
     own = [[label for label in each.labels if label not in common] for each in (a, b)]
     return Factor(made, (link.group, *shared, *own[0], *own[1]), a.still and b.still)
 

@@ -158,7 +158,7 @@ def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
-    """Requires ``total`` to be the sum of products of sizes; solves for one unknown size."""
+    """Requires ``total`` to be the sum of products of sizes; adds the one that is unknown to ``sizes``."""
     missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
     letters = sorted({_letter(name) for term in missing for name in term})
     if len(letters) > 1 or any(len(term) > 1 for term in missing):
