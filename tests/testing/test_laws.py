@@ -11,7 +11,6 @@ from reparax.testing import (
     purity,
     selection,
     transformations,
-    types_kept,
     value_semantics,
 )
 
@@ -20,7 +19,7 @@ THOROUGH = {*OF_OTHER_CASES, "singular values", "gptq and awq", "masks from data
 assert {**CASES, **LEARNING}.keys() >= THOROUGH
 
 # These hold for a chain if they hold for each of its stages: two of them take the stages one by one.
-OF_EACH_STAGE = {types_kept, half_precision, value_semantics, transformations, purity, mean, in_chains, selection}
+OF_EACH_STAGE = {half_precision, value_semantics, transformations, purity, mean, in_chains, selection}
 
 
 def marks(name, law):

@@ -7,7 +7,8 @@ cannot know that it is zero. Accelerators find a good order without help, so the
 But TPUs multiply in bfloat16, and their compiler converts the weights of all layers before the loop that reads them,
 into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
 
-On CPUs it copies cheap operations into each reader, and keeps their operands until the last one: ``stored`` ends them.
+XLA for CPUs copies cheap operations into each reader, and keeps their operands until the last one has read them;
+it does not copy a division, so there ``compute_once`` divides by ones.
 """
 
 from typing import Any
@@ -37,9 +38,9 @@ def store_whole(x: Array) -> Array:
     return _whole.bind(x)
 
 
-def stored(x: Array) -> Array:
+def compute_once(x: Array) -> Array:
     """``x`` itself; compilers compute it once for all that reads it, also after the forward pass."""
-    return _stored.bind(x)
+    return _once.bind(x)
 
 
 def read_in_step(x: Array) -> Array:
@@ -67,7 +68,7 @@ class _Identity(Primitive):
 _tie = _Identity("reparax_tie")
 _whole = _Identity("reparax_whole")
 _read = _Identity("reparax_read")
-_stored = _Identity("reparax_stored")
+_once = _Identity("reparax_once")
 
 
 def _tie_on_cpu(x: Array, after: Array) -> Array:
@@ -152,9 +153,9 @@ _register_identity(_whole)
 mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
 mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
 
-_register_identity(_stored)
-mlir.register_lowering(_stored, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
-mlir.register_lowering(_stored, mlir.lower_fun(_divide_by_ones, multiple_results=False), platform="cpu")
+_register_identity(_once)
+mlir.register_lowering(_once, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_once, mlir.lower_fun(_divide_by_ones, multiple_results=False), platform="cpu")
 
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.tie import stored
+from reparax._numerics.tie import compute_once
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
@@ -134,7 +134,7 @@ def _add_noise(
         return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
-    return stored(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
+    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
 
 
 _add_noise_once = jax.jit(_add_noise, static_argnums=(0, 1))
