@@ -26,14 +26,32 @@ def spread(values, digits=2):
 def units():
     cells, rows = found("units", RESULTS), []
     for name in (name for name in cells if not name.endswith("time")):
-        cell, times = cells[name], cells.get(f"{name}, time")
-        ratio = "" if times is None else f"{times['cut'][0] / times['masked'][0]:.2f}"
+        cell, times = cells[name], cells.get(f"{name}, time", {"cut": [1], "masked": [1]})
         rows.append(
-            [name.removesuffix(" left"), f"{exp(cell['old'][0]):.1f}", f"{cell['bytes'][0] / 2**20:.0f}", ratio]
+            [
+                name.removesuffix(" left"),
+                f"{exp(cell['old'][0]):.1f}",
+                f"{cell['bytes'][0] / 2**20:.0f}",
+                f"{times['cut'][0] / times['masked'][0]:.2f}",
+            ]
         )
-    head = ["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"]
-    n = len(head) if any(row[-1] for row in rows) else len(head) - 1  # no column for what was not measured
-    return markdown(head[:n], [row[:n] for row in rows])
+    return markdown(["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"], rows)
+
+
+def channels():
+    rows = [
+        [
+            name.removesuffix(" left"),
+            spread(cell["loss"]),
+            spread(cell["loss after more steps"]),
+            f"{mean(cell['right']):.1%}",
+            f"{cell['bytes'][0] / 2**10:.0f}",
+            spread(cell["time beside masks"]),
+        ]
+        for name, cell in on_file("smaller", "cells").items()
+    ]
+    head = ["channels left", "loss", "after 100 more steps", "digits right then", "KiB", "time of a step, beside masks"]
+    return markdown(head, rows)
 
 
 def barriers():
@@ -61,7 +79,7 @@ def rotations():
     return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
 
 
-@pytest.mark.parametrize("table", [units, barriers, rotations])
+@pytest.mark.parametrize("table", [units, channels, barriers, rotations])
 def test_a_table_is_that_of_the_numbers_on_file(table):
     assert table() in (ROOT / "docs" / "axes.md").read_text()
 
@@ -69,6 +87,7 @@ def test_a_table_is_that_of_the_numbers_on_file(table):
 def test_networks_that_were_cut_or_turned_compute_the_same():
     for name in ("units", "rotation"):
         assert max(cell["apart"][0] for cell in found(name, RESULTS).values() if "apart" in cell) < 1e-5
+    assert max(max(cell["apart"]) for cell in on_file("smaller", "cells").values()) < 1e-5
 
 
 def test_no_group_of_many_networks_is_wrong_and_planted_faults_are_found():

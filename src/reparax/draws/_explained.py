@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from reparax._programs.sources import describe_read
 from reparax._tree.paths import describe
+from reparax._tree.sections import write_sections
 from reparax._weights.paths import common_path
-from reparax._weights.sections import sections
 from reparax.draws._drawing import NoisyRead
 
 
@@ -43,7 +43,7 @@ class ExplainedDraws:
         own = sum(weight.is_own for weight in self.weights)
         head = f"{own} of {len(self.weights)} noisy weights draw for each example"
         rows = [(each.is_own, (each.path, (each.type, each.reason))) for each in self.weights]
-        return sections(head, ("for each example", "one draw for all"), rows)
+        return write_sections(head, ("for each example", "one draw for all"), rows)
 
 
 def explained(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:

@@ -11,10 +11,10 @@ import jax
 from reparax._programs.call import Argnums, Arguments, check_call
 from reparax._programs.sources import describe_read, lines_by_origin
 from reparax._tree.paths import describe
+from reparax._tree.sections import write_sections
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
-from reparax._weights.sections import sections
 from reparax.products._factored import plan_sums, rehearse
 from reparax.products._plan import SumPlan, SumRead
 
@@ -50,7 +50,7 @@ class Explained:
         apart = sum(weight.in_factors for weight in self.weights)
         head = f"{apart} of {len(self.weights)} weights with factors are never formed for a product"
         rows = [(each.in_factors, (each.path, (each.type, each.reason))) for each in self.weights]
-        return sections(head, ("in factors", "formed"), rows)
+        return write_sections(head, ("in factors", "formed"), rows)
 
 
 def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Any:

@@ -9,8 +9,8 @@ import jax
 
 from reparax._data.seen import Seen
 from reparax._tree.paths import PyTree, flatten_with_names, path_text
+from reparax._tree.sections import write_sections
 from reparax._tree.sizes import readable_size, size_in_bytes
-from reparax._weights.sections import sections
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +28,7 @@ class ExplainedInputs:
         size = sum(size_in_bytes(x) for x in jax.tree.leaves(list(self.seen.values())))
         head = f"{read} of {len(self.seen)} arrays have data, {readable_size(size)} in all"
         rows = [(bool(each.reads), (path, each.columns)) for path, each in self.seen.items()]
-        return sections(head, ("with data", "without"), rows)
+        return write_sections(head, ("with data", "without"), rows)
 
 
 def report_of(seen: PyTree) -> ExplainedInputs:

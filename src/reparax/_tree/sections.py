@@ -8,7 +8,7 @@ Row = tuple[str, tuple[str, str]]
 """A path, a type and a reason."""
 
 
-def sections(head: str, titles: tuple[str, str], rows: Sequence[tuple[bool, Row]]) -> str:
+def write_sections(head: str, titles: tuple[str, str], rows: Sequence[tuple[bool, Row]]) -> str:
     """A head, and below it a section of the rows whose flag is true, and one of the others; by their titles."""
     lines = [head]
     for title, wanted in zip(titles, (True, False), strict=True):
