@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -28,17 +28,18 @@ class Free(nnx.Param):
 class Fixed(nnx.Variable):
     """A raw value that does not train: it is no ``nnx.Param``, so optimizers leave it alone."""
 
+    holds_parameter: ClassVar[bool] = True
+
 
 class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
     It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
-    once, with one draw, also where the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of
-    the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check`` compares it. Functions of raw trees,
-    such as ``to_peft`` and ``p.fold``, take ``nnx.to_pure_dict(nnx.state(model.raw))``, without its types. All else is
-    the model's: its other variables and attributes, such as statistics and caches, change in the call as
-    before, and ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped
-    model as any module. It may also be a part of another module.
+    once, with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of
+    the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check``, ``to_peft`` and other functions of
+    raw trees take it. All else is the model's: its other variables and attributes, such as statistics and caches,
+    change in the call as before, and ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and
+    ``nnx.get_partition_spec`` treat the wrapped model as any module. It may also be a part of another module.
 
     The types of variables tell an optimizer what trains. Values that train, arrays that no stage replaces included, are
     ``variable``, which is a ``nnx.Param`` too, and all others are :class:`Fixed`. The model itself reads, and

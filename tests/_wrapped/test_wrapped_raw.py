@@ -196,3 +196,18 @@ def test_where_no_values_are_fixed_the_error_is_that_of_the_chain():
     network = rpx.haiku.parametrized(hk.transform_with_state(lambda x: hk.Linear(3)(x)), rpx.WeightNorm())
     with pytest.raises(ValueError, match="never went through init"):
         network.effective({"linear": {"w": W}}, {})
+
+
+def test_functions_of_raw_trees_take_that_of_a_wrapped_nnx_model_whose_variables_say_what_trains():
+    p = rpx.Freeze() >> rpx.LoRA(2)
+    plain = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    model = rpx.nnx.Parametrized(plain, p, rngs=nnx.Rngs(1))
+    raw = p.init(plain, nnx.Rngs(1).params())
+    p.check(model.raw, plain)
+    jax.tree.map(np.testing.assert_array_equal, rpx.to_peft(p, model.raw)[0], rpx.to_peft(p, raw)[0])
+    for found in (p.fold(model.raw), p.fold(nnx.state(model.raw))):
+        jax.tree.map(np.testing.assert_array_equal, leaves_of(found), leaves_of(model.fold()))
+
+
+def leaves_of(tree: Any) -> Any:
+    return jax.tree.leaves(nnx.state(tree))

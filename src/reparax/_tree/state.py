@@ -15,8 +15,13 @@ def state_flags(tree: PyTree) -> list[bool]:
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
-        other_variable = has_ancestor(node, "Variable") and not has_ancestor(node, "Param")
+        other_variable = has_ancestor(node, "Variable") and not _holds_parameter(node)
         beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
         other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags
+
+
+def _holds_parameter(variable: object) -> bool:
+    """Whether a variable is a ``Param``, or a raw value of one: ``rpx.nnx.Fixed``."""
+    return has_ancestor(variable, "Param") or getattr(type(variable), "holds_parameter", False)
