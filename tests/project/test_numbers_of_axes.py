@@ -99,6 +99,6 @@ def test_no_group_of_many_networks_is_wrong_and_planted_faults_are_found():
     drawn = sum(name.startswith("random") for name in networks)
     assert (
         f"On {len(networks) - drawn} networks of four libraries and {drawn} random ones it found {total['groups']:,} "
-        f"groups, and none is wrong; {total['frozen']:,} axes are frozen. A group without one of its members was found "
-        f"to be wrong in all {total['planted']} networks that have one (`benchmarks/results/axis_groups.json`)."
+        f"groups, and none is wrong; {total['frozen']:,} axes are frozen. Leaving one member out of a group was "
+        f"detected in all {total['planted']} networks that have groups (`benchmarks/results/axis_groups.json`)."
     ) in text
