@@ -160,8 +160,9 @@ def compression_cells() -> dict[str, Cell]:
 def in_basis(basis: str) -> tuple[Params, Any]:
     """The network in another basis, and what each of its kernels is multiplied with."""
     params, tokenizer, config = loaded()
-    turned = rotation.in_basis(params, basis, config)
-    return turned, compression.seen_in(turned, compression.windows(tokenizer)[0], config)
+    rows = compression.windows(tokenizer)[0]
+    turned = rotation.in_basis(params, basis, config, rows)
+    return turned, compression.seen_in(turned, rows, config)
 
 
 def rotated(basis: str, p: rpx.Parametrization) -> dict[str, Any]:

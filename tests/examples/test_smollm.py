@@ -75,10 +75,9 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
 
 
 @pytest.mark.thorough
-@pytest.mark.thorough
-@pytest.mark.parametrize("basis", ["scales folded", "hadamard"])
+@pytest.mark.parametrize("basis", ["scales folded", "hadamard", "learned"])
 def test_the_network_computes_the_same_in_each_basis(basis, params):
-    turned = rotation.in_basis(params, basis, TINY)
+    turned = rotation.in_basis(params, basis, TINY, ROWS)
     moved = jax.tree.map(lambda x, y: not np.allclose(x, y), turned, rotation.untied(params))
     assert moved["layers"]["mlp"]["up_proj"]["kernel"]
     assert rotation.apart(params, turned, ROWS, TINY) < 1e-5
