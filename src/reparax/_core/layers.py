@@ -3,7 +3,7 @@
 A *site* is a stage on one array, or on several that it joins, with everything decided: numbers and axes, the places of
 the raw values, the path by which it draws. The sites of one stage are a *layer*. Each verb (``init``, ``apply``,
 ``update``, ...) is one loop over the sites of each layer. All loops over sites are here; those over stages are in
-``plan.py``.
+``plan.py``, ``verbs.py``, ``update.py`` and ``over_roles.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -111,9 +111,10 @@ class Site(ABC):
         """Whether ``close`` takes a draw, which depends on the array's type only."""
         return False
 
-    @abstractmethod
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        """The raw values of the arrays, of which ``seen`` says what they are multiplied with."""
+        """The raw values of the arrays, of which ``seen`` says what they are multiplied with; in place, none."""
+        del arrays, key, seen
+        return {}
 
     @abstractmethod
     def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:

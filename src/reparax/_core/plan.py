@@ -48,7 +48,7 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
 
 
 def walk(method: str, stages: Sequence[Any], tree: Flat) -> Iterator[tuple[Layer, Flat]]:
-    """The layer of each stage without randomness, with the tree before it."""
+    """The layer of each stage, none of them random, with the tree before it."""
     for stage in stages:
         layer = planner_of(stage).plan(method, tree.types)
         yield layer, tree

@@ -41,10 +41,6 @@ class OneArray(Site):
 class InPlace(OneArray):
     """A stage that changes an array in place."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        return {"w": arrays}
-
     def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         at, w, method = self.arrangement, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
         key = None if key_or_draw is None else at.keys(key_or_draw, w)
