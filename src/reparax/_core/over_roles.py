@@ -9,8 +9,8 @@ import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.roles import Role
+from reparax._core.plan import open_params
 from reparax._core.planner import Planner, planner_of
-from reparax._core.verbs import open_params
 from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 

@@ -1,6 +1,7 @@
 """The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered.
 
-``run``, ``open_all`` and ``walk`` then run it, stage after stage.
+``open_all``, ``close_all`` and ``walk`` then run it, stage after stage, on trees laid flat; ``open_params`` and
+``close_raw`` take and return trees as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import jax
 from jax import ShapeDtypeStruct, export
 
 from reparax._core.draws import merge_noise
@@ -15,8 +17,10 @@ from reparax._core.keys import Keys
 from reparax._core.layers import Layer, Sights
 from reparax._core.planner import planner_of
 from reparax._core.value import exact_text
-from reparax._tree.flat import Flat, Frame
-from reparax._tree.paths import Names, is_empty
+from reparax._data.seen import ANY
+from reparax._data.sights import seen_by_place
+from reparax._tree.flat import Flat, Frame, flatten, nest
+from reparax._tree.paths import Names, PyTree, is_empty
 
 
 def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer], Flat]:
@@ -31,13 +35,6 @@ def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer],
     return layers, tree
 
 
-def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
-    """The tree after ``apply`` of each stage."""
-    for layer in _apply_layers(tuple(stages), tree.types):
-        tree = layer.close(tree, keys)
-    return tree
-
-
 def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Flat:
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
@@ -45,6 +42,24 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
         before, tree = tree, layer.open(tree, keys, seen)
         seen = layer.opened_sights(seen, before, tree)
     return tree
+
+
+def close_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
+    """The tree after ``apply`` of each stage."""
+    for layer in _apply_layers(tuple(stages), tree.types):
+        tree = layer.close(tree, keys)
+    return tree
+
+
+def open_params(stages: Sequence[Any], params: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The raw tree of a tree of arrays, without the boxes of new ones."""
+    tree = flatten(params)
+    return nest(open_all(stages, tree, Keys(key), seen_by_place("init", tree, ANY)))
+
+
+def close_raw(stages: Sequence[Any], raw: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The effective tree of a raw one."""
+    return nest(close_all(stages, flatten(raw), Keys(key)))
 
 
 def walk(method: str, stages: Sequence[Any], tree: Flat) -> Iterator[tuple[Layer, Flat]]:

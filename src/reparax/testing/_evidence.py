@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
+from reparax._core.plan import close_raw
 from reparax._core.planner import planner_of
-from reparax._core.verbs import close_raw, mean_stages
+from reparax._core.verbs import mean_stages
 from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization

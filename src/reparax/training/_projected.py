@@ -8,7 +8,7 @@ import jax
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import call_name, require_chains, with_any_key
-from reparax._core.verbs import open_params
+from reparax._core.plan import open_params
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
