@@ -14,7 +14,7 @@ from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.remembered import call_remembered, once_per_type
+from reparax._stage.remembered import call_once_per_type, call_remembered
 from reparax._tree.markers import (
     Types,
     as_structs,
@@ -30,7 +30,7 @@ def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None)
     known = seen if at.stage._sees else None
     if known is not None:
         require_data(known)
-    values = once_per_type(_init_values, at, w, key, known)
+    values = call_once_per_type(_init_values, at, w, key, known)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
         effective = call_remembered(_closed_type, at, types_under(values))

@@ -44,11 +44,12 @@ class OnRoles(Selection):
         return new
 
     def misfits(self, tree: Flat, roles: Roles) -> Iterator[Misfit]:
+        who = self.who("on")
         for place, slot, names in self.present("on", tree):
             role = roles.get(place)
             if role is None or role.why or role.ambiguous:
                 continue
-            at = self.taking(f"{self.who('on')} at {slot.path!r}", slot.path, tree.arrays[place], names)
+            at = self.taking(f"{who} at {slot.path!r}", slot.path, tree.arrays[place], names)
             if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
                 yield Misfit(repr(self.stage), slot.path, "stacked", at.stacked, role.stacked, role)
                 continue
@@ -127,17 +128,16 @@ def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames
         found["stacked"] = _one_or_tuple(known.stacked)
     if not (words := _fields_in_words(stage)):
         return found
-    who = f"{planner.who('on')} at {slot.path!r}"
     stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, names)
     if why := _why_unusable(known, stacked):
-        raise ValueError(f"{who}: {why}, or leave it out with `where`.")
+        raise ValueError(f"{planner.who('on')} at {slot.path!r}: {why}, or leave it out with `where`.")
     numbers = axes_by_word(known, stacked)
     for name, axes in words.items():
         found[name] = _one_or_tuple(words_to_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but the network has {len(found[name])} for it, {found[name]} of shape "
-                f"{known.shape}. Give one by number, or leave the array out with `where`."
+                f"{planner.who('on')} at {slot.path!r}: {name} is one axis, but the network has {len(found[name])} for "
+                f"it, {found[name]} of shape {known.shape}. Give one by number, or leave the array out with `where`."
             )
     return found
 
