@@ -61,11 +61,11 @@ def _explain_other(value: Any) -> str:
     return OTHER_CHAIN
 
 
-def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]] | None) -> None:
+def require_fit(types: Types, expected: Mapping[str, tuple[int, ...]] | None) -> None:
     """Requires the names and shapes that ``init`` would give, if they are known."""
     if expected is None:
         return
-    for name, shape, _ in types_under(held):
+    for name, shape, _ in types:
         if name not in expected:
             raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
         if shape != expected[name]:
