@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-from jax import ShapeDtypeStruct, export
+from jax import ShapeDtypeStruct
 
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
@@ -20,7 +20,7 @@ from reparax._core.value import exact_text
 from reparax._data.seen import ANY
 from reparax._data.sights import seen_by_place
 from reparax._tree.flat import Flat, Frame, flatten, nest
-from reparax._tree.paths import Names, PyTree, is_empty
+from reparax._tree.paths import Names, PyTree, has_symbols, is_empty
 
 
 def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer], Flat]:
@@ -74,7 +74,8 @@ def _apply_layers(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
     # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
     leaves = tuple(x if isinstance(x, ShapeDtypeStruct) else () if is_empty(x) else None for x in tree.arrays.values())
-    unsure = any(planner_of(stage).asks_functions for stage in stages) or any(map(_has_symbols, leaves))
+    symbolic = any(isinstance(x, ShapeDtypeStruct) and has_symbols(x) for x in leaves)
+    unsure = symbolic or any(planner_of(stage).asks_functions for stage in stages)
     # A traced hyperparameter cannot be hashed, nor can some boxes; an error shows the leaves that are there.
     with suppress(Exception):
         if not unsure:
@@ -88,8 +89,3 @@ def _decide_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...
     del shown  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
     return merge_noise(decide("apply", stages, Flat(frame, arrays))[0])
-
-
-def _has_symbols(x: Any) -> bool:
-    """Whether the type of an array has a length that is symbolic."""
-    return isinstance(x, ShapeDtypeStruct) and any(map(export.is_symbolic_dim, x.shape))

@@ -25,7 +25,7 @@ from reparax._stage.nodes import own_nodes
 from reparax._stage.several import Leaves, require_start
 from reparax._stage.where import check_where, why_nothing
 from reparax._tree.flat import Flat
-from reparax._tree.markers import as_structs, locate_errors
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, is_array
 from reparax._tree.raw import Slot
 
@@ -89,7 +89,7 @@ class _OnGroups(Planner):
             with locate_errors(f"{who} at {_quote_paths(slots, group)}"):
                 for node in own.values():
                     node.require_values()
-                held = {name: as_structs(node.types) for name, node in own.items()}
+                held = {name: dict(node.types) for name, node in own.items()}
                 stacked = self._stacked(group, named)
                 types = jax.eval_shape(_apply_each(self.stage, stacked), held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}

@@ -12,14 +12,14 @@ from reparax._axes.names import AxisNames
 from reparax._axes.origin import FollowedAxes, Origins, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
-from reparax._stage.formulas import facts_of, followed_axes, type_in_place, type_of_one
+from reparax._stage.formulas import facts_of, followed_axes, type_in_place
 from reparax._stage.leaf_sites import Bare, FromValues, InPlace
 from reparax._stage.nodes import Node, own_nodes
 from reparax._stage.on_roles import OnRoles
 from reparax._stage.remembered import call_remembered
 from reparax._stage.where import Candidate, by_path
 from reparax._tree.flat import Flat, flatten
-from reparax._tree.markers import locate_errors, require_fit
+from reparax._tree.markers import locate_errors, require_fit, types_under
 from reparax._tree.paths import Names, PyTree, is_array, types_of_result
 from reparax._tree.raw import FIXED, next_number
 
@@ -150,7 +150,7 @@ class OnArrays(OnRoles):
         def of(path: Names) -> tuple[Names, FollowedAxes]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
-            return source, call_remembered(followed_axes, at, type_of_one(w))[path[-1]]
+            return source, call_remembered(followed_axes, at, types_under({"w": w}))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
