@@ -223,9 +223,8 @@ class Layer:
         """The tree with the types of the arrays instead of those of raw values."""
         return tree.swapped([(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()])
 
-    def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
-        """The tree with the values after one training step."""
-        reads = getattr(self.stage, "_update_reads", ())
+    def update(self, tree: Flat, reads: Sequence[str], keys: Keys, grads: Flat | None) -> Flat:
+        """The tree with the values after one training step; as it is, if what the stage reads is not given."""
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.given):
             return tree
         seeds = [str(site.seed) for site in self.sites]

@@ -60,9 +60,9 @@ class Planner(ABC):
         return False
 
     @property
-    def reads_grads(self) -> bool:
-        """Whether ``update`` takes the gradient with respect to the stage's output."""
-        return False
+    def update_reads(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        return ()
 
     @property
     def asks_functions(self) -> bool:

@@ -22,9 +22,11 @@ def advance(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> 
     for i, stage in enumerate(stages):
         if stage.advances:
             before = close_all(mean_stages(stages[:i]), tree, Keys(None))
-            reads = grads is not None and planner_of(stage).reads_grads
-            slopes = _grads_after_first(who, stages[i:], before, grads) if reads else None
-            after = planner_of(stage).plan("update", before.types).update(before, keys, slopes)
+            planner = planner_of(stage)
+            slopes, reads = None, planner.update_reads
+            if "grad" in reads and grads is not None:
+                slopes = _grads_after_first(who, stages[i:], before, grads)
+            after = planner.plan("update", before.types).update(before, reads, keys, slopes)
             tree = graft("update", tree, before, after, free=stage.moves_weights)
     return tree
 

@@ -51,8 +51,8 @@ class OnArrays(OnRoles):
         return rewrites(type(self.stage), f"{verb}_leaf")
 
     @property
-    def reads_grads(self) -> bool:
-        return "grad" in self.stage._update_reads
+    def update_reads(self) -> tuple[str, ...]:
+        return self.stage._update_reads
 
     def plan_init(self, tree: Flat) -> Layer:
         return self.at_arrays("init", tree)

@@ -52,7 +52,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any(planner_of(stage).reads_grads for stage in stages_of(p))
+    reads = any("grad" in planner_of(stage).update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
