@@ -13,7 +13,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
 from reparax._tree.transformation import Transformation
-from reparax._tree.unlike import first_difference
+from reparax.training._unlike import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
 
