@@ -78,7 +78,7 @@ class Leafwise(Parametrization):
         del w
         return None
 
-    def _refuse(self, w: Array) -> str | None:
+    def _why_refused(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
         return self._misplaced(w) or self.refuse_leaf(w)
 

@@ -133,7 +133,7 @@ class Selection(Planner):
                 require_names_fit(each.names, w)
             reason, alone = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.one
             for one in each_stacked(w, at.stacked) if reason is None else ():
-                if why := alone._refuse(one):
+                if why := alone._why_refused(one):
                     reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why
                     break
         if reason is not None:
