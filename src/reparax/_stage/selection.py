@@ -76,16 +76,15 @@ class Selection(Planner):
 
     def _by_default(self, who: str, each: Candidate) -> bool:
         """Whether the stage takes an array by its name and type; of one that it has taken, the type is not known."""
-        slot = each.slot
+        slot, w = each.slot, None if each.taken else each.array()
         if (self.stage.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.stage.tables and is_table(slot)):
             return False
-        if each.taken:
+        if w is None:
             return True
         if (stage := self.stage.at_path(slot.path) if self._by_path else self.stage) is None:
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
             stacked = find_axes(stage.stacked, each.names)
-        w = each.array()
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
     def alike(self, path: str, names: AxisNames | None) -> object:
