@@ -74,7 +74,7 @@ def _apply_layers(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
     # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
     leaves = tuple(x if isinstance(x, ShapeDtypeStruct) else () if is_empty(x) else None for x in tree.arrays.values())
-    symbolic = any(isinstance(x, ShapeDtypeStruct) and has_symbols(x) for x in leaves)
+    symbolic = has_symbols([x for x in leaves if isinstance(x, ShapeDtypeStruct)])
     unsure = symbolic or any(planner_of(stage).asks_functions for stage in stages)
     # A traced hyperparameter cannot be hashed, nor can some boxes; an error shows the leaves that are there.
     with suppress(Exception):

@@ -61,7 +61,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
     No shapes if they need numbers, or if the effective array has another type than the model's.
     """
     effective = _effective_type(at, types)
-    if any(has_symbols(x) for _, x in types) or at.stage.changes_type:
+    if has_symbols(dict(types).values()) or at.stage.changes_type:
         return effective, None
     try:
         values = jax.eval_shape(lambda w: _init_values(at, w, None, ANY), effective)

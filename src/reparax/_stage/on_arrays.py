@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
 import jax
@@ -119,7 +119,7 @@ class OnArrays(OnRoles):
         for place, slot in tree.slots(bases=self.stage._takes_base).items():
             own, named, array = place in nodes, names[place], partial(tree.arrays.get, place)
             if own:
-                array = partial(self._own_type, who, nodes[place], slot.path, named)
+                array = cache(partial(self._own_type, who, nodes[place], slot.path, named))
             # After a stage that changes types, the effective array does not show the type of the model's.
             taken = own and self.stage.changes_type
             places.append(Candidate(place, slot, named, own or is_array(tree.arrays[place]), array, taken))

@@ -1,6 +1,6 @@
 """Trees as named leaves: a parameter has the same path, whichever library made the tree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,9 +38,9 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
 
 
-def has_symbols(x: Any) -> bool:
-    """Whether a length of an array, or of a type, is symbolic."""
-    return any(map(export.is_symbolic_dim, x.shape))
+def has_symbols(arrays: Iterable[Any]) -> bool:
+    """Whether a length of one of these arrays, or types, is symbolic."""
+    return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
 
 
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
