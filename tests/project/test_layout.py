@@ -14,7 +14,7 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-FLOORS = ["_tree", "_numerics", "_data", "_axes", "_core", "_programs", "_weights", "_stage"]
+FLOORS = ["_tree", "_reports", "_numerics", "_data", "_axes", "_core", "_programs", "_weights", "_stage"]
 """Each imports those before it alone."""
 FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
 """Each imports the floors, and no other family."""
@@ -22,13 +22,13 @@ ALLOWED = {
     **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
     **{family: set(FLOORS) for family in FAMILIES},
     "training": set(FLOORS),
-    "_programs": {"_tree", "_numerics", "_core"},
-    "memory": {"_tree", "_numerics", "_core", "_programs"},
+    "_programs": {"_tree", "_reports", "_numerics", "_core"},
+    "memory": {"_tree", "_reports", "_numerics", "_core", "_programs"},
     "_weights": {"_tree", "_numerics", "_programs"},
-    "products": {"_tree", "_numerics", "_programs", "_weights"},
-    "seen": {"_tree", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
+    "products": {"_tree", "_reports", "_numerics", "_programs", "_weights"},
+    "seen": {"_tree", "_reports", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
     "geometry": set(FLOORS),
-    "draws": {"_tree", "_numerics", "_core", "_programs", "_weights", "memory"},
+    "draws": {"_tree", "_reports", "_numerics", "_core", "_programs", "_weights", "memory"},
     "testing": {*FLOORS, "training", "geometry"},
     "_wrapped": {"_tree", "_core", "training"},
     "_torch": {*FLOORS, *FAMILIES},

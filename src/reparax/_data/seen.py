@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax._tree.sizes import readable_size, size_in_bytes
+from reparax._reports.sizes import readable_size, size_in_bytes
 
 MOMENTS = ("full", "diagonal", "largest")
 """What :func:`inputs` may collect."""

@@ -31,7 +31,7 @@ from reparax._programs.equations.moves import (
 )
 from reparax._programs.equations.reductions import Reduce, ReduceSum
 from reparax._programs.equations.view import View
-from reparax._tree.sizes import size_in_bytes
+from reparax._reports.sizes import size_in_bytes
 
 LARGE = 2**16
 """Values of more bytes are not computed again at each step."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reparax._programs.sources import describe_read
+from reparax._reports.sections import write_sections
 from reparax._tree.paths import describe
-from reparax._tree.sections import write_sections
 from reparax._weights.paths import common_path
 from reparax.draws._drawing import NoisyRead
 

@@ -13,7 +13,7 @@ from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Known, Special
 from reparax._programs.roots import contains_apply, is_apply, with_roots
 from reparax._programs.steps import LARGE
-from reparax._tree.sizes import size_in_bytes
+from reparax._reports.sizes import size_in_bytes
 from reparax.memory._ties import read_as_more_than_views
 
 Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]

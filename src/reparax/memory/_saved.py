@@ -13,9 +13,9 @@ from jax.extend.core import Jaxpr
 from reparax._programs import dependence, jaxprs
 from reparax._programs.call import Argnums, Arguments, check_call
 from reparax._programs.sources import line_of_output, lines_by_origin
-from reparax._tree.folding import Line, count_lines, fold_lines
+from reparax._reports.folding import Line, count_lines, fold_lines
+from reparax._reports.sizes import readable_size, size_in_bytes
 from reparax._tree.paths import describe
-from reparax._tree.sizes import readable_size, size_in_bytes
 from reparax.memory._rehearsal import rehearse
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"

@@ -17,7 +17,7 @@ from reparax._programs import dependence, jaxprs, steps
 from reparax._programs.dependence import Flags, Known
 from reparax._programs.equations.bodies import Scan
 from reparax._programs.steps import LARGE, StepPlan
-from reparax._tree.sizes import size_in_bytes
+from reparax._reports.sizes import size_in_bytes
 
 
 def sunk(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:

@@ -41,7 +41,7 @@ from reparax._programs.equations.moves import (
     Vary,
 )
 from reparax._programs.equations.view import View
-from reparax._tree.sizes import size_in_bytes
+from reparax._reports.sizes import size_in_bytes
 
 SMALL = 4
 """A value is small if it is this many times smaller than what the program makes."""

@@ -10,8 +10,8 @@ import jax
 
 from reparax._programs.call import Argnums, Arguments, check_call
 from reparax._programs.sources import describe_read, lines_by_origin
+from reparax._reports.sections import write_sections
 from reparax._tree.paths import describe
-from reparax._tree.sections import write_sections
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import jax
 
 from reparax._data.seen import Seen
+from reparax._reports.sections import write_sections
+from reparax._reports.sizes import readable_size, size_in_bytes
 from reparax._tree.paths import PyTree, flatten_with_names, path_text
-from reparax._tree.sections import write_sections
-from reparax._tree.sizes import readable_size, size_in_bytes
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,10 +12,10 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains, with_any_key
 from reparax._core.lineage import lineage_of
 from reparax._numerics.usage import shows_usage
-from reparax._tree.folding import Line, fold_lines
+from reparax._reports.folding import Line, fold_lines
+from reparax._reports.sizes import readable_size, size_in_bytes
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
 from reparax._tree.raw import parameter_path
-from reparax._tree.sizes import readable_size, size_in_bytes
 from reparax.training._partition import are_free
 
 if TYPE_CHECKING:

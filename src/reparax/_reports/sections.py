@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from reparax._tree.folding import fold_lines
+from reparax._reports.folding import fold_lines
 
 Row = tuple[str, tuple[str, str]]
 """A path, a type and a reason."""
