@@ -1,7 +1,7 @@
-"""What a step of an optimizer is given: gradients, a state or parameters of another tree are told so.
+"""Checks the arguments of an optimizer's step: gradients, a state or parameters of another tree raise a clear error.
 
-A transformation fails on these in its own words, or broadcasts them without a word. So they are looked at after it
-has failed, or if a shape has changed: a step that is right costs nothing.
+A transformation fails on these in its own words, or silently broadcasts them. They are checked only after it has
+failed, or if a shape has changed, so a correct step costs nothing.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CALL = "Call `tx.update(grads, state, raw)`."
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
-    """``update`` of an optimizer, whose errors say what is wrong with its arguments."""
+    """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
 
     def checked(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         try:

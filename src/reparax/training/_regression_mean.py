@@ -1,4 +1,4 @@
-"""Models merged by their data: the weights nearest in what they compute from the inputs of each model."""
+"""Models merged by their data: the weights whose outputs are nearest on the inputs of each model."""
 
 from collections.abc import Sequence
 from typing import Any
