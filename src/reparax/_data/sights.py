@@ -1,4 +1,4 @@
-"""What the arrays of a tree are multiplied with, as ``init`` takes it."""
+"""The inputs of the arrays of a tree, as ``init`` takes them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, pat
 
 
 def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
-    """What each array of ``tree`` is multiplied with, from a tree of :class:`Seen`, or from several."""
+    """The inputs of each array of ``tree``, from one or several trees of :class:`Seen`."""
     if seen is None:
         return {}
     if seen is ANY:
@@ -30,7 +30,7 @@ def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
 
 
 def takes_data(stage: Any) -> bool:
-    """Whether ``init`` of a stage takes what arrays are multiplied with."""
+    """Whether ``init`` of a stage takes the inputs of arrays."""
     return stage._sees
 
 

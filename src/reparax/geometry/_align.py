@@ -31,8 +31,8 @@ def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: 
     all groups, this maximizes the sum of :math:`\langle W_a, \pi(W_b) \rangle` over all arrays. With
     ``seen=rpx.inputs(loss)(params_a, batch)``, units match by their values on the same inputs: the weights that make
     them count as :math:`\mathrm{tr}(W_a^\top M \pi(W_b))`, where M is the mean of :math:`x x^\top` over the inputs of
-    the first network, and the weights that read them do not count. Arrays without data, such as biases, count as
-    before.
+    the first network, and the weights that read them do not count. Arrays without data, such as biases, count by the
+    sum above.
 
     The groups are solved in turn, each exactly, as an assignment with the others fixed, until nothing improves. For one
     group this is the optimum, for several a local one. Under a scan, each step has its own permutation if the group

@@ -56,8 +56,9 @@ def widths(fun: Callable[..., Any], argnums: int | None = None) -> Callable[...,
       >>> rpx.Scale({path: 4 / w.inputs for path, w in found.items() if w.kind in ("hidden", "output")})
       Scale({'b': 0.5, 'd': 0.5})
 
-    References: Yang et al., *Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer*,
-      2022, table 8; its package needs a network of another width to find these axes.
+    References:
+      Yang et al., *Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer*, 2022, table
+      8; its package needs a network of another width to find these axes.
     """
     find_roles, find_groups = roles(fun, argnums), axis_groups(fun, argnums)
 
