@@ -41,8 +41,8 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
 
     An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. So do the codes and scales of a moment in few bits, if their axes can
-    be cut in the same way. All other arrays, such as counters, are replicated on every device.
+    moments, averages and accumulated gradients. Codes and scales of a moment in few bits belong to it too, if their
+    axes can be cut in the same way. All other arrays, such as counters, are replicated on every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.

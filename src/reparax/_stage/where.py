@@ -101,11 +101,11 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree, model: PyTree = None) -> Selected:
-    """A selection for ``where`` from a tree of booleans, such as an optax mask, or in the words of a model.
+    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from the parts of a model.
 
     Args:
-      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. The tree of parameters must
-        have each path that is True. With ``model``, a function that returns a part of it, or several in a list.
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path that is True must
+        exist in the tree of parameters. With ``model``, a function that returns one part of it, or several in a list.
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Raises:
