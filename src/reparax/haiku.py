@@ -195,7 +195,7 @@ class _WithState(_Shared, hk.TransformedWithState):
         except ValueError as error:
             if _FIXED in state or not has_fixed(self.p):
                 raise
-            write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
+            write = "Pass the state of `network.init`; for parameters of the plain network, call `network.start`."
             raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

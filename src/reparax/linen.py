@@ -90,8 +90,8 @@ class _Parametrized(nn.Module):
             if "fixed" in variables or not has_fixed(self.p):
                 raise
             write = (
-                'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '
-                "`module.start(variables)`."
+                'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, '
+                "call `module.start(variables)`."
             )
             raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 

@@ -104,7 +104,8 @@ class Parametrized(nnx.Module):
         elif type(raw) is not type(model):
             raise TypeError(
                 f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
-                f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
+                f"but got {type(raw).__name__}. To replace only values, use `nnx.update(model.raw, "
+                f"nnx.to_pure_dict(raw))`."
             )
         else:
             raw = _map_parameters(lambda tree: require_made_by(p, _to_model_types(tree)), raw)

@@ -148,8 +148,8 @@ def _checked_entries(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, 
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _count_parts(entry, mesh):
             raise ValueError(
-                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts, which "
-                f"would not be equal. Do not shard that axis."
+                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts of unequal "
+                f"size. Do not shard that axis."
             )
     return (*spec, *(None,) * (x.ndim - len(spec)))
 

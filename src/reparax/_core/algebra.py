@@ -62,9 +62,9 @@ class Parametrization(Static, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not hasattr(cls, "_planner") and "_parts" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__} derives from Parametrization alone, so nothing says on which arrays it acts. Derive "
-                f"from Reparametrization or Perturbation for a formula on one array, from Joint or Together for one on "
-                f"several."
+                f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
+                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint or Together "
+                f"for one on several."
             )
         if whole := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(

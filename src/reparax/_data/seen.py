@@ -238,8 +238,8 @@ class Seen:
             return _any_data(w, axes)
         for shape in {read.of_shape for read in self.reads} - {tuple(w.shape)}:
             raise ValueError(
-                f"expected data of an array of shape {tuple(w.shape)}, got those of one of shape {shape}. Pass what "
-                f"`rpx.inputs` returned for these parameters."
+                f"expected data of an array of shape {tuple(w.shape)}, got data of one of shape {shape}. Pass the "
+                f"result of `rpx.inputs` for these parameters."
             )
         wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
         fitting = [read for read in self.reads if wanted in (None, read.contracted)]
@@ -253,7 +253,7 @@ class Seen:
         if len(fitting) > 1:
             ways = " and ".join(f"axis {_axes_text(read.contracted)} of {read.shape}" for read in fitting)
             raise ValueError(
-                f"expected one way in which products read this array, but they contract {ways}. Leave the array out "
+                f"expected products to contract this array in one way, but they contract {ways}. Leave the array out "
                 f"with `where`."
             )
         self.require_all(what)
@@ -271,7 +271,7 @@ class Seen:
         """Requires that ``reads`` hold the data of all that reads the array with data."""
         if self.uncounted:
             raise ValueError(
-                f"expected {what} from all that reads it with data, but {'; '.join(self.uncounted)}, which "
+                f"expected {what} from every equation that reads it with data, but {'; '.join(self.uncounted)}, which "
                 f"`rpx.inputs` cannot count. Leave the array out with `where`, or start from the other products alone: "
                 f"`dataclasses.replace(seen, uncounted=())`."
             )
@@ -333,7 +333,7 @@ def require_seen(seen: Seen | None, moments: str) -> Seen:
     if seen is None:
         argument = "gradients=True" if moments == "gradients" else f"moments={moments!r}"
         raise ValueError(
-            f"expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+            f"expected the inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, "
             f"{argument})(params, batch)` to init."
         )
     return seen
@@ -348,7 +348,7 @@ def require_data(seen: Seen) -> None:
                 continue
             if isinstance(entry, Read) and not jnp.any(entry.count > 0):
                 raise ValueError(
-                    "expected what this array is multiplied with, got the moments of no example. Pass `rpx.inputs` a "
+                    "expected the inputs of this array, got moments of no examples. Pass `rpx.inputs` a "
                     "batch with data, or leave the array out with `where`."
                 )
             if not all(jnp.all(jnp.isfinite(x)) for x in numbers):

@@ -22,8 +22,8 @@ def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
         if place not in tree.arrays:
             known = ", ".join(repr(path_text(each)) for each in list(tree.arrays)[:3])
             raise ValueError(
-                f"{who} got seen for {path_text(place)!r}, which is no array of the parameters: these have {known}. "
-                f"Pass what `rpx.inputs` returned for the same parameters."
+                f"{who} got seen for {path_text(place)!r}, which is not an array of the parameters: these have "
+                f"{known}. Pass the result of `rpx.inputs` for the same parameters."
             )
         found[place] = found[place].joined(entry) if place in found else entry
     return found

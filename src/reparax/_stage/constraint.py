@@ -223,7 +223,7 @@ class Constraint(Reparametrization):
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (
-            f"expected numbers that a gradient can move, got {count} of {w.size} outside of the image or at its edge, "
+            f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
             f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
             f"outside='project' to start there anyway."
         )

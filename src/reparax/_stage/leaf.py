@@ -68,7 +68,7 @@ class Perturbation(Leafwise):
         if inspect.isfunction(own) and not takes(own, 3, unsure=True):
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w, "
-                f"key). Take a key, also if the stage is not random."
+                f"key). Take a key, even if the stage is not random."
             )
 
     @abstractmethod

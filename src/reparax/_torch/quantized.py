@@ -165,7 +165,7 @@ def _read_parameter(
     numbers = FORMATS[matrix.format].numbers
     turned, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
     if ins % group_of_codes(numbers.bits)[0]:
-        raise ValueError(f"its {ins} inputs of {numbers.bits} bits fill no whole bytes")
+        raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
     turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
     values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
     values["q"] = pack(values["q"], numbers.bits, len(experts) + (not turned))

@@ -83,7 +83,7 @@ def loftq(
     if lost := [place for place in factors if place not in raw.arrays]:
         raise ValueError(
             f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes it. "
-            f"Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
+            f"End the chain with LoRA, and let only earlier stages that store or freeze act on it."
         )
     return nest(_cast_like(factors, raw))
 

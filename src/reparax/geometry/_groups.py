@@ -164,7 +164,7 @@ def _scales_by_label(
         own = {scale: [reader for each, reader in reads if each == scale] for scale, _ in reads if scale in named}
         scales[label] = tuple((named[scale], tuple(named[each] for each in readers)) for scale, readers in own.items())
         others = (
-            f"{scale[0]!r} scales only some of what {each[0]!r} is used for"
+            f"{scale[0]!r} scales only some of the uses of {each[0]!r}"
             for scale, readers in own.items()
             for each in (scale, *readers)
             if each in plain or len({first for first, second in reads if second == each}) > 1

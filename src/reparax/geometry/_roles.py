@@ -15,7 +15,7 @@ from reparax._tree.paths import PyTree
 from reparax.geometry._reading import Reading, one_argument
 from reparax.geometry._uses import Between, DataProduct, Origins, OtherRead
 
-NO_WEIGHT = Role(why="it is no array of floating numbers")
+NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
 
 @shows_usage

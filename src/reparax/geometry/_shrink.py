@@ -165,8 +165,8 @@ def _require_same(who: str, got: PyTree, want: PyTree) -> None:
         a, b = np.asarray(x), np.asarray(y)
         if a.shape != b.shape or np.max(np.abs(a - b), initial=0) > ROUNDING * np.max(np.abs(b), initial=0):
             raise ValueError(
-                f"{who} at {path_text(path)!r}: expected the same weights without the slices that count for nothing, "
-                f"got others, as a stage computes with the whole array. {INSTEAD}"
+                f"{who} at {path_text(path)!r}: expected the same weights without the slices that contribute nothing, "
+                f"got others, because a stage computes with the whole array. {INSTEAD}"
             )
 
 
@@ -181,8 +181,8 @@ def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree
         if x.shape != shapes[own]:
             raise ValueError(
                 f"shrink takes a state whose arrays have the shapes of the raw tree, but got {describe(x)} at "
-                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer anew with the "
-                f"small raw tree, `tx.init(small)`."
+                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer again with "
+                f"the small raw tree, `tx.init(small)`."
             )
         return _cut_out(x, cuts[own])
 

@@ -108,8 +108,8 @@ class SpectralNorm(MatrixAxes, Constraint):
             )
         if self.window is not None and self.rows is not None:
             raise ValueError(
-                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one axis of outputs and its "
-                f"neighbour of inputs. Leave `rows` out, and give the outputs, such as columns=-1."
+                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one output axis and its "
+                f"neighbour as input axis. Leave `rows` out, and give the outputs, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -127,7 +127,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         if not self._outputs(w):
             return (
                 f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
-                f"{w.shape}. Use one."
+                f"{w.shape}. Use one of these."
             )
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 

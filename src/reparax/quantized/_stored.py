@@ -203,8 +203,8 @@ class Stored(Scaled):
             raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
         if isinstance(self.sparsity, tuple) and self.act_order:
             raise ValueError(
-                f"{who} got sparsity={self.sparsity} with act_order=True, in whose order neighbouring inputs are no "
-                f"group. Leave one of them out, or give a share, such as sparsity=0.5."
+                f"{who} got sparsity={self.sparsity} with act_order=True, which reorders inputs, so that neighbours "
+                f"are not a group. Leave one of them out, or give a share, such as sparsity=0.5."
             )
         if self.sparsity is not None and not self._format.has_zero:
             raise ValueError(

@@ -113,8 +113,8 @@ def calibrate(
         raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")
     if check_flag(donate, who, "donate") and share:
         raise ValueError(
-            f"{who} got donate=True with error_propagation={share}, which compares with the network of params as they "
-            f"were. Leave one of them out."
+            f"{who} got donate=True with error_propagation={share}, which compares with the network of the original "
+            f"params. Leave one of them out."
         )
     model, given = _Model.of(params), _Batches(who, batches)
     return _Calibration(who, p, loss, model, given, key, share, donate=donate).run(where, folder)
@@ -156,7 +156,7 @@ class _Batches:
             count += 1
             yield batch
         if count == 0:
-            raise ValueError(f"{self._who} got no batch in a pass over the batches. Pass those to learn from.")
+            raise ValueError(f"{self._who} got no batch in a pass over the batches. Pass at least one.")
         if self._count and count != self._count:
             raise ValueError(
                 f"{self._who} got {count} batches in a pass, and {self._count} before. Pass the same ones each time."
@@ -258,7 +258,7 @@ class _Calibration:
                 if _learns(self.p[index]) and axis not in getattr(site, "stacked", ()):
                     raise ValueError(
                         f"{self.who}: {self.p[index]!r} starts all indices of axis {axis} of {path!r} together, but a "
-                        f"scan reads one after the other, and each is to start from what those before lost. Write "
+                        f"scan reads one after the other, and each should correct the errors of those before. Write "
                         f"`stacked={axis}` in that stage."
                     )
 

@@ -149,7 +149,7 @@ class Collected:
     def entry(self, root: Any) -> Seen:
         """What is known of one array."""
         if root not in self.first.types:
-            return Seen(why=("it is no floating array",))
+            return Seen(why=("it is not a floating array",))
         if root not in self.reads:
             return Seen(why=("`where` of `inputs` leaves it out",))
         mixed = self.uncounted.get(root, {})
@@ -260,8 +260,8 @@ class _Layout:
             treedef, roots = way.trees[0]
             if any(each != treedef for each, _ in way.trees[1:]):
                 raise ValueError(
-                    "rpx.inputs found several `apply`, of which the effective trees differ in structure, so it cannot "
-                    "return one like them. Pass a loss of the effective trees: "
+                    "rpx.inputs found several calls of `apply` whose effective trees differ in structure, so it cannot "
+                    "return one tree like them. Pass a loss of the effective trees: "
                     "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
                 )
             tree = treedef.unflatten([roots.get(place) for place in range(treedef.num_leaves)])

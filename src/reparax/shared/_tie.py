@@ -131,7 +131,7 @@ class _Ties(Planner):
                 image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
                 if image not in own[source]:
                     raise ValueError(
-                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
+                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
                         f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
                 places[place] = (own[source][image], transform or _identity)

@@ -64,7 +64,7 @@ def check_groups(
         order = _make_permutation(group, shapes, random)
         if (far := change(group, order)) > ROUNDING:
             raise AssertionError(
-                f"{_name_group(group)} is no group: permuting it changes outputs by {far:.1g} of them."
+                f"{_name_group(group)} is not a group: permuting it changes outputs by {far:.1g} of them."
             )
         for member in group.members if len(group.members) > 1 else ():
             rest = replace(group, members=tuple(each for each in group.members if each != member))

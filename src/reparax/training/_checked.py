@@ -107,9 +107,9 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTre
             whose = "that of another chain"
             then = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
         case TreeOf.ANOTHER_MODEL if "@fixed" in found.path and found.wanted == "nothing":
-            whose, then = "one with values for what is fixed", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = "one with values for what is fixed", "Make it with the same `tx`, `tx.init(raw)`."
         case TreeOf.ANOTHER_MODEL:
-            whose, then = "that of another optimizer or model", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = "that of another optimizer or model", "Make it with the same `tx`, `tx.init(raw)`."
         case of:
-            whose, then = f"one of {of}", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = f"one of {of}", "Make it with the same `tx`, `tx.init(raw)`."
     return f"the state of the raw tree, but got {whose}: {found}. {then}"

@@ -21,7 +21,7 @@ from reparax.training._regression_mean import merge_by_regression, reads_of_all
 from reparax.training._task_vectors import agreeing_mean, drop, trim, weighted_mean, weighted_sum
 
 GIVE = {
-    "base": "the model that all of them were before training, `base=params`",
+    "base": "the model from which all of them were trained, `base=params`",
     "density": "the part of each difference that stays, such as `density=0.2`",
     "key": "a key to draw what stays, `key=jax.random.key(0)`",
     "seen": "the data of each model, `seen=[rpx.inputs(loss)(model, batch), ...]`",
@@ -246,7 +246,7 @@ def _common_leaf(path: str, leaves: Sequence[Any]) -> Any:
     first, *others = leaves
     if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
-            f"merge cannot tell, while JAX traces it, whether {describe(first)} at {path!r} is equal in all models. "
+            f"merge cannot check under tracing whether {describe(first)} at {path!r} is equal in all models. "
             f"Merge `rpx.partition(model)[0]` of each, or outside of `jax.jit`."
         )
     if any(not _equal(first, other) for other in others):
