@@ -26,8 +26,9 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
     and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves that cannot be added, such
-    as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats subnormal numbers (below 1.2e-38 in
-    float32) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the free part::
+    as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats numbers below 1.2e-38 in float32
+    (subnormal ones) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the free
+    part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
