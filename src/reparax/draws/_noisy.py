@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.tie import compute_once
+from reparax._numerics.tie import compute_once, pull_back_once
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
@@ -131,6 +131,8 @@ def _add_noise(
 
     def noise(x: Any, spread: Sum, key: Any) -> Array:
         squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
+        # What reads its cotangent would each draw again: two products, if variances differ along both axes.
+        squares = pull_back_once(squares) if any(each.labels for each in spread.products) else squares
         return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
