@@ -549,3 +549,24 @@ def test_the_backward_pass_draws_again_what_it_reads():
 
     assert (5, 3) not in stored(rpx.local(loss))
     assert stored(rpx.local(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it
+
+
+def kept(jaxpr):
+    """The shapes of what a program computes once, in its order."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reparax_once":
+            yield jaxprs.type_of(eqn.outvars[0]).shape
+        for inside in jaxprs.inner(eqn):
+            yield from kept(inside)
+
+
+@pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
+def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
+    """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""
+    raw = p.init({"w": jnp.ones((4, 3))})
+
+    def loss(raw, key, x):
+        return jnp.sum(x @ p.apply(raw, key)["w"])
+
+    program = jax.make_jaxpr(jax.grad(rpx.local(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
+    assert list(kept(program.jaxpr)) == [(5, 3)] * times

@@ -8,7 +8,7 @@ But TPUs multiply in bfloat16, and their compiler converts the weights of all la
 into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
 
 XLA for CPUs copies cheap operations into each reader, and keeps their operands until the last one has read them;
-it does not copy a division, so there ``compute_once`` divides by ones.
+it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
 """
 
 from typing import Any

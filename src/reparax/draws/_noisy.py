@@ -131,7 +131,7 @@ def _add_noise(
 
     def noise(x: Any, spread: Sum, key: Any) -> Array:
         squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
-        # What reads its cotangent would each draw again: two products, if variances differ along both axes.
+        # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
         squares = pull_back_once(squares) if any(each.labels for each in spread.products) else squares
         return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
