@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 from samples import ERRORS, N, assert_alike
 
 import reparax as rpx
+from reparax._core import random
 from reparax._core.random import DRAW
 from reparax._programs import jaxprs
+from reparax.draws import _noisy
 
 KEY = jax.random.key(0)
 
@@ -570,3 +573,34 @@ def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
 
     program = jax.make_jaxpr(jax.grad(rpx.local(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
     assert list(kept(program.jaxpr)) == [(5, 3)] * times
+
+
+PRODUCTS = {
+    "matrices": (lambda w, x: x @ w, (7, 5), normal(3, 7)),
+    "groups of rows": (lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 1])), (2, 7, 6), normal(3, 7)),
+    "images": (
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+        (3, 7, 5),
+        normal(2, 4, 7),
+    ),
+    "a table": (lambda w, x: w[x], (7, 11), jnp.array([1, 4, 2])),
+    "multiples": (lambda w, x: x * w[None], (7,), normal(13, 7)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(PRODUCTS, "images", "a table"))
+def test_equal_products_are_traced_once(name, monkeypatch):
+    product, shape, x = PRODUCTS[name]
+    raw, traced = {"a": jnp.ones(shape), "b": jnp.ones(shape)}, []
+
+    def counted(key, mean):
+        traced.append(mean.shape)
+        return random.normal(key, mean)
+
+    def network(raw, key, x):
+        w = NOISE.apply(raw, key)
+        return product(w["a"], x), product(w["b"], x)
+
+    monkeypatch.setattr(_noisy, "random", SimpleNamespace(normal=counted))
+    jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
+    assert len(traced) == 1
