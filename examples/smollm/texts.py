@@ -26,7 +26,7 @@ def prose() -> str:
 
 
 def docstrings(*, later: bool) -> str:
-    """Paragraphs of plain English in docstrings of Python's library: of its first modules, or of those in the later half."""
+    """Paragraphs of plain English in docstrings of Python's library, of one half of its modules."""
     names = sorted(sys.stdlib_module_names)
     half = names[len(names) // 2 :] if later else names[: len(names) // 2]
     files = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in half]
