@@ -29,7 +29,7 @@ REPEATS = {
     "rnn_blocks": 10,
     "peak": 1,
     "transforms": 1,
-    "tracing": 10,
+    "tracing": 5,
     "batches": 1,
     "stored": 10,
     "factored": 10,
@@ -43,7 +43,7 @@ REPEATS = {
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 
 
-RUNS = {"peers": 5, "tracing": 5, "overhead": 5, "local": 5}
+RUNS = {"peers": 5, "tracing": 3, "overhead": 3, "local": 3}
 """The scripts that run in more than one process."""
 
 

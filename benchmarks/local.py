@@ -76,8 +76,11 @@ def measure(repeats: int) -> dict[str, Rows]:
             programs = {way: jax.jit(grad).lower(*args).compile() for way, grad in grads.items()}
             calls = {way: lambda f=f, args=args: jax.block_until_ready(f(*args)) for way, f in programs.items()}
             shuffled(calls, 1)
-            temporary = {way: f.memory_analysis().temp_size_in_bytes / MIB for way, f in programs.items()}
+            planned: dict[str, Any] = {way: f.memory_analysis() for way, f in programs.items()}
+            temporary = {way: each.temp_size_in_bytes / MIB for way, each in planned.items()}
             found[f"{title}: temporary MiB"] = exact(temporary)
+            outputs = {way: each.output_size_in_bytes / MIB for way, each in planned.items()}
+            found[f"{title}: MiB with gradients"] = exact({way: temporary[way] + outputs[way] for way in planned})
             found[f"{title}: ms"] = rows(shuffled(calls, repeats))
     return found
 

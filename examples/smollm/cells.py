@@ -149,7 +149,7 @@ def compressed(p: rpx.Parametrization, draw: int) -> dict[str, Any]:
 def compression_cells() -> dict[str, Cell]:
     """All ways once, and those that learn from windows for each draw of them."""
     made = {name: once(functools.partial(compressed, p, 0)) for name, p in compression.STAGES.items()}
-    for draw in range(1, compression.DRAWS):
+    for draw in range(1, len(compression.DRAWS)):
         for name, p in compression.STAGES.items():
             if name.rpartition(", ")[2] in compression.FROM_DATA:
                 made[f"{name}, draw {draw}"] = once(functools.partial(compressed, p, draw))

@@ -13,8 +13,8 @@ from examples.smollm import model, texts
 from examples.smollm.model import Config, Params
 
 LENGTH, LEARNED, HELD_OUT, KERNELS = 257, 16, 8, "layers/.*/kernel"
-DRAWS = 3
-"""How often windows to learn from are drawn; no two draws have one in common."""
+DRAWS = ("prose", "docstrings", "later docstrings")
+"""The texts that windows to learn from are drawn from; the manual alone has too few for three draws."""
 FROM_DATA = ("AWQ", "GPTQ", "GPTQ by size", "Wanda", "SparseGPT")
 """The ways that learn from windows."""
 BITS = [(bits, block) for bits in (4, 3) for block in (128, 64)]
@@ -42,12 +42,10 @@ STAGES: dict[str, rpx.Parametrization] = {
 
 
 def windows(tokenizer: Any, draw: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Windows of prose from all over the text: a draw of those that stages learn from, and others."""
-    rows = texts.windows("prose", tokenizer, LENGTH)
-    learned, others = rows[::2], rows[1::2]
-    step = len(learned) // LEARNED
-    first = draw * step // DRAWS
-    return learned[first::step][:LEARNED], others[:: len(others) // HELD_OUT][:HELD_OUT]
+    """Windows from all over a text: a draw of those that stages learn from, and others of the prose."""
+    prose = texts.windows("prose", tokenizer, LENGTH)
+    learned, others = texts.windows(DRAWS[draw], tokenizer, LENGTH)[::2], prose[1::2]
+    return learned[:: len(learned) // LEARNED][:LEARNED], others[:: len(others) // HELD_OUT][:HELD_OUT]
 
 
 def seen_in(params: Params, rows: np.ndarray, config: Config) -> Any:

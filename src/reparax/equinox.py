@@ -22,32 +22,32 @@ eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
 class Parametrized(eqx.Module):
     """A model that reads the effective tree of a chain, while its arrays are raw values.
 
-    It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
-    once. ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, which ``p.check`` reads. Values that do not
-    train are stored as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: a bare
-    ``optax.adamw`` on ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``,
-    ``eqx.partition``, ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it as any module.
+    It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once.
+    ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, for ``p.check``. Values that do not train are stored
+    as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain ``optax.adamw`` on
+    ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``, ``eqx.partition``,
+    ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it like any module.
 
-    ``eqx.is_array`` finds these integers, and optax refuses them, as those of any module: where values do not train,
-    filter by ``eqx.is_inexact_array``, for averages and casts too.
+    ``eqx.is_array`` finds these integers, and optax refuses them, as for any module with integers: if values do not
+    train, filter by ``eqx.is_inexact_array``, including for averages and casts.
 
-    A chain with noise needs ``key``, with which the model draws too if it takes one, by name or by position. Under
-    ``jax.vmap`` over examples, one key outside is one draw for all of them:
-    ``jax.vmap(functools.partial(model, key=key))(x)``. A key for each example is a draw for each, and as many weights.
+    A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
+    ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
+    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each.
 
-    Attributes of the model are those of the effective one. Where a chain draws, read them from ``model.raw``,
+    Attributes of the model are those of the effective one. If the chain draws, read them from ``model.raw``,
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
     value))``.
 
     Args:
       model: The model.
       p: The chain.
-      key: A key for starts that are random.
-      seen: What weights are multiplied with, as for ``p.init``.
-      raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
+      key: A key for random starts.
+      seen: Statistics of the inputs of weights, as for ``p.init``.
+      raw: A result of ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)``, instead of a new start.
 
     Raises:
-      TypeError: If ``model`` is a chain, or ``p`` is none.
+      TypeError: If ``model`` is a chain, or ``p`` is not.
       ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, or ``raw`` is not a raw
         tree of the chain for it.
 
@@ -99,7 +99,7 @@ class Parametrized(eqx.Module):
         return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._call_method, read=self.effective)
 
     def effective(self, key: Array | None = None) -> Any:
-        """The model of one draw: to call it several times with the same noise.
+        """The model of one draw, to call it several times with the same noise.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is no key.

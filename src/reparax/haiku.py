@@ -28,14 +28,15 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
 
     ``init`` and ``apply`` have the arguments and results of those of ``transformed``. A chain with noise draws from
     ``rng``: ``apply(params, rng, x)`` is ``transformed.apply(p.apply(params, rng), rng, x)``, where the two draw
-    independently. Drop the argument afterwards, ``hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))``.
+    independently. To drop the argument, wrap the result: ``hk.without_apply_rng(rpx.haiku.parametrized(transformed,
+    p))``.
 
-    Of ``hk.transform_with_state``, values that do not train are in the state, under ``~fixed``, where no optimizer
-    sees them. Of ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then values that do not train
-    have zero gradients, which an optimizer with weight decay still moves, and integers have none, which ``jax.grad``
-    refuses: use ``hk.transform_with_state`` there, or :func:`partition` and :func:`optimizer`.
+    With ``hk.transform_with_state``, values that do not train are in the state, under ``~fixed``, where no optimizer
+    sees them. With ``hk.transform`` there is no state, so ``params`` is the whole raw tree. Then values that do not
+    train have zero gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` refuses integers:
+    use ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
-    These methods of the result are pure functions. ``state`` is there if ``transformed`` has one:
+    The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 
     * ``start(params, state, key=None, seen=None)``: raw ``params``, or both, from those of the plain network.
     * ``raw(params, state)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
@@ -51,7 +52,7 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       p: The chain.
 
     Raises:
-      TypeError: If ``transformed`` is not such a pair, or ``p`` not a chain.
+      TypeError: If ``transformed`` is not such a pair, or ``p`` is not a chain.
       ValueError: If ``p`` is random, and ``apply`` of ``transformed`` takes no ``rng``.
 
     Example:
@@ -194,7 +195,7 @@ class _WithState(_Shared, hk.TransformedWithState):
         except ValueError as error:
             if _FIXED in state or not has_fixed(self.p):
                 raise
-            write = "Pass the state of `network.init`; parameters of the plain network begin by `network.start`."
+            write = "Pass the state of `network.init`; for parameters of the plain network, call `network.start`."
             raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
 
     def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

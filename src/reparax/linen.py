@@ -23,14 +23,14 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
     """A linen module whose variables are raw, while ``module`` reads the effective tree.
 
     ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Values that train are in the
-    collection ``params``, where ``TrainState`` has them, and all others in the collection ``fixed``, which no optimizer
-    sees: pass it beside ``params``, as ``batch_stats``. Other collections stay as they were. ``nn.scan``, ``nn.vmap``,
-    ``nn.remat`` and boxes treat the result as any module, and it may be a part of another one. To linen the module is
-    one call, so ``capture_intermediates`` records its result; inside, ``sow`` records what you name.
+    collection ``params``, as ``TrainState`` expects, and all others in the collection ``fixed``, which no optimizer
+    sees: pass it beside ``params``, like ``batch_stats``. Other collections do not change. ``nn.scan``, ``nn.vmap``,
+    ``nn.remat`` and boxes treat the result like any module, and it may be part of another one. To linen, the module is
+    one call, so ``capture_intermediates`` records only its result; use ``sow`` inside.
 
-    A chain with noise draws from the stream ``noise``, once in each call. At the top,
-    ``apply(variables, x, rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside of
-    another module linen folds its path into the key.
+    A chain with noise draws from the stream ``noise``, once in each call. At the top level, ``apply(variables, x,
+    rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds its
+    path into the key.
 
     These methods of the result take raw variables, and are pure functions:
 
@@ -43,12 +43,12 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
     * ``deterministic``: the same module without noise.
 
     Args:
-      module: The module. Inside of another one, make it with ``parent=None``.
+      module: The module. Inside another one, make it with ``parent=None``.
       p: The chain, for the collection ``params``.
-      name: The name of the result inside of another module, as for any module.
+      name: The name of the result inside another module, as for any module.
 
     Raises:
-      TypeError: If ``module`` is a chain, or ``p`` is none.
+      TypeError: If ``module`` is a chain, or ``p`` is not.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
@@ -90,8 +90,8 @@ class _Parametrized(nn.Module):
             if "fixed" in variables or not has_fixed(self.p):
                 raise
             write = (
-                'Pass both, `module.apply({**variables, "params": params}, x)`; variables of the plain module begin by '
-                "`module.start(variables)`."
+                'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, '
+                "call `module.start(variables)`."
             )
             raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
 

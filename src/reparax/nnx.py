@@ -34,36 +34,37 @@ class Fixed(nnx.Variable):
 class Parametrized(nnx.Module):
     """A model that reads the effective tree of a chain, while its variables hold the raw values.
 
-    It is called as the model was, by any method, and nothing in the loss changes. Each call makes the effective tree
-    once, with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of
-    the model's class: ``nnx.state(model.raw)`` is what to store, and ``p.check``, ``to_peft`` and other functions of
-    raw trees take it. All else is the model's: its other variables and attributes, such as statistics and caches,
-    change in the call as before, and ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and
-    ``nnx.get_partition_spec`` treat the wrapped model as any module. It may also be a part of another module.
+    It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once,
+    with one draw, even if the model reads a weight twice. ``model.raw`` holds the raw tree, as a module of the model's
+    class: store ``nnx.state(model.raw)``, and pass ``model.raw`` to ``p.check``, ``to_peft`` and other functions of raw
+    trees. The model's other variables and attributes, such as statistics and caches, change in the call as before, and
+    ``nnx.jit``, ``nnx.vmap``, ``nnx.scan``, ``nnx.remat`` and ``nnx.get_partition_spec`` treat the wrapped model like
+    any module. It may be part of another module.
 
-    The types of variables tell an optimizer what trains. Values that train, arrays that no stage replaces included, are
-    ``variable``, which is a ``nnx.Param`` too, and all others are :class:`Fixed`. The model itself reads, and
-    :meth:`fold` gives back, variables of its own types.
+    An optimizer selects the values that train by the types of variables. Values that train, including arrays that no
+    stage replaces, have the type ``variable``, a subclass of ``nnx.Param``, and all others are :class:`Fixed`. The
+    model itself reads, and :meth:`fold` returns, variables of its own types.
 
     A chain with noise draws from a stream, as ``nnx.Dropout`` does: ``noise`` of ``rngs``, or the default one. As for
     ``nnx.Dropout``, ``model.deterministic`` switches it off; ``model.eval()`` and ``model.train()`` set it together
     with the flags of the model's own layers.
 
-    Attributes of the model are those of the effective one, made anew, so what you change inside of ``model.l1`` is a
-    copy: change ``model.raw.l1``. Other raw values go in by ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
+    Attributes of the model are those of the effective one, made anew, so changes inside ``model.l1`` are lost: change
+    ``model.raw.l1``. To replace raw values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
         variables become those of the wrapped one.
       p: The chain.
-      rngs: ``nnx.Rngs`` or one of its streams, for noise, and for starts that are random, which draw from ``params``.
-      variable: The type of variables that train, one that trainers choose by: ``nnx.LoRAParam`` for adapters.
+      rngs: ``nnx.Rngs`` or one of its streams, for noise and for random starts, which draw from ``params``.
+      variable: The type of variables that train, by which trainers select them: ``nnx.LoRAParam`` for adapters.
       deterministic: Whether to replace noise by its mean.
-      seen: What weights are multiplied with, as for ``p.init``.
-      raw: What ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)`` has made, in the place of a new start.
+      seen: Statistics of the inputs of weights, as for ``p.init``.
+      raw: A result of ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)``, instead of a new start.
 
     Raises:
-      TypeError: If ``model`` is a chain or no pytree, ``p`` is no chain, or ``raw`` has another class than ``model``.
+      TypeError: If ``model`` is a chain or not a pytree, ``p`` is not a chain, or ``raw`` has another class than
+        ``model``.
       ValueError: If a start is random and there are no ``rngs``, or ``p.init`` refuses the model.
 
     Example:
@@ -103,7 +104,8 @@ class Parametrized(nnx.Module):
         elif type(raw) is not type(model):
             raise TypeError(
                 f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
-                f"but got {type(raw).__name__}. Values alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
+                f"but got {type(raw).__name__}. To replace only values, use `nnx.update(model.raw, "
+                f"nnx.to_pure_dict(raw))`."
             )
         else:
             raw = _map_parameters(lambda tree: require_made_by(p, _to_model_types(tree)), raw)
@@ -141,7 +143,7 @@ class Parametrized(nnx.Module):
             setattr(held, name, value)
 
     def effective(self) -> Any:
-        """The model of one draw, with the wrapped one's other variables: to call it several times with the same noise.
+        """The model of one draw, with the wrapped one's other variables, to call it several times with the same noise.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.

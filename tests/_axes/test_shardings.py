@@ -360,8 +360,8 @@ def test_parts_of_an_axis_are_of_one_size():
     refused(
         {"w": P(("data", "model"))},
         shapes(w=(12, 16)),
-        f" at 'w': {SPEC}(('data', 'model'),) shards axis 0 of float32[12, 16] into 8 parts, which would not be "
-        f"equal. Do not shard that axis.",
+        f" at 'w': {SPEC}(('data', 'model'),) shards axis 0 of float32[12, 16] into 8 parts of unequal size. Do not "
+        f"shard that axis.",
     )
 
 

@@ -322,30 +322,31 @@ def test_the_configuration_tells_maps_apart_whose_raw_trees_are_alike() -> None:
 STAGE = '{"reparax": 1, "stages": [%s]}'
 
 UNREADABLE = {
-    "empty": ("", "from_json needs a text from `p.to_json()` in format 1, but got ''."),
+    "empty": ("", "from_json needs a string from `p.to_json()` in format 1, but got ''."),
     "no_json": (
         "WeightNorm()",
-        "from_json needs a text from `p.to_json()` in format 1, but got 'WeightNorm()'.",
+        "from_json needs a string from `p.to_json()` in format 1, but got 'WeightNorm()'.",
     ),
-    "list": ("[1, 2]", "from_json needs a text from `p.to_json()` in format 1, but got '[1, 2]'."),
-    "null": ("null", "from_json needs a text from `p.to_json()` in format 1, but got 'null'."),
-    "other_json": ('{"a": 1}', "from_json needs a text from `p.to_json()` in format 1, but got '{\"a\": 1}'."),
+    "list": ("[1, 2]", "from_json needs a string from `p.to_json()` in format 1, but got '[1, 2]'."),
+    "null": ("null", "from_json needs a string from `p.to_json()` in format 1, but got 'null'."),
+    "other_json": ('{"a": 1}', "from_json needs a string from `p.to_json()` in format 1, but got '{\"a\": 1}'."),
     "long": (
         json.dumps(list(range(100))),
-        "from_json needs a text from `p.to_json()` in format 1, but got '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, "
+        "from_json needs a string from `p.to_json()` in format 1, but got '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, "
         "11, 12, 13, 14, 15, 16, 1'.",
     ),
     "later_format": (
         '{"reparax": 2, "stages": []}',
-        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 2, "stages": []}\'.',
+        'from_json needs a string from `p.to_json()` in format 1, but got \'{"reparax": 2, "stages": []}\'.',
     ),
     "no_stages": (
         '{"reparax": 1}',
-        "from_json needs a text from `p.to_json()` in format 1, but got '{\"reparax\": 1}'.",
+        "from_json needs a string from `p.to_json()` in format 1, but got '{\"reparax\": 1}'.",
     ),
     "no_class": (
         STAGE % '{"std": 1.0}',
-        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
+        "from_json needs a string from `p.to_json()` in format 1, but got "
+        '\'{"reparax": 1, "stages": [{"std": 1.0}]}\'.',
     ),
     "unknown_class": (
         STAGE % '{"class": "reparax.Nope"}',

@@ -409,7 +409,7 @@ def test_a_value_that_is_no_array_in_a_block_is_named():
 def test_a_stage_that_says_nothing_of_arrays_is_refused():
     with raises(
         TypeError,
-        "Empty derives from Parametrization alone, so nothing says on which arrays it acts. Derive from "
+        "Empty derives directly from Parametrization, which does not define on which arrays it acts. Derive from "
         "Reparametrization or Perturbation for a formula on one array, from Joint or Together for one on several.",
     ):
         type("Empty", (rpx.Parametrization,), {})
@@ -464,7 +464,7 @@ def test_a_tie_takes_numpy_arrays_of_double_precision():
 
 @pytest.mark.parametrize("entries", ["[3]", '[{"class": []}]', "[[]]"])
 def test_entries_of_a_manifest_that_are_no_stages_are_refused(entries):
-    with pytest.raises(ValueError, match=r"^from_json needs a text from `p.to_json\(\)` in format 1"):
+    with pytest.raises(ValueError, match=r"^from_json needs a string from `p.to_json\(\)` in format 1"):
         rpx.from_json(f'{{"reparax": 1, "stages": {entries}}}')
 
 

@@ -530,7 +530,7 @@ SELECTIONS = {
         lambda: (_params(),),
         ValueError,
         "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole, but the end of 1 does, "
-        "as of 'dense/kernel'. Write '.*/kernel' for these.",
+        "such as 'dense/kernel'. Write '.*/kernel' for these.",
     ),
     "start_of_a_path": Fault(
         rpx.VarNoise(0.1, where="dense").apply,
@@ -1182,7 +1182,7 @@ TIES = {
         (TIE >> rpx.LowRank(1, where="b")).init,
         _pair,
         ValueError,
-        "Tie({'b': 'a'}).init: 'b' and 'a' hold different raw values, 'b/u' has no counterpart 'a/u'. To share "
+        "Tie({'b': 'a'}).init: 'b' and 'a' hold different raw values; 'b/u' has no counterpart 'a/u'. To share "
         "effective arrays, put the tie last in the chain.",
     ),
     "tied_by_a_later_one": Fault(

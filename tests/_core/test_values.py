@@ -421,7 +421,7 @@ WRONG = {
     "a file": (elementwise("jax.numpy.load"), f"from_json found the function 'jax.numpy.load', {NOTHING}"),
     "a class": (elementwise("jax.numpy.ndarray"), f"from_json found the function 'jax.numpy.ndarray', {NOTHING}"),
     "a private one": (elementwise("jax.numpy.__dir__"), f"from_json found the function 'jax.numpy.__dir__', {NOTHING}"),
-    "brackets": ("[" * 100000, f"from_json got a text that is nested too deep: '{'[' * 60}'."),
+    "brackets": ("[" * 100000, f"from_json got a string that is nested too deeply: '{'[' * 60}'."),
     "no stage": (
         text_of({"class": "reparax.Selected", "paths": ["a"]}),
         "from_json expected a stage, but found selected({'a': True}). Write it as an argument of a stage.",
@@ -457,7 +457,7 @@ WRONG = {
     ),
     "true for the format": (
         '{"reparax": true, "stages": []}',
-        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": true, "stages": []}\'.',
+        'from_json needs a string from `p.to_json()` in format 1, but got \'{"reparax": true, "stages": []}\'.',
     ),
     "an abstract class": (
         text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),

@@ -41,7 +41,7 @@ def test_its_repr_tells_inputs_bytes_and_reasons():
             rpx.seen.Seen(seen(DATA, shape=(3, 2)).reads + seen(DATA[:, :2], shape=(3, 2), axes=(1,)).reads),
             "full",
             None,
-            "expected one way in which products read this array, but they contract axis 0 of (3, 2) and axis 1 of "
+            "expected products to contract this array in one way, but they contract axis 0 of (3, 2) and axis 1 of "
             "(3, 2). Leave the array out with `where`.",
         ),
         (
@@ -61,8 +61,8 @@ def test_its_repr_tells_inputs_bytes_and_reasons():
             seen(DATA, shape=(3, 4)),
             "full",
             None,
-            "expected data of an array of shape (3, 2), got those of one of shape (3, 4). Pass what `rpx.inputs` "
-            "returned for these parameters.",
+            "expected data of an array of shape (3, 2), got data of one of shape (3, 4). Pass the result of "
+            "`rpx.inputs` for these parameters.",
         ),
     ],
 )

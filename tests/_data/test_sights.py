@@ -58,7 +58,7 @@ def test_several_trees_are_taken_together():
 
 def test_without_data_a_stage_that_needs_them_says_so():
     text = (
-        "Squares().init at 'w': expected what this array is multiplied with, got seen=None. Pass "
+        "Squares().init at 'w': expected the inputs of this array, got seen=None. Pass "
         "`seen=rpx.inputs(loss, moments='full')(params, batch)` to init."
     )
     with raises(ValueError, text):
@@ -74,7 +74,7 @@ def test_checks_of_structure_need_no_data():
 def test_transfer_carries_what_was_learned_and_starts_nothing_from_data():
     raw = Squares().init({"w": W}, seen=SEEN)
     np.testing.assert_array_equal(squares(rpx.transfer(Squares(), Squares() >> rpx.VarNoise(0.1), raw)), squares(raw))
-    with pytest.raises(ValueError, match="expected what this array is multiplied with, got seen=None"):
+    with pytest.raises(ValueError, match="expected the inputs of this array, got seen=None"):
         rpx.transfer(rpx.Chain(), Squares(), {"w": W})
 
 
@@ -83,8 +83,8 @@ def test_transfer_carries_what_was_learned_and_starts_nothing_from_data():
     [
         (
             {"v": rpx.seen.Seen()},
-            "Squares().init got seen for 'v', which is no array of the parameters: these have 'w'. Pass what "
-            "`rpx.inputs` returned for the same parameters.",
+            "Squares().init got seen for 'v', which is not an array of the parameters: these have 'w'. Pass the "
+            "result of `rpx.inputs` for the same parameters.",
         ),
         (
             {"w": W},

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from reparax._numerics.tie import by_integers, compute_once, has_bits, read_in_step, store_whole, tie
+from reparax._numerics.tie import by_integers, compute_once, has_bits, pull_back_once, read_in_step, store_whole, tie
 
 ODD = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3.5, -7.25])
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -123,3 +123,13 @@ def test_what_is_computed_once_is_itself_behind_what_each_compiler_keeps():
     for platform, kept in {"cpu": "divide", "tpu": "optimization_barrier", "cuda": "optimization_barrier"}.items():
         text = jax.jit(compute_once).trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert f"stablehlo.{kept}" in text
+
+
+def test_what_is_pulled_back_once_is_itself_and_its_cotangent_is_kept():
+    x = jnp.asarray([0.0, jnp.inf, -3.7], jnp.float32)
+    assert bits(jax.jit(pull_back_once)(x)) == bits(x) == bits(pull_back_once(x))
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(pull_back_once(x)))(x), jnp.ones(3))
+    assert jax.vmap(pull_back_once)(x[:, None]).shape == (3, 1)
+    assert "divide" not in jax.jit(pull_back_once).lower(x).as_text()
+    _, back = jax.vjp(pull_back_once, x)
+    assert "stablehlo.divide" in jax.jit(back).trace(x).lower(lowering_platforms=("cpu",)).as_text()

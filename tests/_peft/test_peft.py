@@ -533,7 +533,7 @@ def unclear(path, shape, counted):
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
     experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
     return (
-        f"{path}: the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a "
+        f"{path}: the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a "
         f"kernel of attention. For a stack, give each layer a name: names={{{path!r}: {counted!r}}}. {experts}"
         f"For a convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. "
         f"Reshape kernels and biases of attention to matrices and vectors."
@@ -542,9 +542,9 @@ def unclear(path, shape, counted):
 
 def untold(path, shape, counted):
     return (
-        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}. Give its layout: "
-        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
-        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one that is "
+        f"(in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a name: "
         f"names={{{path!r}: {counted!r}}}. Reshape a bias of attention to a vector."
     )
 
@@ -823,7 +823,7 @@ READING = {
             {f"{PREFIX}dense.hra_u": normal(8), f"{PREFIX}out.hra_u": normal(7, 2)}, {"peft_type": "HRA"}, model()
         ),
         reading(
-            "dense/kernel: expected a tensor of 2 or more axes that has numbers, got shape (8,)",
+            "dense/kernel: expected a tensor of 2 or more axes that is not empty, got shape (8,)",
             "out/kernel: expected hra_u of shape (6, 2), got (7, 2)",
         ),
     ),
@@ -849,7 +849,7 @@ READING = {
             {"peft_type": "SHIRA"},
             model(),
         ),
-        reading("dense/kernel: expected places in a matrix of shape (6, 8), got others in shira_indices"),
+        reading("dense/kernel: expected indices of a matrix of shape (6, 8) in shira_indices, got others"),
     ),
     "places beyond all entries": (
         lambda: rpx.from_peft(
@@ -860,7 +860,7 @@ READING = {
             {"peft_type": "SUPERTUNING"},
             model(),
         ),
-        reading("dense/kernel: expected places below 48, got others in supertuning_indices"),
+        reading("dense/kernel: expected indices from 0 to 47 in supertuning_indices, got 48"),
     ),
     "entries beside low rank": (
         lambda: rpx.from_peft({}, {"peft_type": "SUPERTUNING", "r": 8}, model()),

@@ -127,8 +127,8 @@ ONE_RULE = "experts.{0}"
 FIT = "from_peft: the adapter does not fit this model:\n  "
 CORRECT = "\nCorrect `like`, `names` or `layouts`."
 ORDER = (
-    "PEFT adapts several parameters of 'experts' and does not write which is which, but wraps them in the order in "
-    "which the module has them. Give each a rule of its own in that order, such as names={'down': 'experts.down', "
+    "PEFT adapts several parameters of 'experts' without recording which is which, in the order of the module. Give "
+    "each its own rule in that order, such as names={'down': 'experts.down', "
     "'up': 'experts.up'}."
 )
 NO_SUCH = "to_peft: PEFT has no such adapter:\n  "
@@ -148,18 +148,17 @@ REFUSED = {
     ),
     "no layout": (
         lambda: of_two(names=UP | DOWN),
-        "from_peft: PEFT adapts 'down' by itself, for which it needs the layout of experts: layouts={'down': "
+        "from_peft: PEFT adapts 'down' separately, which needs the layout of experts: layouts={'down': "
         "'experts:kernel'} for (experts, in, out) here and (experts, out, in) in torch, 'experts:conv1d' for "
         "(experts, in, out) in both, or 'experts:same' for (experts, out, in) in both.",
     ),
     "a parameter without tensors": (
         lambda: rpx.from_peft(lora(OUTER, OUTS, INS), CONFIG, two(), names=UP | DOWN, **BOTH),
-        "from_peft: target_parameters says that 'experts.up' is adapted, but the file has no tensors for it.",
+        "from_peft: target_parameters lists 'experts.up', but the file has no tensors for it.",
     ),
     "a layout of three axes for two": (
         lambda: rpx.to_torch(rpx.Chain(), {"up": jnp.zeros((4, 6))}, layouts={"up": "experts:kernel"}),
-        "to_torch: the layout 'experts:kernel' is that of stacks of matrices with three axes, but 'up' has shape "
-        "(4, 6).",
+        "to_torch: the layout 'experts:kernel' is for stacks of matrices with three axes, but 'up' has shape (4, 6).",
     ),
     "DoRA, read": (
         lambda: rpx.from_peft(

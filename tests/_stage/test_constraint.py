@@ -121,8 +121,8 @@ class Ramp(rpx.stage.Constraint):
 
 
 FLAT = (
-    "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside of the image or at its "
-    "edge, where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
+    "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside the image or at its edge, where "
+    "the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
     "outside='project' to start there anyway."
 )
 
@@ -131,7 +131,7 @@ def test_init_refuses_what_it_would_kill():
     dead = {"dense": {"w": jnp.array([[1.0, -1.0, 2.0], [-1.0, 0.0, -1.0]])}}
     with raises(ValueError, f"Ramp().{FLAT}"):
         Ramp().init(dead)
-    with pytest.raises(ValueError, match="got 3 of 6 outside of the image"):
+    with pytest.raises(ValueError, match="got 3 of 6 outside the image"):
         jax.jit(lambda: Ramp().init(dead))()
     jax.jit(Ramp().init)(dead)  # of traced numbers, nobody knows
     Ramp().init({"w": jnp.array([[1.0, -1.0]])})

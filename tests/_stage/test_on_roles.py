@@ -179,7 +179,7 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
 
 
 ASK = (
-    "only the program of the network says which axes are its {!r}. Write `p = p.on(rpx.roles(loss)(params, batch))` "
+    "only the program of the network shows which axes are its {!r}. Write `p = p.on(rpx.roles(loss)(params, batch))` "
     "first, or give the axis by number."
 )
 

@@ -100,7 +100,7 @@ def test_a_start_with_a_key_is_draw_leaf():
 def test_a_perturbation_takes_a_key():
     with raises(
         TypeError,
-        "Keyless.apply_leaf takes self, w, but is called with (self, w, key). Take a key, also if the stage is not "
+        "Keyless.apply_leaf takes self, w, but is called with (self, w, key). Take a key, even if the stage is not "
         "random.",
     ):
 
@@ -176,6 +176,6 @@ def test_an_expression_for_the_end_of_paths():
     with raises(
         ValueError,
         "Freeze(where='h[ifgo]/kernel').init selects nothing: no path matches 'h[ifgo]/kernel' as a whole, but the end "
-        "of 1 does, as of 'lstm/hi/kernel'. Write '.*/h[ifgo]/kernel' for these.",
+        "of 1 does, such as 'lstm/hi/kernel'. Write '.*/h[ifgo]/kernel' for these.",
     ):
         rpx.Freeze(where="h[ifgo]/kernel").init(params)

@@ -376,12 +376,12 @@ SENTENCES = {
     "lists in lists": (
         quantized("bitsandbytes", {STATE: np.frombuffer(DEEP.encode(), np.uint8)}),
         ValueError,
-        refusal("dense.weight: its state is no JSON that can be read: it is nested too deeply"),
+        refusal("dense.weight: its state is JSON that is nested too deeply"),
     ),
     "a state of numbers": (
         quantized("bitsandbytes", {STATE: single(3)}),
         ValueError,
-        refusal("dense.weight: its state is no text: expected bytes, got float32[3]"),
+        refusal("dense.weight: its state is not text: expected bytes, got float32[3]"),
     ),
     "a block of a truth": (
         quantized("bitsandbytes", {STATE: text({**SAID, "blocksize": True})}),
@@ -407,7 +407,7 @@ SENTENCES = {
             {"dense": {"kernel": np.zeros((40, 16), np.float32)}},
         ),
         ValueError,
-        refusal("dense.weight: its 40 inputs of 3 bits fill no whole words"),
+        refusal("dense.weight: its 40 inputs of 3 bits do not fill whole words"),
     ),
     "one bit without zeros": (
         lambda: rpx.torch.from_quantized(
@@ -430,7 +430,7 @@ SENTENCES = {
         lambda: rpx.from_peft({"base_model.model.dense.base_layer.out_proj.lora_A.weight": single(2, 64)}, LORA, LIKE),
         ValueError,
         "from_peft does not read 'base_model.model.dense.base_layer.out_proj.lora_A.weight': PEFT adds the update of "
-        "`out_proj` of nn.MultiheadAttention twice, also where it merges, and that of a Linear once. Merge the adapter "
+        "`out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once. Merge the adapter "
         "in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
     ),
     "a type that is a list": (
@@ -471,8 +471,8 @@ SENTENCES = {
     "vectors that PEFT takes for longer ones": (
         peft("delora", {"base_model.model.dense.delora_A": 1e-6 * single(2, 64)}),
         ValueError,
-        "from_peft: the adapter does not fit this model:\n  dense/kernel: expected vectors of zeros or of a length "
-        "of at least 1e-4, got one of 8e-06\nCorrect `like`, `names` or `layouts`.",
+        "from_peft: the adapter does not fit this model:\n  dense/kernel: expected vectors of zeros or of length at "
+        "least 1e-4, got one of length 8e-06\nCorrect `like`, `names` or `layouts`.",
     ),
     "factors of another rank": (
         peft("lokr", r=3),

@@ -271,7 +271,9 @@ def test_every_matrix_is_right_in_peft_or_refused(name):
         difference = 3.0 * held["a"] @ held["b"]
         difference = difference.T if rows else difference
         if how not in (KERNEL, ALIKE, TABLE):
-            with pytest.raises(ValueError, match=f"{re.escape(path)}: neither a name nor a class tells the axes of "):
+            with pytest.raises(
+                ValueError, match=f"{re.escape(path)}: neither a name nor a class determines the axes of "
+            ):
                 rpx.to_peft(p, raw, names={path: "m.weight"})
             continue
         tensors, config = rpx.to_peft(p, raw, names={path: "m.weight"})

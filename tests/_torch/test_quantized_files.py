@@ -146,8 +146,8 @@ def test_experts_in_mxfp4_that_do_not_fit_are_told_in_a_sentence():
     told(f"{up}: expected scales from 2 to 252, for 2^-125 to 2^125, in up_scales, got 255", scale_of(255))
     told(f"{up}: expected scales from 2 to 252, for 2^-125 to 2^125, in up_scales, got 1", scale_of(1))
     missing = (
-        f"{up}: it is a stack of experts, whose axes nothing tells: layouts={{'up': 'experts:conv1d'}} for (experts, "
-        f"in, out) here, 'experts:kernel' for (experts, out, in)"
+        f"{up}: it is a stack of experts, whose axes cannot be inferred: layouts={{'up': 'experts:conv1d'}} for "
+        f"(experts, in, out) here, 'experts:kernel' for (experts, out, in)"
     )
     told(f"{missing}\n  {missing.replace('layers.0', 'layers.1')}", {}, layouts={"bias": "same", "up": "same"})
     rest = {f"layers.{i}.experts.up{end}" for i in range(2) for end in ("_scales", "_bias")}
@@ -344,12 +344,12 @@ DAMAGED = {
     "an order of other groups": (
         broken(gptq(), g_idx=lambda x: x * 0),
         GPTQ,
-        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other numbers of them",
+        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other counts",
     ),
     "an order beyond the scales": (
         broken(gptq(), g_idx=lambda x: x + 2**30),
         GPTQ,
-        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other numbers of them",
+        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other counts",
     ),
     "nvfp4 that is cut off": (
         broken(nvfp4(), weight_packed=lambda x: x[:, 1:]),
@@ -379,7 +379,7 @@ DAMAGED = {
     "a group that divides nothing": (
         gptq()[0],
         {**GPTQ, "group_size": 0},
-        "dense.weight: its 64 inputs are no multiple of group_size 0",
+        "dense.weight: its 64 inputs are not a multiple of group_size 0",
     ),
     "bytes that are cut off": (
         {"dense.weight": Q4[0]["dense.weight"][:, :-3]},
@@ -410,12 +410,12 @@ DAMAGED = {
     "a state that is no JSON": (
         broken(nf4(), bitsandbytes__nf4=lambda x: x[:5]),
         BITSANDBYTES,
-        "dense.weight: its state is no JSON: Unterminated string starting at: line 1 column 2 (char 1)",
+        "dense.weight: its state is not JSON: Unterminated string starting at: line 1 column 2 (char 1)",
     ),
     "a state that is a list": (
         broken(nf4(), bitsandbytes__nf4=lambda x: np.frombuffer(b"[]", np.uint8)),
         BITSANDBYTES,
-        "dense.weight: its state is no dict, but list",
+        "dense.weight: its state is not a dict, but list",
     ),
     "another table": (
         broken(nf4(), quant_map=lambda x: 2 * x),

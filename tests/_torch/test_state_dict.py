@@ -341,7 +341,7 @@ def test_a_tied_convolution_is_told_where_it_stands(state):
 
 def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing():
     like, state = {"q": {"bias": numbers(8), "kernel": numbers(8, 2, 4)}}, {"q.weight": numbers(8, 8)}
-    with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not tell .* kernel of attention. For a"):
+    with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not show .* kernel of attention. For a"):
         rpx.from_torch(rpx.Chain(), state | {"q.bias": numbers(8)}, like)
 
 
@@ -408,7 +408,7 @@ def test_a_rule_counts_more_than_a_class():
 def test_stacked_modules_are_no_convolutions():
     make = jax.vmap(lambda key: eqx.nn.Linear(2, 3, use_bias=False, key=key))
     stack = make(jax.random.split(jax.random.key(0), 2))
-    with pytest.raises(ValueError, match=r"^to_torch: the shape \(2, 3, 2\) of 'weight' does not tell"):
+    with pytest.raises(ValueError, match=r"^to_torch: the shape \(2, 3, 2\) of 'weight' does not show"):
         rpx.to_torch(rpx.Chain(), stack)
     got = rpx.to_torch(rpx.Chain(), stack, names={"weight": "{i}.weight"})
     identical(got, {f"{i}.weight": np.asarray(stack.weight[i]) for i in range(2)})
@@ -688,9 +688,9 @@ LOW = rpx.LowRank(1)
 
 def unclear(path, shape, counted, more=""):
     return (
-        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
-        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
-        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one that is "
+        f"(in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a name: "
         f"names={{{path!r}: {counted!r}}}. Reshape a bias of attention to a vector."
     )
 
@@ -862,7 +862,7 @@ REFUSED = {
     "a kernel of more axes": (
         lambda: rpx.from_torch(rpx.Chain(), {"conv.weight": numbers(4, 3)}, CONV),
         ValueError,
-        "from_torch: the shape (2, 2, 3, 4) of 'conv/kernel' does not tell whether it is a stack of layers, a "
+        "from_torch: the shape (2, 2, 3, 4) of 'conv/kernel' does not show whether it is a stack of layers, a "
         "convolution or a kernel of attention. For a stack, give each layer a name: "
         "names={'conv/kernel': 'conv.{i}.weight'}. For a convolution, layouts={'conv/kernel': 'kernel'}, or "
         "'conv_transpose'; for equal axes in torch, 'same'. Reshape kernels and biases of attention to matrices and "
@@ -903,7 +903,7 @@ REFUSED = {
     "a vector of more axes": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8)}, UP, layouts={"up/kernel": "vector"}),
         ValueError,
-        "from_torch: the layout 'vector' is that of arrays (out, 1, ..., 1), but 'kernel' has shape (4, 8, 6).",
+        "from_torch: the layout 'vector' is for arrays (out, 1, ..., 1), but 'kernel' has shape (4, 8, 6).",
     ),
     "another layout": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 6, 4)}, UP),
@@ -976,7 +976,7 @@ REFUSED = {
     "a layout of matrices": (
         lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "conv1d"}),
         ValueError,
-        "to_torch: the layout 'conv1d' is that of matrices (in, out), but 'kernel' has shape (2, 2, 3, 4).",
+        "to_torch: the layout 'conv1d' is for matrices (in, out), but 'kernel' has shape (2, 2, 3, 4).",
     ),
     "a rule for nothing": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, names={"dens/.*": "x"}),
@@ -1007,7 +1007,7 @@ REFUSED = {
     "a convolution that may be a transposed one": (
         lambda: rpx.from_torch(rpx.Chain(), {"up.weight": numbers(8, 8, 4)}, {"up": {"kernel": numbers(4, 8, 8)}}),
         ValueError,
-        "from_torch: the shape (4, 8, 8) of 'up/kernel' does not tell whether it is a stack of layers, a convolution "
+        "from_torch: the shape (4, 8, 8) of 'up/kernel' does not show whether it is a stack of layers, a convolution "
         "or a kernel of attention. For a stack, give each layer a name: names={'up/kernel': 'up.{i}.weight'}. For "
         "experts in one tensor, layouts={'up/kernel': 'experts:kernel'}, or 'experts:conv1d' for equal axes in torch. "
         "For a convolution, layouts={'up/kernel': 'kernel'}, or 'conv_transpose'; for equal axes in torch, 'same'. "
@@ -1016,7 +1016,7 @@ REFUSED = {
     "a table of more axes": (
         lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "embedding"}),
         ValueError,
-        "to_torch: the layout 'embedding' is that of matrices (num, features), but 'kernel' has shape (2, 2, 3, 4).",
+        "to_torch: the layout 'embedding' is for matrices (num, features), but 'kernel' has shape (2, 2, 3, 4).",
     ),
     "an unknown layout": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),

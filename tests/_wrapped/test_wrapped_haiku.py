@@ -105,8 +105,8 @@ def test_params_without_their_fixed_values_are_refused() -> None:
         with raises(
             ValueError,
             "(Freeze(where='l1/.*') >> WeightNorm()).apply cannot read `params` alone: there is no '~fixed' in the "
-            "state, where values that do not train are. Pass the state of `network.init`; parameters of the plain "
-            "network begin by `network.start`.",
+            "state, where values that do not train are. Pass the state of `network.init`; for parameters of the plain "
+            "network, call `network.start`.",
         ):
             network.apply(given, {}, None, X)
 

@@ -173,7 +173,7 @@ def test_params_without_their_fixed_values_are_refused() -> None:
             ValueError,
             "(Freeze(where='l1/.*') >> WeightNorm()).apply cannot read the collection 'params' alone: there is no "
             "collection 'fixed', where values that do not train are. Pass both, `module.apply({**variables, "
-            '"params": params}, x)`; variables of the plain module begin by `module.start(variables)`.',
+            '"params": params}, x)`; for variables of the plain module, call `module.start(variables)`.',
         ):
             module.apply({"params": params}, X)
 

@@ -125,8 +125,8 @@ def test_values_of_a_split_model_go_into_a_wrapped_nnx_model_and_modules_of_othe
     raw = p.init(nnx.state(plain), jax.random.key(0))
     with raises(
         TypeError,
-        "rpx.nnx.Parametrized takes a raw tree that is a Linear, as `p.init(model)` gives it, but got State. Values "
-        "alone go in by `nnx.update(model.raw, nnx.to_pure_dict(raw))`.",
+        "rpx.nnx.Parametrized takes a raw tree that is a Linear, as `p.init(model)` gives it, but got State. To "
+        "replace only values, use `nnx.update(model.raw, nnx.to_pure_dict(raw))`.",
     ):
         rpx.nnx.Parametrized(plain, p, raw=raw)
     for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (rpx.nnx.Free, raw)):

@@ -93,7 +93,7 @@ def test_chains_that_have_no_factors_to_find():
     with raises(
         ValueError,
         "loftq found no factor at 'w/@lora/a' in the raw tree of WeightNorm() >> LoRA(3), as another stage computes "
-        "it. Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it.",
+        "it. End the chain with LoRA, and let only earlier stages that store or freeze act on it.",
     ):
         rpx.adapters.loftq(rpx.WeightNorm() >> rpx.LoRA(RANK), params)
     with raises(ValueError, "loftq got steps=0, but takes at least 1."):

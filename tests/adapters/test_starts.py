@@ -277,12 +277,12 @@ def diagonal():
 ERRORS = {
     "no moments": (
         failing("eva", None),
-        "LoRA(2, start='eva').init at 'w': expected what this array is multiplied with, got seen=None. Pass "
+        "LoRA(2, start='eva').init at 'w': expected the inputs of this array, got seen=None. Pass "
         "`seen=rpx.inputs(loss, moments='full')(params, batch)` to init.",
     ),
     "no gradient": (
         failing("lora_ga", None),
-        "LoRA(2, start='lora_ga').init at 'w': expected what this array is multiplied with, got seen=None. Pass "
+        "LoRA(2, start='lora_ga').init at 'w': expected the inputs of this array, got seen=None. Pass "
         "`seen=rpx.inputs(loss, gradients=True)(params, batch)` to init.",
     ),
     "no gradient in seen": (

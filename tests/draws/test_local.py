@@ -4,6 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from jax.sharding import PartitionSpec as P
 from samples import ERRORS, N, assert_alike
 
 import reparax as rpx
+from reparax._core import random
 from reparax._core.random import DRAW
 from reparax._programs import jaxprs
+from reparax.draws import _noisy
 
 KEY = jax.random.key(0)
 
@@ -549,3 +552,55 @@ def test_the_backward_pass_draws_again_what_it_reads():
 
     assert (5, 3) not in stored(rpx.local(loss))
     assert stored(rpx.local(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it
+
+
+def kept(jaxpr):
+    """The shapes of what a program computes once, in its order."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reparax_once":
+            yield jaxprs.type_of(eqn.outvars[0]).shape
+        for inside in jaxprs.inner(eqn):
+            yield from kept(inside)
+
+
+@pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
+def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
+    """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""
+    raw = p.init({"w": jnp.ones((4, 3))})
+
+    def loss(raw, key, x):
+        return jnp.sum(x @ p.apply(raw, key)["w"])
+
+    program = jax.make_jaxpr(jax.grad(rpx.local(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
+    assert list(kept(program.jaxpr)) == [(5, 3)] * times
+
+
+PRODUCTS = {
+    "matrices": (lambda w, x: x @ w, (7, 5), normal(3, 7)),
+    "groups of rows": (lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 1])), (2, 7, 6), normal(3, 7)),
+    "images": (
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+        (3, 7, 5),
+        normal(2, 4, 7),
+    ),
+    "a table": (lambda w, x: w[x], (7, 11), jnp.array([1, 4, 2])),
+    "multiples": (lambda w, x: x * w[None], (7,), normal(13, 7)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(PRODUCTS, "images", "a table"))
+def test_equal_products_are_traced_once(name, monkeypatch):
+    product, shape, x = PRODUCTS[name]
+    raw, traced = {"a": jnp.ones(shape), "b": jnp.ones(shape)}, []
+
+    def counted(key, mean):
+        traced.append(mean.shape)
+        return random.normal(key, mean)
+
+    def network(raw, key, x):
+        w = NOISE.apply(raw, key)
+        return product(w["a"], x), product(w["b"], x)
+
+    monkeypatch.setattr(_noisy, "random", SimpleNamespace(normal=counted))
+    jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
+    assert len(traced) == 1

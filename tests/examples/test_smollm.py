@@ -1,6 +1,7 @@
 """The example's network at a tiny size, with random weights: nothing is downloaded."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -252,3 +253,20 @@ def test_kernels_that_learned_from_windows_are_nearer_in_what_they_compute(name,
     assert len(kernels) == 7
     assert all(lost(learned, *each) < 0.8 * lost(rounded, *each) for each in kernels)
     np.testing.assert_array_equal(learned["input_layernorm"]["scale"], params["layers"]["input_layernorm"]["scale"])
+
+
+class Letters:
+    """A tokenizer whose tokens are letters, four in a row."""
+
+    def encode(self, text):
+        parts = (text[i : i + 4] for i in range(0, len(text), 4))
+        return SimpleNamespace(ids=[int.from_bytes(part.encode(), "big") % 2**31 for part in parts])
+
+
+@pytest.mark.thorough
+def test_windows_to_learn_from_and_windows_to_judge_by_have_nothing_in_common():
+    draws = [compression.windows(Letters(), draw) for draw in range(len(compression.DRAWS))]
+    sets = [*({row.tobytes() for row in learned} for learned, _ in draws), {row.tobytes() for row in draws[0][1]}]
+    assert [len(rows) for rows in sets] == [compression.LEARNED] * 3 + [compression.HELD_OUT]
+    assert len(set.union(*sets)) == sum(map(len, sets))
+    assert all(np.array_equal(others, draws[0][1]) for _, others in draws)

@@ -104,7 +104,7 @@ PARAMS, X = {"w": normal(3, 4), "v": normal(4, 2)}, normal(5, 3)
 def test_the_law_says_what_is_wrong():
     wrong = Group((Member("v", 1),), 2, by_step=False)
     with pytest.raises(
-        AssertionError, match=r"^\[\('v', 1\)\] is no group: permuting it changes outputs by .* of them"
+        AssertionError, match=r"^\[\('v', 1\)\] is not a group: permuting it changes outputs by .* of them"
     ):
         check_groups(forward, PARAMS, X, groups=[wrong])
     alike = {**PARAMS, "u": normal(2, 4), "b": normal(2)}

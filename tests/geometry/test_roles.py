@@ -103,7 +103,7 @@ def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
     found = roles(lambda params, x: x @ params["w"].astype(jnp.float32))(
         {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
     )
-    assert found["w"] == Role(why="it is no array of floating numbers", shape=(3, 2), dtype=jnp.int8)
+    assert found["w"] == Role(why="it is not an array of floating numbers", shape=(3, 2), dtype=jnp.int8)
 
 
 def test_an_axis_of_whole_numbers_says_so_where_it_meets_a_weight():

@@ -68,7 +68,7 @@ def test_the_stream_and_the_values_of_a_llama_can_be_turned_and_its_scales_fold(
 def test_a_tied_table_keeps_its_basis_as_only_one_of_its_uses_is_scaled():
     params = llama(tied=True)
     stream = axis_groups(logits)(params, TOKENS).groups[0]
-    assert stream.why_not_turned == "'norm/scale' scales only some of what 'embed_tokens/embedding' is used for"
+    assert stream.why_not_turned == "'norm/scale' scales only some of the uses of 'embed_tokens/embedding'"
     text = f"cannot turn axis 1 of 'embed_tokens/embedding': {stream.why_not_turned}. Leave the group out."
     with raises(ValueError, f"rotate {text}"):
         rotate(params, stream, np.eye(12))

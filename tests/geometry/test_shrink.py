@@ -243,8 +243,8 @@ def test_a_stage_that_computes_with_the_whole_array_is_refused():
     with raises(
         ValueError,
         f"shrink of {p!r} at 'c': expected the same weights "
-        "without the slices that count for nothing, got others, as a stage computes with the whole array. Shrink the "
-        "plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`.",
+        "without the slices that contribute nothing, got others, because a stage computes with the whole array. Shrink "
+        "the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`.",
     ):
         shrink(p, p.init(params), axis_groups(mlp)(params, X))
 
@@ -275,7 +275,7 @@ def test_other_errors():
     with raises(
         ValueError,
         "shrink takes a state whose arrays have the shapes of the raw tree, but got float32[6, 1] at '0/c' for 'c' of "
-        "shape (6, 2). Start the optimizer anew with the small raw tree, `tx.init(small)`.",
+        "shape (6, 2). Start the optimizer again with the small raw tree, `tx.init(small)`.",
     ):
         shrink(NONE, ({"c": jnp.ones((6, 1))},), groups, like=params)
     with raises(ValueError, "prune_units got share=1.0, but takes a share from 0 to below 1."):

@@ -206,7 +206,7 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
         with raises(
             ValueError,
             "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of "
-            "9 outside of the image or at its edge, where the map is flat. Start from numbers inside, leave "
+            "9 outside the image or at its edge, where the map is flat. Start from numbers inside, leave "
             "the array out with `where`, or pass outside='project' to start there anyway. The array is one of those "
             "along stacked=0.",
         ):

@@ -1084,3 +1084,15 @@ def test_a_batch_of_what_cannot_be_batched_after_its_derivative(f, key):
     args = normal(4, 4), normal(3, 2, 4, seed=1)
     expected, got = (jax.jit(jax.value_and_grad(total(f)))(*args) for f in (f, rpx.remat(f)))
     trees_close(got, expected)
+
+
+def test_the_forward_pass_is_not_split_for_tangents_that_come_later():
+    # JAX looks in loops and calls for what depends on a tangent, and leaves an empty call where it finds nothing.
+    p = rpx.WeightNorm()
+    raw, product = p.init({"w": normal(8, 8)}), jax.jit(lambda x, w: jnp.tanh(x @ w))
+
+    def loss(raw, x):
+        w = p.apply(raw)["w"]
+        return jnp.sum(jax.lax.scan(lambda x, _: (product(x, w), None), x, length=3)[0])
+
+    assert all(eqn.outvars for eqn in jax.make_jaxpr(jax.grad(rpx.remat(loss)))(raw, normal(4, 8)).eqns)

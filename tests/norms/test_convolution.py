@@ -176,7 +176,7 @@ def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
             lambda: rpx.SpectralNorm(columns=1, window=(3, 3)).init({"w": jnp.ones((2, 2, 3, 3))}),
             ValueError,
             "SpectralNorm(columns=1, window=(3, 3)).init at 'w': expected the first or the last axis of a "
-            "convolution's kernel, got columns=1 for shape (2, 2, 3, 3). Use one.",
+            "convolution's kernel, got columns=1 for shape (2, 2, 3, 3). Use one of these.",
         ),
         (
             lambda: rpx.SpectralNorm(window=(3, 3)).init({"w": jnp.ones((0, 3, 1, 1))}),

@@ -373,7 +373,7 @@ def test_nobody_guesses_which_axes_of_a_kernel_are_multiplied_with_its_inputs(p)
 
 def test_spectral_norm_of_a_convolution_takes_no_rows():
     text = (
-        "SpectralNorm got rows=0 with `window`, whose convolution has one axis of outputs and its neighbour of inputs. "
+        "SpectralNorm got rows=0 with `window`, whose convolution has one output axis and its neighbour as input axis. "
         "Leave `rows` out, and give the outputs, such as columns=-1."
     )
     with raises(ValueError, text):

@@ -236,8 +236,8 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
     w = np.array(w, np.float32)
     with raises(
         ValueError,
-        f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside of the "
-        f"image or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
+        f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside the image "
+        f"or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
         f"`where`, or pass outside='project' to start there anyway.",
     ):
         p.init({"layer": {"w": w}})

@@ -251,7 +251,7 @@ class Attention(torch.nn.Module):
 
 
 ATTENTION = (
-    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, also where it merges, and that of a Linear once"
+    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
 )
 
 

@@ -136,21 +136,21 @@ STEPS = {
         lambda: step(ADAM, RAW, zeros(ADAM.init, ROWS), RAW),
         ValueError,
         "optimizer.update takes the state of the raw tree, but got one of other shapes: expected shape (1, "
-        "2) at '0/mu/dense/kernel/@weight_norm/g', got shape (3, 1). Make it by the same `tx`, "
+        "2) at '0/mu/dense/kernel/@weight_norm/g', got shape (3, 1). Make it with the same `tx`, "
         "`tx.init(raw)`.",
     ),
     "a state of another optimizer": (
         lambda: step(ADAM, RAW, zeros(SGD.init, RAW), RAW),
         ValueError,
         "optimizer.update takes the state of the raw tree, but got that of another optimizer or model: "
-        "expected an array at '0/count', got nothing. Make it by the same `tx`, `tx.init(raw)`.",
+        "expected an array at '0/count', got nothing. Make it with the same `tx`, `tx.init(raw)`.",
     ),
     "a state of optax alone": (
         lambda: step(ADAM, ADAPTED, zeros(optax.adam(1e-3).init, ADAPTED), ADAPTED),
         ValueError,
         "optimizer.update takes the state of the raw tree, but got one with values for what is fixed: "
-        "expected nothing at '0/mu/dense/kernel/@lora/@fixed/w/@freeze/@fixed/w', got an array. Make it by "
-        "the same `tx`, `tx.init(raw)`.",
+        "expected nothing at '0/mu/dense/kernel/@lora/@fixed/w/@freeze/@fixed/w', got an array. Make it with the same "
+        "`tx`, `tx.init(raw)`.",
     ),
     "state and gradients swapped": (
         lambda: step(ADAM, STATE, RAW, RAW),
@@ -476,24 +476,24 @@ CHAINS = {
     "stacked out of bounds": (
         lambda: rpx.WeightNorm(stacked=3).init(PARAMS),
         ValueError,
-        "WeightNorm(stacked=3).init selects nothing: where stacked=3 does not count, its default takes "
+        "WeightNorm(stacked=3).init selects nothing: not counting stacked=3, its default takes "
         "none of the 3 arrays ('dense/bias', 'dense/kernel', 'out/kernel'). Correct `stacked`, or select "
         "some with `where`.",
     ),
     "a chain from a dict": (
         lambda: rpx.from_json({"stages": []}),
         ValueError,
-        "from_json needs a text from `p.to_json()` in format 1, but got \"{'stages': []}\".",
+        "from_json needs a string from `p.to_json()` in format 1, but got \"{'stages': []}\".",
     ),
     "a chain from a broken text": (
         lambda: rpx.from_json('{"reparax": 1, "sta'),
         ValueError,
-        'from_json needs a text from `p.to_json()` in format 1, but got \'{"reparax": 1, "sta\'.',
+        'from_json needs a string from `p.to_json()` in format 1, but got \'{"reparax": 1, "sta\'.',
     ),
     "a chain from a file name": (
         lambda: rpx.from_json("chain.json"),
         ValueError,
-        "from_json needs a text from `p.to_json()` in format 1, but got 'chain.json'.",
+        "from_json needs a string from `p.to_json()` in format 1, but got 'chain.json'.",
     ),
     "a chain to a file": (
         lambda: P.to_json("chain.json"),
@@ -578,7 +578,7 @@ SELECTIONS = {
         lambda: rpx.WeightNorm(where=int),
         TypeError,
         "WeightNorm got where=<class 'int'> of type type, but takes a regular expression for the whole "
-        "path or a predicate (path, array) -> bool. Write where arrays of that class stand, such as "
+        "path or a predicate (path, array) -> bool. Write the paths of arrays of that class, such as "
         "'.*/kernel'.",
     ),
     "a list": (
@@ -610,13 +610,13 @@ SELECTIONS = {
         lambda: rpx.WeightNorm(where="dense/*").init(PARAMS),
         ValueError,
         "WeightNorm(where='dense/*').init selects nothing: no path matches 'dense/*' as a whole, as `*` "
-        "alone does not stand for any text. Write 'dense/.*', which matches 2, as 'dense/bias'.",
+        "alone does not stand for any text. Write 'dense/.*', which matches 2, such as 'dense/bias'.",
     ),
     "a part of the path": (
         lambda: rpx.WeightNorm(where="kernel").init(PARAMS),
         ValueError,
         "WeightNorm(where='kernel').init selects nothing: no path matches 'kernel' as a whole, but the end "
-        "of 2 does, as of 'dense/kernel'. Write '.*/kernel' for these.",
+        "of 2 does, such as 'dense/kernel'. Write '.*/kernel' for these.",
     ),
     "a layer": (
         lambda: rpx.WeightNorm(where="dense").init(PARAMS),
@@ -861,7 +861,7 @@ FUNCTIONS = {
         lambda: rpx.combine(RAW, RAW),
         ValueError,
         "combine takes the two halves of one raw tree, but both of them hold a value at 'dense/bias'. Pass "
-        "`free, fixed = rpx.partition(raw)`, or what became of each.",
+        "`free, fixed = rpx.partition(raw)`, or updated versions of both.",
     ),
     "labels of a chain": (
         lambda: rpx.labels(P),
@@ -932,8 +932,8 @@ FUNCTIONS = {
         lambda: rpx.training.projected(rpx.norms.MaxNorm(1.0)).init(RAW),
         ValueError,
         "MaxNorm(1.0).projected takes the model's own parameters, but got a raw tree: it holds "
-        "'@weight_norm' at 'dense/kernel'. To train a raw tree, use `rpx.optimizer` alone: what `apply` "
-        "makes of it is in the image already.",
+        "'@weight_norm' at 'dense/kernel'. To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is "
+        "already in the image.",
     ),
     "projected with updates of a raw tree": (
         lambda: rpx.training.projected(rpx.norms.MaxNorm(1.0)).update(RAW, (), PARAMS),

@@ -210,7 +210,7 @@ def test_what_noise_and_norm_do_on_text():
         r"^(.+?) +([\d.]+) as trained, ([\d.]+) with noise of \S+, ([\d.]+) in 3 bits", printed("noise_text"), re.M
     )
     kept, noisy, few = ({name: float(row[n]) for name, *row in rows} for n in range(3))
-    assert "noise costs a little on undisturbed weights, and pays off as soon as weights are disturbed" in text
+    assert "noise costs a little on unperturbed weights, and pays off as soon as weights are perturbed" in text
     assert kept["plain"] < kept["noise"] < kept["plain"] + 0.2
     assert noisy["noise"] < noisy["plain"]
     assert few["noise"] < few["plain"]

@@ -256,14 +256,14 @@ def test_nan_in_traced_data_is_not_hidden(fit):
 
 AT = "Stored('int4', block=8, fit='gptq').init at 'w': "
 WRONG = {
-    "no data": (None, "expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+    "no data": (None, "expected the inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, "
         "moments='full')(params, batch)` to init."),
     "a diagonal": (seen(X, shape=(K, N), full=False), "expected data contracted with axis 0 with moments='full', but "
         "got other moments. Pass moments='full' to `rpx.inputs`."),
     "blocks along another axis": (seen(W.T, shape=(K, N), axes=(1,)), "expected data contracted with axis 0 of this "
         "array, but products contract axis 1. Leave the array out with `where`, or choose other axes."),
-    "no example": (seen(X[:0], shape=(K, N)), "expected what this array is multiplied with, got the moments of no "
-        "example. Pass `rpx.inputs` a batch with data, or leave the array out with `where`."),
+    "no example": (seen(X[:0], shape=(K, N)), "expected the inputs of this array, got moments of no "
+        "examples. Pass `rpx.inputs` a batch with data, or leave the array out with `where`."),
     "NaN": (seen(X * np.nan, shape=(K, N)), "expected moments of finite data, got NaN or infinity. Correct the batch "
         "that `rpx.inputs` got, or leave the array out with `where`."),
 }  # fmt: skip
@@ -316,8 +316,8 @@ SPARSE = {
     ),
     "groups in another order": (
         {"sparsity": (2, 4), "fit": "gptq", "act_order": True},
-        "Stored got sparsity=(2, 4) with act_order=True, in whose order neighbouring inputs are no group. Leave one of "
-        "them out, or give a share, such as sparsity=0.5.",
+        "Stored got sparsity=(2, 4) with act_order=True, which reorders inputs, so that neighbours are not a group. "
+        "Leave one of them out, or give a share, such as sparsity=0.5.",
     ),
     "no zero": (
         {"sparsity": 0.5, "fit": "gptq", "format": "int1"},

@@ -345,7 +345,7 @@ ERRORS = {
     "whole zeros of another fit": (
         lambda: rpx.Stored("uint4", round_zero=True),
         ValueError,
-        "Stored got round_zero=True with fit='absmax', but it says where HQQ starts. Use it with fit='hqq', or leave "
+        "Stored got round_zero=True with fit='absmax', but it sets where HQQ starts. Use it with fit='hqq', or leave "
         "it out.",
     ),
     "axis and blocks": (

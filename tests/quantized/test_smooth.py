@@ -77,7 +77,7 @@ def test_wrong_uses():
     at = f"{rpx.quantized.Smooth(NAMES)!r}.init at 'norm/scale', 'norm/bias', 'query/kernel', 'key/kernel': "
     with raises(
         ValueError,
-        f"{at}expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+        f"{at}expected the inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, "
         f"moments='largest')(params, batch)` to init.",
     ):
         rpx.quantized.Smooth(NAMES).init(params)

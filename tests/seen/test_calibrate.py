@@ -239,8 +239,8 @@ def test_shares_are_from_zero_to_one_of_a_network_that_is_kept():
         rpx.calibrate(BOTH, loss, arrays(PARAMS), BATCHES, error_propagation=1.5)
     with raises(
         ValueError,
-        "calibrate(loss) got donate=True with error_propagation=0.5, which compares with the network of params as they "
-        "were. Leave one of them out.",
+        "calibrate(loss) got donate=True with error_propagation=0.5, which compares with the network of the original "
+        "params. Leave one of them out.",
     ):
         rpx.calibrate(BOTH, loss, arrays(PARAMS), BATCHES, error_propagation=0.5, donate=True)
     params = arrays(PARAMS)
@@ -258,8 +258,8 @@ def test_experts_have_no_rows_that_two_networks_share():
     params = {"first": arrays(PARAMS["head"]), "w": jnp.ones((2, D, 4))}
     with raises(
         ValueError,
-        "rpx.calibrate got error_propagation for an array whose rows of data are in groups, as those of experts, which "
-        "may be other rows in a network with errors. Leave error_propagation out.",
+        "rpx.calibrate got error_propagation for an array whose rows of data are grouped, such as experts, because "
+        "errors of the network may change the groups. Leave error_propagation out.",
     ):
         p = rpx.Chain((rpx.Stored("int4", where="first"), rpx.Stored("int8", axis=(0, 2), fit="gptq", where="w")))
         rpx.calibrate(p, routed, params, BATCHES[:1], error_propagation=0.5)
@@ -332,7 +332,7 @@ SHORTER = iter([BATCHES, BATCHES, BATCHES[:2]])
         (lambda: next(SHORTER), "calibrate(loss) got 2 batches in a pass, and 3 before. Pass the same ones each time."),
         (
             lambda: filter(None, [None]),
-            "calibrate(loss) got no batch in a pass over the batches. Pass those to learn from.",
+            "calibrate(loss) got no batch in a pass over the batches. Pass at least one.",
         ),
     ],
     ids=["an iterator", "one from a function", "fewer in the second pass", "none"],
@@ -346,8 +346,8 @@ def test_what_cannot_start_step_by_step_is_refused():
     with raises(
         ValueError,
         "calibrate(loss): MagnitudePrune(sparsity=0.5, fit='wanda', where='layers/up') starts all indices of axis 0 of "
-        "'layers/up' together, but a scan reads one after the other, and each is to start from what those before lost. "
-        "Write `stacked=0` in that stage.",
+        "'layers/up' together, but a scan reads one after the other, and each should correct the errors of those "
+        "before. Write `stacked=0` in that stage.",
     ):
         rpx.calibrate(rpx.MagnitudePrune(0.5, fit="wanda", where="layers/up"), loss, arrays(PARAMS), BATCHES)
     with raises(

@@ -276,7 +276,7 @@ def test_two_draws_of_one_chain_are_counted_together(found):
 def test_several_effective_trees_are_refused():
     p = rpx.WeightNorm()
     raw = init(p, {"w": normal(3, 3)}), init(p, [normal(3, 3)])
-    with pytest.raises(ValueError, match="found several `apply`, of which the effective trees differ in structure"):
+    with pytest.raises(ValueError, match="found several calls of `apply` whose effective trees differ in structure"):
         rpx.inputs(lambda raw, x: jnp.sum(x @ p.apply(raw[0])["w"] @ p.apply(raw[1])[0]))(raw, X)
 
 
@@ -320,7 +320,7 @@ def test_where_chooses_and_other_leaves_have_no_data():
     collect = rpx.inputs(lambda p, x: jnp.sum(x @ p["w"] @ p["v"]), where="w")
     seen = jax.jit(lambda p, x: collect({**p, "n": 3}, x))({"w": normal(3, 4), "v": normal(4, 2)}, X)
     assert (len(seen["w"].reads), seen["v"].why) == (1, ("`where` of `inputs` leaves it out",))
-    assert seen["n"].why == ("it is no floating array",)
+    assert seen["n"].why == ("it is not a floating array",)
 
 
 def test_bad_arguments_say_what_is_expected():

@@ -195,8 +195,8 @@ def test_no_expert_with_rows_is_an_error():
     seen = jax.jit(rpx.inputs(network))({"w": W, "v": V}, X, np.zeros(E, np.int32))
     with raises(
         ValueError,
-        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected what this array is multiplied with, got "
-        "the moments of no example. Pass `rpx.inputs` a batch with data, or leave the array out with `where`.",
+        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected the inputs of this array, got moments "
+        "of no examples. Pass `rpx.inputs` a batch with data, or leave the array out with `where`.",
     ):
         STAGES["GPTQ"](stacked=0).init({"w": W}, seen={"w": seen["w"]})
 

@@ -146,7 +146,9 @@ def test_stages_that_learn_from_data_refuse_a_part_of_it(name):
     stage, moments = STAGES[name]
     types = jax.eval_shape(rpx.inputs(sliced, moments=moments), PARAMS, X)
     seen = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), {"w": types["w"]})
-    with pytest.raises(ValueError, match="from all that reads it with data, but dot_general reads it with data: ") as e:
+    with pytest.raises(
+        ValueError, match="from every equation that reads it with data, but dot_general reads it with data: "
+    ) as e:
         jax.eval_shape(lambda seen: stage.init({"w": PARAMS["w"]}, KEY, seen=seen), seen)
     assert LINE in str(e.value)
     allowed = {"w": replace(seen["w"], uncounted=())}
@@ -158,7 +160,7 @@ def test_the_whole_error():
     (reason,) = seen["w"].uncounted
     assert reason.startswith(f"dot_general reads it with data: {LINE}")
     what = (
-        f"data from all that reads it with data, but {reason}, which `rpx.inputs` cannot "
+        f"data from every equation that reads it with data, but {reason}, which `rpx.inputs` cannot "
         f"count. Leave the array out with `where`, or start from the other products alone: "
         f"`dataclasses.replace(seen, uncounted=())`."
     )

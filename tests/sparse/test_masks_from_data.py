@@ -191,7 +191,7 @@ def test_without_data(stage):
     p = STAGES[stage](fit="wanda")
     with raises(
         ValueError,
-        f"{p!r}.init at 'w': expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+        f"{p!r}.init at 'w': expected the inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, "
         f"moments='diagonal')(params, batch)` to init.",
     ):
         p.init({"w": jnp.asarray(W)})

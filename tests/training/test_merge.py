@@ -335,7 +335,7 @@ ERRORS = {
     "no base": (
         lambda: rpx.merge(MODELS, "ties", density=0.5),
         ValueError,
-        "merge(how='ties') needs the model that all of them were before training, `base=params`.",
+        "merge(how='ties') needs the model from which all of them were trained, `base=params`.",
     ),
     "no density": (
         lambda: rpx.merge(MODELS, "ties", base=BASE),
@@ -355,19 +355,19 @@ ERRORS = {
     "data of one": (
         lambda: rpx.merge(KERNELS, "regmean", seen=seen_of(DATA[0])),
         ValueError,
-        "merge takes as seen a tree for each of 3 models, but got a dict.",
+        "merge takes a tree for each of 3 models as seen, but got a dict.",
     ),
     "data of nothing": (
         lambda: rpx.merge(KERNELS, "regmean", seen=[{"w": Seen()}] * 3),
         ValueError,
-        "merge(how='regmean') found no array that products read in all models. Pass what `rpx.inputs` returns for the "
-        "effective tree of each model.",
+        "merge(how='regmean') found no array that products read in all models. Pass the result of `rpx.inputs` for "
+        "the effective tree of each model.",
     ),
     "data of others": (
         lambda: rpx.merge(KERNELS, "regmean", seen=[{"v": Seen()}] * 3),
         ValueError,
-        "merge: seen[0] got seen for 'v', which is no array of the parameters: these have 'b', 'w'. Pass what "
-        "`rpx.inputs` returned for the same parameters.",
+        "merge: seen[0] got seen for 'v', which is not an array of the parameters: these have 'b', 'w'. Pass the "
+        "result of `rpx.inputs` for the same parameters.",
     ),
     "moments": (
         lambda: rpx.merge(KERNELS, "regmean", seen=[{"w": LARGEST}] * 3),
@@ -456,7 +456,7 @@ def test_what_jax_traces_may_differ():
     def traced(models):
         with raises(
             ValueError,
-            "merge cannot tell, while JAX traces it, whether int8[2] at 'w' is equal in all models. Merge "
+            "merge cannot check under tracing whether int8[2] at 'w' is equal in all models. Merge "
             "`rpx.partition(model)[0]` of each, or outside of `jax.jit`.",
         ):
             rpx.merge(models)

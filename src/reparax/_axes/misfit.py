@@ -9,16 +9,16 @@ from reparax._axes.roles import Numbers, Role
 
 @dataclass(frozen=True)
 class Misfit:
-    """Axes of a stage at an array that do not fit how the network multiplies it.
+    """Axes of a stage at an array that do not fit the products of the network.
 
     Attributes:
       stage: The code of the stage.
       path: The path of the array.
       field: The argument of the stage, such as ``"axis"``.
-      got: The axes that it takes there. Those of ``stacked`` are counted from the front, all others from the back,
-        where stacked axes do not count.
-      expected: The axes that it means, by what the network does.
-      role: What the axes of the array are.
+      got: The axes that it takes there. Those of ``stacked`` are counted from the front; all others from the back,
+        without the stacked axes.
+      expected: The axes that its formula means in this network.
+      role: The roles of the axes of the array.
     """
 
     stage: str
@@ -39,7 +39,7 @@ class Misfit:
 
 
 class Misfits(tuple[Misfit, ...]):
-    """What does not fit: none, if it is empty. It prints a line for each."""
+    """The axes that do not fit, one per line of its repr; empty if all fit."""
 
     __slots__ = ()
 

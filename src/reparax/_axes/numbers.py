@@ -169,7 +169,7 @@ def _refuse_word(axis: str) -> None:
     """Raises an error for a word, which only the program of the network turns into axes."""
     if axis in WORDS:
         raise ValueError(
-            f"only the program of the network says which axes are its {axis!r}. Write "
+            f"only the program of the network shows which axes are its {axis!r}. Write "
             f"`p = p.on(rpx.roles(loss)(params, batch))` first, or give the axis by number."
         )
 

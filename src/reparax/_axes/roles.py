@@ -1,4 +1,4 @@
-"""What the axes of an array are in a network: the words for them, and what they say of each array."""
+"""The roles of the axes of an array in a network, and the words for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Use:
     Attributes:
       inputs: The axes that are contracted with data; of a table, its rows.
       outputs: The axes that the result has.
-      stacked: The axes of which each index is an array of its own.
+      stacked: The axes along which independent arrays are stacked.
       line: The equation, and the line that wrote it.
       how: ``"product"`` of matrices, ``"convolution"``, ``"transposed convolution"``, or ``"lookup"`` of rows.
       windows: Those of the inputs along which a convolution moves.
@@ -45,18 +45,19 @@ class Use:
 
 @dataclass(frozen=True)
 class Role:
-    """What the axes of an array are.
+    """The roles of the axes of an array.
 
     Attributes:
       inputs: The axes that products contract with data; of a table that is looked up, its rows.
       outputs: The axes that the results of these products have.
-      stacked: The axes of which each index is an array of its own, such as that of the layers of a scan.
-      why: What reads the array, if no product does; else empty.
+      stacked: The axes along which independent arrays are stacked, such as the layers of a scan.
+      why: What reads the array, if no product does; otherwise empty.
       uses: The products that differ in these axes. If there are several, as for a table that is also the last layer, an
         axis may be one of the inputs and one of the outputs.
       shape: The shape of the array.
       dtype: Its dtype.
-      heads: Those of the inputs or outputs along which data meet data apart, as the heads of attention do.
+      heads: Those of the inputs or outputs along which products of data with data are separate, such as attention
+        heads.
     """
 
     inputs: Numbers = ()
@@ -70,7 +71,7 @@ class Role:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows of it are looked up, and nothing else reads it together with data."""
+        """Whether its rows are looked up, and nothing else reads it together with data."""
         return bool(self.uses) and all(use.how == LOOKUP for use in self.uses)
 
     @property
@@ -101,7 +102,7 @@ class Role:
         return replace(self, **known, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
-        """The axes, other than those of a single index, of which the network says nothing."""
+        """The axes of more than one index whose role is unknown."""
         known = {*self.inputs, *self.outputs, *self.stacked}
         return tuple(i for i, n in enumerate(self.shape) if i not in known and n != 1)
 

@@ -41,8 +41,8 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
 
     An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. So do the codes and scales of a moment in few bits, if their axes can
-    be cut in the same way. All other arrays, such as counters, are replicated on every device.
+    moments, averages and accumulated gradients. Codes and scales of a moment in few bits belong to it too, if their
+    axes can be cut in the same way. All other arrays, such as counters, are replicated on every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
@@ -148,8 +148,8 @@ def _checked_entries(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, 
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _count_parts(entry, mesh):
             raise ValueError(
-                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts, which "
-                f"would not be equal. Do not shard that axis."
+                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts of unequal "
+                f"size. Do not shard that axis."
             )
     return (*spec, *(None,) * (x.ndim - len(spec)))
 

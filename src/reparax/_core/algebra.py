@@ -41,13 +41,12 @@ class Parametrization(Static, ABC):
     image. ``update`` advances the fixed values once per step. All three are pure functions and work under
     ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
 
-    Subclasses become frozen dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a
-    ``repr`` that builds them. You derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or
-    :class:`Constraint`, whose formulas are on one array, or from :class:`Joint` or :class:`Together`, whose formulas
-    are on several.
+    Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
+    formulas on one array, or from :class:`Joint` or :class:`Together` for formulas on several. Subclasses become frozen
+    dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
-      TypeError: If a class derives from this one alone, as nothing says on which arrays it acts.
+      TypeError: If a class derives directly from this one, which does not define on which arrays it acts.
     """
 
     stochastic: ClassVar[bool] = False
@@ -63,9 +62,9 @@ class Parametrization(Static, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if not hasattr(cls, "_planner") and "_parts" not in vars(cls):
             raise TypeError(
-                f"{cls.__name__} derives from Parametrization alone, so nothing says on which arrays it acts. Derive "
-                f"from Reparametrization or Perturbation for a formula on one array, from Joint or Together for one on "
-                f"several."
+                f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
+                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint or Together "
+                f"for one on several."
             )
         if whole := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
@@ -90,12 +89,12 @@ class Parametrization(Static, ABC):
         Args:
           params: The model's parameters.
           key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
-          seen: What each array is multiplied with, as :func:`inputs` finds it, for stages that start from data; for
-            several kinds of moments a tuple of such trees. Each stage gets the entry of its own array. Stages behind
-            it in the chain pass it on for main values that have the axes of their array.
+          seen: For stages that start from data, the result of :func:`inputs`; for several kinds of moments, a tuple of
+            such results. Each stage gets the entry of its own array. Later stages of the chain pass it on for main
+            values that have the axes of their array.
 
         Raises:
-          TypeError: If ``params`` is no tree of arrays, or ``key`` no key.
+          TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
           ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
             or ``params`` is a raw tree.
         """
@@ -121,11 +120,10 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used. Data are for
-            the model, which reads the effective tree.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
 
         Raises:
-          TypeError: If ``raw`` is no tree of arrays, or ``key`` no key, such as data.
+          TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key, such as data.
           ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
         """
         require_no_references(self, "apply", raw)
@@ -159,9 +157,9 @@ class Parametrization(Static, ABC):
     def rebase(self, raw: PyTree) -> PyTree:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
-        The effective tree does not change. An optimizer's momentum for these values belongs to the old base: for the
-        new base, the same numbers mean another direction. Restart the optimizer with
-        ``tx.init(raw)``, or rebase rarely.
+        The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
+        new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or rebase
+        rarely.
 
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain.
@@ -172,8 +170,8 @@ class Parametrization(Static, ABC):
     def penalty(self, raw: PyTree) -> jax.Array:
         """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
 
-        A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each
-        stage computes its own from its raw values, without the noise of earlier stages. With no penalties it is 0.
+        A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each stage
+        computes its own from its raw values, without the noise of earlier stages. Without penalties, the sum is 0.
 
         Raises:
           ValueError: If ``raw`` is not a raw tree of this chain.
@@ -192,14 +190,14 @@ class Parametrization(Static, ABC):
 
         It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
         Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
-        values, as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")`` are. A symmetric matrix
-        counts with its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has one raw value too many,
-        adds the density of a number that the weights do not tell. A bijection of your own defines
-        :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation matrix. Noise is
-        replaced by its mean, and frozen values do not count.
+        values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
+        own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
+        matrix. A symmetric matrix counts its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has
+        one raw value too many, adds the density of a number on which the weights do not depend. Noise is replaced by
+        its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection, or does not say its log-determinant; the error names it.
+          ValueError: If a stage is not a bijection, or does not define its log-determinant; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
@@ -216,20 +214,20 @@ class Parametrization(Static, ABC):
 
     @property
     def random_start(self) -> bool:
-        """Whether another key gives ``init`` another model to train, so that it needs one."""
+        """Whether the start depends on a key, so that ``init`` needs one."""
         return False
 
     @property
     def collects(self) -> tuple[str, ...]:
         """What :func:`calibrate` collects for the start of a stage that takes ``seen``.
 
-        ``"full"``, ``"diagonal"`` or ``"largest"`` moments, or ``"gradients"``, in a tuple; nothing, if it starts
+        A tuple of ``"full"``, ``"diagonal"`` or ``"largest"``, for moments, and ``"gradients"``; empty for a start
         without data.
         """
         return ("full",)
 
     _sees: ClassVar[bool] = False
-    """Whether ``init`` of the stage takes what arrays are multiplied with."""
+    """Whether ``init`` of the stage takes the inputs of arrays."""
     _planner: ClassVar[type[Planner]]
     """What decides where the stage acts."""
 
@@ -269,20 +267,20 @@ class Parametrization(Static, ABC):
 
     @verb
     def on(self, roles: PyTree) -> Parametrization:
-        """This chain for a network whose program says what the axes of its weights are, as :func:`roles` finds it.
+        """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
 
-        Axes that are given in words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path where arrays
-        differ. So do those that nobody set, where the formula says which it means: :class:`WeightNorm` has a norm for
-        each output, :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each of the
-        stacked arrays. The page "Axes of a network" has the table. What is given by number or by a library's name
-        stays. Where raw values of one array differ, as both factors of :class:`LowRank` may, a stage becomes several.
-        The result prints, compares and is written as JSON as any other chain; ``init`` and ``apply`` take no roles.
+        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
+        do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
+        output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each stacked array. The
+        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If the axes
+        of raw values of one array differ, as those of both factors of :class:`LowRank` may, a stage becomes several.
+        The result is an ordinary chain: ``init`` and ``apply`` take no roles.
 
         Args:
           roles: ``rpx.roles(loss)(params, batch)``.
 
         Raises:
-          TypeError: If ``roles`` is another tree.
+          TypeError: If ``roles`` is not such a tree.
           ValueError: If a stage needs an axis of an array that the network does not multiply with data, or that it uses
             in several ways.
 
@@ -303,7 +301,7 @@ class Parametrization(Static, ABC):
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
         Raises:
-          TypeError: If ``raw`` is no tree of arrays, or a random stage does not define its mean.
+          TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
           ValueError: If ``raw`` is not a raw tree of this chain.
         """
         return self.deterministic.apply(raw)
@@ -357,7 +355,7 @@ class Parametrization(Static, ABC):
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
         A raw axis is not sharded if it follows none, or if the mesh axes do not divide it; an axis of a parameter that
-        they do not divide is an error. Nothing is computed: each stage is traced a few times for each type of array.
+        they do not divide is an error. Nothing is computed: each stage is only traced, for each type of array.
 
         Args:
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
@@ -391,8 +389,8 @@ refuse_other_operators(Parametrization)
 class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
-    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work, also for a stage alone,
-    which counts as a chain of one.
+    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work. A single stage counts as
+    a chain of one.
 
     Args:
       stages: The stages. A chain among them is replaced by its stages.

@@ -243,10 +243,10 @@ def load_stages(text: str) -> list[Any]:
                 return [_build_stage(entry) for entry in entries]
             case _:
                 raise ValueError(
-                    f"from_json needs a text from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
+                    f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
                 )
     except RecursionError as error:
-        raise ValueError(f"from_json got a text that is nested too deep: {str(text)[:60]!r}.") from error
+        raise ValueError(f"from_json got a string that is nested too deeply: {str(text)[:60]!r}.") from error
 
 
 def _is_this_format(version: Any) -> bool:

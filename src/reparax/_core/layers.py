@@ -27,7 +27,7 @@ from reparax._tree.raw import FIXED, marker, next_number
 from reparax._tree.values import Values, value_of
 
 Sights = Mapping[Names, Seen]
-"""What arrays are multiplied with, by their places."""
+"""The inputs of arrays, by the places of the arrays."""
 
 Held = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that its formulas use, the raw values by their names."""
@@ -112,7 +112,7 @@ class Site(ABC):
         return False
 
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        """The raw values of the arrays, of which ``seen`` says what they are multiplied with; in place, none."""
+        """The raw values of the arrays, whose inputs are in ``seen``; none, if the stage works in place."""
         del arrays, key, seen
         return {}
 

@@ -27,9 +27,9 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
     """A field of a stage whose value is checked when the stage is built.
 
     Args:
-      check: Takes the value, the name of the class and that of the field. It returns the value to keep, or raises an
-        error. :func:`check_number` and :func:`check_positive_number` are such checks, and take traced numbers too;
-        :func:`per_array` makes one that takes a number for each array.
+      check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
+        raises an error. :func:`check_number` and :func:`check_positive_number` are such checks, and also take traced
+        numbers; :func:`per_array` makes one that takes a number for each array.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -54,9 +54,9 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
 def axes(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
     """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
 
-    In a formula a name is the number that the axis has in that array; a number is as it was given, and may be negative.
-    Names come with the arrays, in boxes of flax such as ``nn.Partitioned``. An axis that the array does not have is an
-    error that says so.
+    In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
+    negative. Names come with the arrays, in boxes of flax such as ``nn.Partitioned``. An axis that the array does not
+    have is an error.
 
     Args:
       default: The default.

@@ -1,4 +1,4 @@
-"""Statistics of data: what arrays are multiplied with, and starts of raw values that learn from it.
+"""Statistics of the inputs of arrays, and starts of raw values that learn from them.
 
-The core hands them on, and knows of them what one array has seen, and how ``init`` takes a tree of that.
+The core passes them on; it knows only the data of one array, and how ``init`` takes a tree of these.
 """

@@ -1,6 +1,6 @@
-"""Rounding or pruning a matrix row by row, where the rows that follow make up for the error of those before.
+"""Rounds or prunes a matrix row by row; the rows that follow make up for the error of those before.
 
-What a matrix of weights of shape ``(K, N)`` does to data is told by the moments of its inputs: the mean of ``x x^T``.
+For a matrix of weights of shape ``(K, N)``, all errors follow from the moments of its inputs: the mean of ``x x^T``.
 """
 
 from collections.abc import Callable

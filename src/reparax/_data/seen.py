@@ -1,4 +1,4 @@
-"""What an array was multiplied with: the statistics of data from which stages may start."""
+"""The inputs of an array: statistics of data from which stages may start."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SUMS = ("first", "absolute", "second", "largest", "slopes", "cross")
 class Read:
     """The data that products contracted with an array, over some of its axes.
 
-    A product sees an array as ``batch`` matrices of ``inputs`` rows and ``outputs`` columns, :meth:`matrices`: a row
+    A product treats an array as ``batch`` matrices of ``inputs`` rows and ``outputs`` columns, :meth:`matrices`: a row
     for each number of an example, and a batch for stacked layers, experts, heads or the groups of a convolution, if
-    these have data of their own. All numbers are in float32, and sums over the data.
+    these have separate data. All numbers are sums over the data, in float32.
 
     Attributes:
-      shape: The shape of the array, with axes split where an axis is several in the product.
-      of: For each axis of ``shape`` the axis of the array.
+      shape: The shape of the array, with an axis split if it is several axes in the product.
+      of: For each axis of ``shape``, the axis of the array.
       batch: The axes of ``shape`` of the batch.
       axes: The axes of ``shape`` of the inputs; the others are outputs.
-      count: How many examples each matrix has seen, of shape ``(batch,)``.
+      count: The number of examples of each matrix, of shape ``(batch,)``.
       first: The sum of the data, ``(batch, inputs)``, for ``moments="full"``.
       absolute: The sum of their magnitudes, ``(batch, inputs)``.
       second: The sum of their products, ``(batch, inputs, inputs)``; of their squares, ``(batch, inputs)``, for
@@ -42,8 +42,8 @@ class Read:
       largest: The largest magnitude, ``(batch, inputs)``, for ``moments="largest"``, which has no other entry.
       slopes: The sum of products of the gradient with respect to the outputs, ``(batch, outputs, outputs)``, or of
         squares, ``(batch, outputs)``; for ``gradients=True``.
-      cross: The sum of products of the data with what they lack, ``(batch, inputs, inputs)``: those of a network
-        before its weights were rounded, less these. For ``error_propagation`` of :func:`calibrate` alone.
+      cross: The sum of products of the data and their error, ``(batch, inputs, inputs)``: the data of the network
+        before its weights were rounded, less these. Only for ``error_propagation`` of :func:`calibrate`.
     """
 
     shape: tuple[int, ...]
@@ -84,8 +84,8 @@ class Read:
     def moments(self) -> Any:
         """The mean of the products of the data, or of their squares, as ``second``.
 
-        A matrix without examples, such as that of an expert to which no row went, has those of white noise: the
-        identity, or ones. So it is changed as without data.
+        A matrix without examples, such as that of an expert that got no row, has those of white noise: the identity, or
+        ones. So it is treated as without data.
         """
         unit = jnp.eye(self.second.shape[-1]) if self.second.ndim == 3 else jnp.ones(self.second.shape[-1])
         return self._per_example(self.second, unit.astype(self.second.dtype))
@@ -94,8 +94,8 @@ class Read:
     def covariance(self) -> Any:
         """The moments of the data without their mean, as ``moments``.
 
-        It is a difference of sums in float32: where a mean is 10 times the standard deviation, three digits of the
-        variance are left, at 100 times one, and at 1000 times none.
+        It is a difference of sums in float32: if the mean is 10 times the standard deviation, three digits of the
+        variance are left; at 100 times, one; at 1000 times, none.
         """
         mean = self._per_example(self.first, jnp.zeros((), self.first.dtype))
         return self.moments - mean[:, :, None] * mean[:, None, :]
@@ -142,7 +142,7 @@ class Read:
         return whole[tuple(slice(None) if axis in own else slice(1) for axis in range(whole.ndim))]
 
     def of_index(self, stacked: Sequence[int]) -> Read | None:
-        """What one array of a stack was multiplied with: the data, with the stacked axes in front; None if mixed."""
+        """The data of one array of a stack, with the stacked axes in front; None if the stacked axes are mixed."""
         places = [i for axis in stacked for i in range(len(self.of)) if self.of[i] == axis]
         if set(places) & set(self.axes):
             return None
@@ -194,14 +194,14 @@ class Read:
 
 @dataclass(frozen=True, repr=False)
 class Seen:
-    """What one array was multiplied with, as :func:`inputs` finds it. Its repr shows inputs and bytes.
+    """The data of one array, as found by :func:`inputs`. Its repr shows inputs and bytes.
 
     Attributes:
-      reads: For each way in which products contract the array, the data; a tied table has two.
+      reads: The data, for each way in which products contract the array; a tied table has two.
       gradient: The gradient of the loss with respect to the array, for ``gradients=True``.
-      why: What else reads the array, without data, or instead of products; with the line, in words.
-      uncounted: What reads the array with data that ``reads`` lack, with the line, in words.
-      stands_in: Whether it stands for any data, where only the types of raw values are wanted.
+      why: What else reads the array, without data or instead of products, and its line, as text.
+      uncounted: What reads the array with data that are not in ``reads``, and its line, as text.
+      stands_in: Whether it stands for arbitrary data, if only the types of raw values are needed.
     """
 
     reads: tuple[Read, ...] = ()
@@ -227,7 +227,7 @@ class Seen:
         """The data that a stage needs for ``w``.
 
         Args:
-          moments: ``"full"``, ``"diagonal"``, which ``"full"`` has too, ``"largest"``, ``"slopes"`` or ``"cross"``.
+          moments: ``"full"``, ``"diagonal"`` (``"full"`` contains it), ``"largest"``, ``"slopes"`` or ``"cross"``.
           w: The array, or its type.
           axes: The axes of the array that the products contract. Default: any.
 
@@ -238,8 +238,8 @@ class Seen:
             return _any_data(w, axes)
         for shape in {read.of_shape for read in self.reads} - {tuple(w.shape)}:
             raise ValueError(
-                f"expected data of an array of shape {tuple(w.shape)}, got those of one of shape {shape}. Pass what "
-                f"`rpx.inputs` returned for these parameters."
+                f"expected data of an array of shape {tuple(w.shape)}, got data of one of shape {shape}. Pass the "
+                f"result of `rpx.inputs` for these parameters."
             )
         wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
         fitting = [read for read in self.reads if wanted in (None, read.contracted)]
@@ -253,7 +253,7 @@ class Seen:
         if len(fitting) > 1:
             ways = " and ".join(f"axis {_axes_text(read.contracted)} of {read.shape}" for read in fitting)
             raise ValueError(
-                f"expected one way in which products read this array, but they contract {ways}. Leave the array out "
+                f"expected products to contract this array in one way, but they contract {ways}. Leave the array out "
                 f"with `where`."
             )
         self.require_all(what)
@@ -271,7 +271,7 @@ class Seen:
         """Requires that ``reads`` hold the data of all that reads the array with data."""
         if self.uncounted:
             raise ValueError(
-                f"expected {what} from all that reads it with data, but {'; '.join(self.uncounted)}, which "
+                f"expected {what} from every equation that reads it with data, but {'; '.join(self.uncounted)}, which "
                 f"`rpx.inputs` cannot count. Leave the array out with `where`, or start from the other products alone: "
                 f"`dataclasses.replace(seen, uncounted=())`."
             )
@@ -289,7 +289,7 @@ class Seen:
         return self.gradient
 
     def of_index(self, stacked: Sequence[int]) -> Seen:
-        """What one array of a stack was multiplied with, with the stacked axes of all data in front."""
+        """The data of one array of a stack, with the stacked axes of all data in front."""
         found = [read.of_index(stacked) for read in self.reads]
         mixed = ("products mix the stacked axes",) if None in found else ()
         gradient = None if self.gradient is None else jnp.moveaxis(self.gradient, stacked, range(len(stacked)))
@@ -298,7 +298,7 @@ class Seen:
         )
 
     def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> Seen:
-        """What the array is multiplied with, where these axes are merged to the rows and columns of a matrix."""
+        """The data of the array with these axes merged into the rows and columns of a matrix."""
         if self.stands_in or (tuple(rows), tuple(columns)) == ((0,), (1,)):
             return self
         gradient = self.gradient
@@ -333,14 +333,14 @@ def require_seen(seen: Seen | None, moments: str) -> Seen:
     if seen is None:
         argument = "gradients=True" if moments == "gradients" else f"moments={moments!r}"
         raise ValueError(
-            f"expected what this array is multiplied with, got seen=None. Pass `seen=rpx.inputs(loss, "
+            f"expected the inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, "
             f"{argument})(params, batch)` to init."
         )
     return seen
 
 
 def require_data(seen: Seen) -> None:
-    """Requires data that are finite and of one example at least, where their numbers are known."""
+    """Requires finite data of at least one example, if their numbers are known."""
     with jax.ensure_compile_time_eval():
         for entry in (*seen.reads, seen.gradient):
             numbers = jax.tree.leaves(entry)
@@ -348,7 +348,7 @@ def require_data(seen: Seen) -> None:
                 continue
             if isinstance(entry, Read) and not jnp.any(entry.count > 0):
                 raise ValueError(
-                    "expected what this array is multiplied with, got the moments of no example. Pass `rpx.inputs` a "
+                    "expected the inputs of this array, got moments of no examples. Pass `rpx.inputs` a "
                     "batch with data, or leave the array out with `where`."
                 )
             if not all(jnp.all(jnp.isfinite(x)) for x in numbers):

@@ -1,4 +1,4 @@
-"""What the arrays of a tree are multiplied with, as ``init`` takes it."""
+"""The inputs of the arrays of a tree, as ``init`` takes them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, pat
 
 
 def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
-    """What each array of ``tree`` is multiplied with, from a tree of :class:`Seen`, or from several."""
+    """The inputs of each array of ``tree``, from one or several trees of :class:`Seen`."""
     if seen is None:
         return {}
     if seen is ANY:
@@ -22,15 +22,15 @@ def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
         if place not in tree.arrays:
             known = ", ".join(repr(path_text(each)) for each in list(tree.arrays)[:3])
             raise ValueError(
-                f"{who} got seen for {path_text(place)!r}, which is no array of the parameters: these have {known}. "
-                f"Pass what `rpx.inputs` returned for the same parameters."
+                f"{who} got seen for {path_text(place)!r}, which is not an array of the parameters: these have "
+                f"{known}. Pass the result of `rpx.inputs` for the same parameters."
             )
         found[place] = found[place].joined(entry) if place in found else entry
     return found
 
 
 def takes_data(stage: Any) -> bool:
-    """Whether ``init`` of a stage takes what arrays are multiplied with."""
+    """Whether ``init`` of a stage takes the inputs of arrays."""
     return stage._sees
 
 

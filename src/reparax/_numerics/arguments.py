@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
 def check_number(value: Any, who: str, name: str) -> Any:
     """A float if the value is known, otherwise the traced scalar: a number may change during training.
 
-    Build a check of your own on it, for :func:`argument`, and compare known numbers only.
+    Build your own checks for :func:`argument` on it, and compare only known numbers.
 
     Args:
       value: The value that a stage was given.

@@ -8,7 +8,7 @@ But TPUs multiply in bfloat16, and their compiler converts the weights of all la
 into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
 
 XLA for CPUs copies cheap operations into each reader, and keeps their operands until the last one has read them;
-it does not copy a division, so there ``compute_once`` divides by ones.
+it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
 """
 
 from typing import Any
@@ -43,6 +43,11 @@ def compute_once(x: Array) -> Array:
     return _once.bind(x)
 
 
+def pull_back_once(x: Array) -> Array:
+    """``x`` itself; compilers compute its cotangent once for all that reads it."""
+    return _once_back.bind(x)
+
+
 def read_in_step(x: Array) -> Array:
     """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
     return _read.bind(x)
@@ -69,6 +74,7 @@ _tie = _Identity("reparax_tie")
 _whole = _Identity("reparax_whole")
 _read = _Identity("reparax_read")
 _once = _Identity("reparax_once")
+_once_back = _Identity("reparax_once_back")
 
 
 def _tie_on_cpu(x: Array, after: Array) -> Array:
@@ -144,6 +150,10 @@ def _register_identity(primitive: Primitive) -> None:
     ad.deflinear2(primitive, lambda ct, x: [ct])
     batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
 
+
+_register_identity(_once_back)
+ad.deflinear2(_once_back, lambda ct, x: [compute_once(ct)])
+mlir.register_lowering(_once_back, lambda ctx, x: [x])
 
 _register_identity(_read)
 mlir.register_lowering(_read, lambda ctx, x: [x])

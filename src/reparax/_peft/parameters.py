@@ -35,7 +35,7 @@ def named_by_parameter(
         used |= {tensor} if tensor else set()
         found[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
     if missing := sorted(set(owners.values()) - used):
-        raise ValueError(f"target_parameters says that {missing[0]!r} is adapted, but the file has no tensors for it.")
+        raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
     return found
 
 
@@ -46,7 +46,7 @@ def _choose_parameters(config: Mapping[str, Any], targets: Mapping[str, Target])
     for each in chosen:
         if not each.n_experts and (len(each.shape) != 2 or not each.tensor.endswith(".weight")):
             raise ValueError(
-                f"PEFT adapts {each.path!r} by itself, for which it needs the layout of experts: "
+                f"PEFT adapts {each.path!r} separately, which needs the layout of experts: "
                 f"layouts={{{each.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
                 f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
                 f"both."
@@ -63,8 +63,8 @@ def _by_module(targets: Iterable[Target]) -> dict[str, list[Target]]:
         if len(own) > 1 and len({each.rule for each in own} - {None}) < len(own):
             rules = ", ".join(f"{each.path!r}: {each.tensor!r}" for each in own)
             raise ValueError(
-                f"PEFT adapts several parameters of {module!r} and does not write which is which, but wraps them in "
-                f"the order in which the module has them. Give each a rule of its own in that order, such as "
+                f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
+                f"module. Give each its own rule in that order, such as "
                 f"names={{{rules}}}."
             )
     return {module: sorted(own, key=lambda each: each.rule or 0) for module, own in found.items()}

@@ -47,45 +47,44 @@ def from_peft(
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads an adapter that PEFT has saved, or one of a model's ``state_dict()``, as a chain and its raw tree.
 
-    The chain begins with ``Freeze()``, so the same values train as in PEFT, but for OFT without a series: for each
-    number of PEFT its rotations hold two, in square matrices whose diagonals have no effect. Steps of Adam are the same
-    there, and those of plain gradient descent half as long. ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT
-    is needed. Dropout, of activations, ranks or modules, is ignored: it does not change what is saved.
+    ``p.fold(raw)`` merges the adapter. Neither torch nor PEFT is needed. The chain begins with ``Freeze()``, so the
+    same values train as in PEFT. OFT without a series is an exception: its rotations hold two numbers for each one of
+    PEFT, in square matrices whose diagonals have no effect; Adam takes the same steps, and plain gradient descent steps
+    half as long. Dropout, of activations, ranks or modules, is ignored: it does not change the saved tensors.
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
     ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
-    ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A,
-    DeLoRA, FourierFT, GraLoRA, HiRA, HRA, LoKr, MiSS, OFT, SHiRA, Super-Tuning without ``r``, trainable tokens and
-    VeRA. BEFT is read for biases. LN tuning selects by ``Freeze``.
-    LoRA is read for stacks of experts too that are one parameter of torch (``target_parameters``), as one with
-    ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and whole modules that train
-    beside the adapters. OFT with ``coft`` is read as PEFT uses it, and no longer kept in its ball. All other types are
-    refused by name.
+    ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A, DeLoRA, FourierFT, GraLoRA,
+    HiRA, HRA, LoKr, MiSS, OFT, SHiRA, Super-Tuning without ``r``, trainable tokens and VeRA. BEFT is read for biases.
+    LN tuning selects by ``Freeze``. LoRA is also read for stacks of experts that are one parameter of torch
+    (``target_parameters``), with ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and
+    whole modules that train beside the adapters. OFT with ``coft`` is read as PEFT uses it, but no longer kept in its
+    ball. All other types are refused by name.
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of a
-        model in memory, of which the base is left out. SHiRA's lacks the places, which its file has.
-      config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. A setting that is
-        not known here must have a neutral value, such as None, False or 0.
+        model in memory, of which the base is left out. For SHiRA, only the file has the places of the entries.
+      config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
+        must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
       adapter: The name of the adapter in a ``state_dict()`` that holds several.
-      names: As for :func:`from_torch`: the torch name of a parameter of the base model. Of several stacks of experts
-        in one module, PEFT does not write which is which, so each needs a rule of its own, in the order in which the
-        module has them: in transformers ``gate_up_proj`` before ``down_proj``.
+      names: As for :func:`from_torch`: the torch name of a parameter of the base model. PEFT does not write which of
+        several stacks of experts in one module is which, so each needs its own rule, in the order of the module: in
+        transformers, ``gate_up_proj`` before ``down_proj``.
       layouts: As for :func:`from_torch`: ``"conv1d"`` for the weights of ``Conv1D`` in transformers, which have the
         shape ``(in, out)`` in torch too; for a matrix named ``kernel``, ``"same"`` means that. ``fan_in_fan_out`` in
-        the file does not tell them from others: PEFT finds them by their class. A factor with all axes of a ``kernel``
-        tells a convolution, but LoHa's tensors are matrices for convolutions too, whose kernels need a layout.
-        ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; the inputs that it tells are those along
-        which ``lora_A`` lies.
-      roles: As for :func:`from_torch`: what tells the layouts that you leave out.
+        the file does not identify them, as PEFT finds them by their class. A factor with all axes of a ``kernel``
+        identifies a convolution, but LoHa's tensors are matrices even for convolutions, whose kernels need a layout.
+        ``"experts:..."`` for ``target_parameters``, as for :func:`from_torch`; its inputs are those along which
+        ``lora_A`` lies.
+      roles: As for :func:`from_torch`: they decide the layouts that you leave out.
 
     Returns:
       The chain, and its raw tree.
 
     Raises:
-      ValueError: If a tensor is unexpected, missing or has another shape, or holds other than finite floating numbers,
-        or if no stage supports a setting of the configuration; the error names each of them.
+      ValueError: If a tensor is unexpected, missing or has another shape, or holds anything but finite floating
+        numbers, or if no stage supports a setting of the configuration; the error names each of them.
 
     Example:
       >>> import numpy as np, jax.numpy as jnp, reparax as rpx

@@ -3,14 +3,14 @@
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 _FORMULAS = {
-    "ADAMSS": "groups of outputs have factors of their own, which the bias shares",
-    "DEFT": "it takes a projection of the base away",
-    "FROD": "it puts a decomposition of all weights together in place of the base",
+    "ADAMSS": "groups of outputs have their own factors, which the bias shares",
+    "DEFT": "it subtracts a projection of the base",
+    "FROD": "it replaces the base by a joint decomposition of all weights",
     "GLORA": "the weight moves the bias",
     "OSF": "the file lacks the singular vectors of the base that it replaces",
     "PEANUT": "the difference is a network of the base",
     "PSOFT": "the file lacks its factors, singular vectors of the base",
-    "PVERA": "half of its numbers are those of noise in activations",
+    "PVERA": "half of its numbers are for noise in activations",
     "RANDLORA": "its products share their factors",
     "ROAD": "it turns pairs of outputs, and the bias with them",
     "TINYLORA": "its numbers are those of several modules",
@@ -27,7 +27,7 @@ TYPES = {
 """For each ``peft_type`` that is not read the reason."""
 
 ATTENTION = (
-    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, also where it merges, and that of a Linear once"
+    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
 )
 """Why adapters of torch's attention are not read or written, as in PEFT 0.21."""
 

@@ -31,7 +31,7 @@ def _inputs_and_outputs(target: Target) -> tuple[int, int]:
 def _size_of_axis(shape: tuple[int, ...], axis: int) -> int:
     """The size of a tensor's axis."""
     if len(shape) <= axis or shape[axis] == 0:
-        raise ValueError(f"expected a tensor of {axis + 1} or more axes that has numbers, got shape {shape}")
+        raise ValueError(f"expected a tensor of {axis + 1} or more axes that is not empty, got shape {shape}")
     return shape[axis]
 
 
@@ -100,7 +100,7 @@ def _of_directions(part: Part, axis: int) -> Part:
     def read(target: Target, x: Any) -> Array:
         lengths = np.linalg.norm(x, axis=axis)
         if short := [length for length in lengths if 0 < length < 1e-4]:
-            raise ValueError(f"expected vectors of zeros or of a length of at least 1e-4, got one of {short[0]:.3g}")
+            raise ValueError(f"expected vectors of zeros or of length at least 1e-4, got one of length {short[0]:.3g}")
         return part.read(target, x)
 
     return Part(part.place, read, part.write)
@@ -136,7 +136,7 @@ def _first_of_shuffle(target: Target, like: Any, config: Mapping[str, Any]) -> A
     """The rows and columns that ``torch.randperm`` gives first: the start of a shuffle by the Mersenne twister."""
     (rows, columns), count = _inputs_and_outputs(target), like.shape[0]
     if rows * columns >= 2**32 // 20:
-        raise ValueError(f"torch shuffles more than {2**32 // 20} numbers in another way, got {rows * columns}")
+        raise ValueError(f"torch shuffles more than {2**32 // 20} numbers differently, got {rows * columns}")
     words = np.random.RandomState(config["random_loc_seed"]).randint(0, 2**32, count, np.uint32)
     moved: dict[int, int] = {}
     for i, word in enumerate(map(int, words)):
@@ -249,7 +249,7 @@ def _to_matrix_entries(target: Target, x: Any) -> Array:
     """Rows and columns of a weight (out, in) as those of its matrix (in, out)."""
     if ((x < 0) | (x >= np.array(_inputs_and_outputs(target)[::-1])[:, None])).any():
         raise ValueError(
-            f"expected places in a matrix of shape {_inputs_and_outputs(target)[::-1]}, got others in shira_indices"
+            f"expected indices of a matrix of shape {_inputs_and_outputs(target)[::-1]} in shira_indices, got others"
         )
     return jnp.asarray(x, jnp.int32).T[:, ::-1]
 
@@ -272,7 +272,8 @@ def _split_flat_entries(target: Target, x: Any) -> Array:
     """Places in a flat weight (out, in) as rows and columns of its matrix (in, out)."""
     ins, outs = _inputs_and_outputs(target)
     if ((x < 0) | (x >= ins * outs)).any():
-        raise ValueError(f"expected places below {ins * outs}, got others in supertuning_indices")
+        got = int(x.min() if (x < 0).any() else x.max())
+        raise ValueError(f"expected indices from 0 to {ins * outs - 1} in supertuning_indices, got {got}")
     return jnp.asarray(np.stack([x % ins, x // ins], axis=-1), jnp.int32)
 
 

@@ -79,14 +79,15 @@ def _known_outputs_of(eqn: JaxprEqn, given: Flags) -> Flags:
     n, once = len(eqn.outvars), jaxprs.has_effects(eqn)
     if once or False not in given:
         return [not once] * n
+    inside = jaxprs.inner(eqn)
+    if not inside:
+        return [False] * n
     # Even if no input is known, a body may compute known values from its own literals.
     if jaxprs.is_scan(eqn):
-        return _known_outputs(jaxprs.inner(eqn)[0], steady_inputs(eqn, given))
+        return _known_outputs(inside[0], steady_inputs(eqn, given))
     if jaxprs.is_cond(eqn):
-        return [
-            all(each) for each in zip(*[_known_outputs(branch, given[1:]) for branch in jaxprs.inner(eqn)], strict=True)
-        ]
-    return _known_outputs(jaxprs.inner(eqn)[0], given) if jaxprs.is_call(eqn) else [False] * n
+        return [all(each) for each in zip(*[_known_outputs(branch, given[1:]) for branch in inside], strict=True)]
+    return _known_outputs(inside[0], given) if jaxprs.is_call(eqn) else [False] * n
 
 
 def steady_inputs(scan: JaxprEqn, given: Flags) -> Flags:
@@ -123,6 +124,6 @@ def recomputing_program(jaxpr: Jaxpr, wanted: Sequence[Var], env: Known) -> Jaxp
         used = [v for v in eqn.outvars if v in needed]
         if used and not jaxprs.has_name(eqn, STORED):
             kept = [eqn] if all(flags(env, eqn.invars)) else live(part(jaxpr, [eqn], used)).eqns
-            eqns = [*kept, *eqns]
+            eqns += reversed(kept)
             needed.update(v for kept_eqn in kept for v in variables(kept_eqn.invars) if env[v])
-    return part(jaxpr, eqns, wanted)
+    return part(jaxpr, eqns[::-1], wanted)

@@ -38,6 +38,8 @@ def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
 
 def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
+    if not jaxprs.inner(eqn):
+        return []
     if is_apply(eqn):
         return jaxprs.variables(eqn.invars)
     if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
@@ -61,4 +63,4 @@ def holds_apply(eqn: JaxprEqn) -> bool:
 
 def contains_apply(jaxpr: Jaxpr) -> bool:
     """Whether a program contains the ``apply`` of a parametrization, also in a body."""
-    return any(is_apply(eqn) or holds_apply(eqn) for eqn in jaxpr.eqns)
+    return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)

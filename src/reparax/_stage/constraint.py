@@ -113,9 +113,9 @@ class Constraint(Reparametrization):
 
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
-        point that the class defines), so the model changes; a point with zero gradient is an error. ``"project"`` also
-        allows such points. ``"refuse"`` takes only points of the image, with nonzero gradient. Traced arrays and bounds
-        are not checked, as with ``"project"``.
+        point that the class defines), so the model changes; a point with zero gradient is an error. ``"project"``
+        allows even such points. ``"refuse"`` takes only points of the image with nonzero gradient. Traced arrays and
+        bounds are not checked, as with ``"project"``.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -196,7 +196,7 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of the point.
+          ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
         """
         return self.project(jax.random.normal(key, shape, dtype))
 
@@ -223,7 +223,7 @@ class Constraint(Reparametrization):
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
         return (
-            f"expected numbers that a gradient can move, got {count} of {w.size} outside of the image or at its edge, "
+            f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
             f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
             f"outside='project' to start there anyway."
         )

@@ -1,4 +1,4 @@
-"""The formulas of a stage on one array, run over stacked arrays, and what they say about types.
+"""The formulas of a stage on one array, run over stacked arrays, and their types.
 
 What depends on types alone is remembered for equal arrangements.
 """

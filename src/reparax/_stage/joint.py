@@ -156,8 +156,8 @@ class Joint(Parametrization):
         expressions capture the same text in parentheses form a group, and the formula is applied to each group, for
         example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``.
       stacked: As for :class:`Perturbation`, the same axes in all arrays of a group: the formula is applied to each
-        index separately. Set it for layers that are stacked in one array, as under a scan; without it they are one
-        array for the formula, so what it computes once, such as a gain, is one number for all layers.
+        index separately. Set it for layers that are stacked in one array, as under a scan; otherwise the formula treats
+        them as one array, so a gain, for example, would be one number for all layers.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -192,8 +192,8 @@ class Joint(Parametrization):
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
         """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can.
 
-        A stage that learns from data takes what the arrays are multiplied with as well, by their names:
-        ``init_leaves(arrays, *, seen)``.
+        A stage that learns from data also takes the inputs of the arrays, by their names: ``init_leaves(arrays, *,
+        seen)``.
         """
 
     @abstractmethod

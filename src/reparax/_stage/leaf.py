@@ -29,12 +29,12 @@ class Perturbation(Leafwise):
     states and checkpoints.
 
     Args:
-      where: Which arrays to act on: a regular expression that the whole path must match, or a predicate
-        ``(path, array) -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with
-        an ``@``, such as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every
-        floating or complex array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the
-        stage sets another number. With two or more, arrays with the usual names of biases and scales are excluded:
-        ``bias`` (also as a part, as in ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
+      where: Which arrays to act on: a regular expression that the whole path must match, or a predicate ``(path, array)
+        -> bool``, which may look at the array's shape and dtype, or :func:`all_but`. An expression with an ``@``, such
+        as ``.*/@kronecker/b``, must match the whole path in the raw tree instead. Default: every floating or complex
+        array that is a parameter and has at least ``min_ndim`` dimensions, which is 0 unless the stage sets another
+        number. With two or more, arrays with the usual names of biases and scales are excluded: ``bias`` (alone or as a
+        part of a name such as ``bias_n``), ``b``, ``scale``, ``offset``, ``gamma``, ``beta``.
       stacked: Axes of independent arrays, such as the layers under a scan: the stage acts on each index separately,
         with separate noise. By number, counted from the front, or by name; several as a tuple. Other arguments do not
         count these axes: with ``stacked=0``, kernels of shape ``(layers, in, out)`` count as matrices whose ``axis=0``
@@ -68,7 +68,7 @@ class Perturbation(Leafwise):
         if inspect.isfunction(own) and not takes(own, 3, unsure=True):
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w, "
-                f"key). Take a key, also if the stage is not random."
+                f"key). Take a key, even if the stage is not random."
             )
 
     @abstractmethod
@@ -93,9 +93,9 @@ class Reparametrization(Leafwise):
     ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can give. Instead of
-    ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may also
-    set:
+    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. Instead
+    of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set
+    one more attribute:
 
     - ``raw_values``: what each raw value is,
       ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on
@@ -158,7 +158,7 @@ class Reparametrization(Leafwise):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it.
 
-        A stage that learns from data takes what the array is multiplied with as well, ``init_leaf(w, *, seen=None)``: a
+        A stage that learns from data also takes the inputs of the array, ``init_leaf(w, *, seen=None)``: a
         :class:`Seen`, or None if ``init`` got none.
 
         Raises:
@@ -182,7 +182,7 @@ class Reparametrization(Leafwise):
         """The effective array as a sum of terms, which :func:`factored` does not form.
 
         It takes what ``apply_leaf`` takes, ``(values)`` or ``(values, key)``, and the sum equals that array. You do not
-        need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: then reparax finds the terms
+        need this if ``apply_leaf`` only multiplies and adds matrices, vectors and numbers: reparax then finds the terms
         itself.
 
         Raises:
@@ -207,8 +207,8 @@ class Reparametrization(Leafwise):
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         r"""The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection.
 
-        A stage that defines it has :meth:`Parametrization.log_det`, as samplers need it. If an array has entries that
-        follow from the others, as a symmetric matrix has, leave them out of the derivative.
+        A stage that defines it has :meth:`Parametrization.log_det`, which samplers need. If entries of an array follow
+        from the others, as in a symmetric matrix, leave them out of the derivative.
 
         Example:
           The Cholesky factor L of a correlation matrix: its rows have length 1, so the entries below its diagonal are
@@ -250,9 +250,9 @@ class Reparametrization(Leafwise):
 
         It must not return free values, unless the class sets ``moves_weights = True``.
 
-        The formula is ``update_leaf(values)``. It may take ``grad`` too, the gradient of the loss with respect
-        to the effective array, and ``key``, or both: ``update_leaf(values, grad, key)``. Then it is only called if the
-        caller passes these to ``update``.
+        The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
+        effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
+        these to ``update``.
         """
         del args, kwargs
         return {}

@@ -2,7 +2,7 @@
 
 Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
 attention kernel of ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula runs and
-split again after it, also in raw values, whose rows and columns have the sizes of the array's.
+split again after it, including those of raw values, whose rows and columns have the sizes of the array's.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ class MatrixAxes(Reparametrization):
 class RowsAndColumns(MatrixAxes):
     """A stage on matrices.
 
-    A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has
-    rows or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``; a base has the axes of
-    the array itself. Several row or column axes need raw values with rows and with columns, which tell their sizes.
+    A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has rows
+    or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``; a base has the axes of the
+    array itself. If there are several row or column axes, their sizes are read from raw values with rows and with
+    columns.
     """
 
     square: ClassVar[bool] = False

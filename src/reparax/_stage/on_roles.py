@@ -150,7 +150,7 @@ def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     if role.ambiguous:
         return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
     if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
-        return f"nothing says what the network does with axes {unknown} of shape {role.shape}. Give the axes by number"
+        return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
     return ""
 
 

@@ -78,14 +78,14 @@ def _join_sites(layer: Layer) -> Layer:
 
 
 class Together(Reparametrization):
-    """A stage whose formula takes all selected arrays at once, as one ranking of all weights does.
+    """A stage whose formula takes all selected arrays at once, such as one ranking of all weights.
 
     Your subclass writes ``init_arrays({place: w}) -> {place: values}`` and ``apply_arrays(values) -> {place: w}``, and
     may write ``update_arrays`` and ``penalty_arrays``. The places are those of the arrays in the tree. The formulas are
-    asked for the types of one array alone, at the place ``"w"``; where they cannot take one, write ``init_leaf`` and
-    ``apply_leaf``, of which only the types are read. Declare ``raw_values`` as for :class:`Reparametrization`. The raw
-    values of each array are stored in its own place, so other stages, labels and weight decay find them under its path.
-    It draws no noise.
+    also traced on one array, at the place ``"w"``, for its types; if they cannot take a single array, write
+    ``init_leaf`` and ``apply_leaf``, of which only the types are read. Declare ``raw_values`` as for
+    :class:`Reparametrization`. The raw values of each array are stored in its own place, so other stages, labels and
+    weight decay find them under its path. It draws no noise.
 
     Args:
       where: As for :class:`Reparametrization`.

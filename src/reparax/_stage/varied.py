@@ -84,15 +84,15 @@ class ByArray:
 
 
 def per_array(check: Check) -> Check:
-    """A check that accepts what ``check`` accepts, or one number for each array, as :class:`Perturbation` says.
+    """A check that accepts what ``check`` accepts, or a number for each array, as described at :class:`Perturbation`.
 
     In a formula, the field is the number for the array.
 
     Args:
-      check: A check for :func:`argument`. Each number is checked by itself.
+      check: A check for :func:`argument`. Each number is checked separately.
 
     Raises:
-      TypeError: By the check that it returns, if a dict is empty, or its keys are not regular expressions.
+      TypeError: From the returned check, if a dict is empty, or its keys are not regular expressions.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -102,11 +102,11 @@ Where = str | Callable[[str, Any], bool] | AllBut | None
 
 
 def selected(mask: PyTree, model: PyTree = None) -> Selected:
-    """A selection for ``where`` from a tree of booleans, such as an optax mask, or in the words of a model.
+    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from the parts of a model.
 
     Args:
-      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. The tree of parameters must
-        have each path that is True. With ``model``, a function that returns a part of it, or several in a list.
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path that is True must
+        exist in the tree of parameters. With ``model``, a function that returns one part of it, or several in a list.
       model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
 
     Raises:
@@ -203,7 +203,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
 def _suggest(where: Any) -> str:
     """What to write in place of a selection of another type."""
     if isinstance(where, type):
-        return "Write where arrays of that class stand, such as '.*/kernel'."
+        return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
         return f"Pass its text, {where.pattern!r}."
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(each, str) for each in where):
@@ -352,7 +352,7 @@ def why_nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
     """Why a default takes no array, if some axes do not count."""
     unique = list(dict.fromkeys(paths))
     return (
-        f"where stacked={stacked!r} does not count, its default takes none of the {len(unique)} arrays "
+        f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
         f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
     )
 
@@ -373,14 +373,14 @@ def why_nothing(where: Where, paths: Sequence[str]) -> str:
             return f"{where!r} is no array, but {len(below)} paths begin with it. Write {f'{where}/.*'!r} for these."
         if deeper := [path for path in unique if re.fullmatch(f".*/(?:{where})", path)]:
             return (
-                f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, as of {deeper[0]!r}. Write "
-                f"{f'.*/{where}'!r} for these."
+                f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, such as {deeper[0]!r}. "
+                f"Write {f'.*/{where}'!r} for these."
             )
         shell = _shell_to_regex(where) or where
         if wide := [path for path in unique if re.fullmatch(shell, path)]:
             return (
                 f"no path matches {where!r} as a whole, as `*` alone does not stand for any text. Write {shell!r}, "
-                f"which matches {len(wide)}, as {wide[0]!r}."
+                f"which matches {len(wide)}, such as {wide[0]!r}."
             )
         return (
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "

@@ -145,9 +145,9 @@ def require_known(entries: Iterable[Entry]) -> None:
 def _explain_matrix(path: str, shape: tuple[int, ...], more: str) -> str:
     """Why the layout of a matrix is not known, and what to write."""
     return (
-        f"neither a name nor a class tells the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
-        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one (in, out) "
-        f"that torch has like this too, or 'embedding' for a table. For a stack of vectors, give each a name: "
+        f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
+        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one that is "
+        f"(in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a name: "
         f"{names_by_layer(path)}. Reshape a bias of attention to a vector."
     )
 
@@ -157,7 +157,7 @@ def _explain_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
     experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
     return (
-        f"the shape {shape} of {path!r} does not tell whether it is a stack of layers, a convolution or a kernel of "
+        f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a kernel of "
         f"attention{more}. For a stack, give each layer a name: {names_by_layer(path)}. {experts}For a "
         f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
         f"kernels and biases of attention to matrices and vectors."

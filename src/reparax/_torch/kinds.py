@@ -27,12 +27,12 @@ def find_layout(name: str, shape: tuple[int, ...], said: str | None, of_module: 
     """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
     if said in ("conv1d", "embedding") and len(shape) != 2:
         axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[said]
-        raise ValueError(f"the layout {said!r} is that of matrices {axes}, but {name!r} has shape {shape}.")
+        raise ValueError(f"the layout {said!r} is for matrices {axes}, but {name!r} has shape {shape}.")
     if said == "vector" and max(shape[1:], default=1) > 1:
-        raise ValueError(f"the layout 'vector' is that of arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
+        raise ValueError(f"the layout 'vector' is for arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
     if said is not None and said.startswith(EXPERTS) and len(shape) != 3:
         raise ValueError(
-            f"the layout {said!r} is that of stacks of matrices with three axes, but {name!r} has shape {shape}."
+            f"the layout {said!r} is for stacks of matrices with three axes, but {name!r} has shape {shape}."
         )
     if said is not None:  # a kernel that is the same in torch has its inputs first there too
         return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True

@@ -37,29 +37,29 @@ def from_quantized(
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads a model that others have quantized: a chain of :class:`Stored`, and a raw tree of the file's own codes.
 
-    Nothing is rounded anew: the effective weights are those that the file's own library computes, and the arrays take
-    about the file's size. To fine-tune exactly what was released, ``q = p >> rpx.LoRA(16)`` and
-    ``raw = rpx.transfer(p, q, raw)``.
+    Nothing is rounded again: the effective weights are those that the file's own library computes, and the arrays take
+    about the size of the file. To fine-tune exactly the released model, write ``q = p >> rpx.LoRA(16)`` and ``raw =
+    rpx.transfer(p, q, raw)``.
 
     ========================  =======================================================  =============================
-    ``quant_method``          what is read                                             reference
+    ``quant_method``          formats that are read                                    reference
     ========================  =======================================================  =============================
-    ``"gptq"``                2, 3, 4 and 8 bits, also with ``desc_act``               ``scale (q - zero)``
+    ``"gptq"``                2, 3, 4 and 8 bits, with or without ``desc_act``         ``scale (q - zero)``
     ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
-    ``"bitsandbytes"``        nf4, also with rounded scales, and int8                  ``scale number(q)``
+    ``"bitsandbytes"``        nf4, with or without rounded scales, and int8            ``scale number(q)``
     ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
     ``"mxfp4"``               experts of GPT-OSS                                       ``scale number(q)``
     ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
     ========================  =======================================================  =============================
 
-    Weights that the file does not quantize get the dtype of ``like``; those that it does have the dtype of its scales,
-    which is float32 for GGUF and bitsandbytes, and bfloat16 for nvfp4 and mxfp4. Inputs that a file has ordered by
-    importance (``desc_act``, ``actorder``) are stored in the order of their scales, and ``order`` says where each one
-    is. What a file says about rounding activations is left out.
+    Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
+    nvfp4 and mxfp4; all others get the dtype of ``like``. Inputs that a file has ordered by importance (``desc_act``,
+    ``actorder``) are stored in the order of their scales, and ``order`` gives the place of each one. Settings for
+    rounding activations are ignored.
 
-    Experts of GPT-OSS are ``(experts, in, out)`` in torch, where the file has ``..._blocks`` and ``..._scales``. Name
-    them without these ends, ``model.layers.{i}.mlp.experts.gate_up_proj``, and give their layout:
-    ``"experts:conv1d"`` for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
+    Experts of GPT-OSS are ``(experts, in, out)`` in torch, and ``..._blocks`` and ``..._scales`` in the file. Name them
+    without these endings, ``model.layers.{i}.mlp.experts.gate_up_proj``, and give their layout: ``"experts:conv1d"``
+    for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
 
     Args:
       tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
@@ -165,7 +165,7 @@ def _read_parameter(
     numbers = FORMATS[matrix.format].numbers
     turned, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
     if ins % group_of_codes(numbers.bits)[0]:
-        raise ValueError(f"its {ins} inputs of {numbers.bits} bits fill no whole bytes")
+        raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
     turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
     values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
     values["q"] = pack(values["q"], numbers.bits, len(experts) + (not turned))
@@ -225,11 +225,11 @@ def _chain_of_stages(stages: Mapping[str, Stored], paths: set[str]) -> Parametri
 def to_quantized(
     p: Parametrization, raw: PyTree, format: str, *, names: Rules = None, layouts: Rules = None
 ) -> dict[str, np.ndarray]:
-    r"""The weights of a raw tree as tensors of GGUF, in which matrices are stored in one format.
+    r"""The weights of a raw tree as tensors of GGUF, with matrices in one format.
 
-    A matrix that ``p`` holds in this format, but not by ``fit="awq"``, keeps its codes and scales: a file that
-    :func:`from_quantized` has read is written bit for bit. All other matrices are rounded as :class:`Stored` rounds
-    them, where their inputs are a multiple of 32; what is left is written in float32. Adapters are merged first, as by
+    A matrix that ``p`` holds in this format, except with ``fit="awq"``, keeps its codes and scales: a file that
+    :func:`from_quantized` has read is written bit for bit. All other matrices are rounded as by :class:`Stored` if
+    their inputs are a multiple of 32; everything else is written in float32. Adapters are merged first, as by
     ``p.fold(raw)``.
 
     Args:

@@ -50,14 +50,14 @@ def take_tensor(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: st
 def count_whole_parts(count: int, size: int, what: str) -> int:
     """How many parts of that size there are."""
     if size < 1 or count % size:
-        raise ValueError(f"its {count} inputs are no multiple of {what} {shown(size)}")
+        raise ValueError(f"its {count} inputs are not a multiple of {what} {shown(size)}")
     return count // size
 
 
 def _count_words(count: int, bits: int, what: str) -> int:
     """How many words of 32 bits so many numbers fill."""
     if count * bits % 32:
-        raise ValueError(f"its {count} {what} of {bits} bits fill no whole words")
+        raise ValueError(f"its {count} {what} of {bits} bits do not fill whole words")
     return count * bits // 32
 
 
@@ -123,7 +123,7 @@ def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: 
     if np.all(scale == -1):  # compressed-tensors says so where there is no order
         return values
     if not np.array_equal(np.sort(scale), np.arange(inputs) // size):
-        raise ValueError(f"expected each scale for {size} inputs in {name!r}, got other numbers of them")
+        raise ValueError(f"expected each scale for {size} inputs in {name!r}, got other counts")
     after = np.argsort(scale, kind="stable")
     if np.array_equal(after, np.arange(inputs)):
         return values
@@ -191,15 +191,15 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
 def _read_json(x: np.ndarray) -> dict[str, Any]:
     """The JSON in a tensor of bytes."""
     if x.dtype != np.uint8:
-        raise ValueError(f"its state is no text: expected bytes, got {x.dtype.name}{list(x.shape)}")
+        raise ValueError(f"its state is not text: expected bytes, got {x.dtype.name}{list(x.shape)}")
     try:
         found = json.loads(x.tobytes().decode())
     except ValueError as error:
-        raise ValueError(f"its state is no JSON: {error}") from error
+        raise ValueError(f"its state is not JSON: {error}") from error
     except RecursionError as error:
-        raise ValueError("its state is no JSON that can be read: it is nested too deeply") from error
+        raise ValueError("its state is JSON that is nested too deeply") from error
     if not isinstance(found, dict):
-        raise ValueError(f"its state is no dict, but {type(found).__name__}")
+        raise ValueError(f"its state is not a dict, but {type(found).__name__}")
     return found
 
 
@@ -263,7 +263,7 @@ def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None)
         return None
     if shape is None:
         raise ValueError(
-            f"it is a stack of experts, whose axes nothing tells: layouts={{{path!r}: 'experts:conv1d'}} for "
+            f"it is a stack of experts, whose axes cannot be inferred: layouts={{{path!r}: 'experts:conv1d'}} for "
             f"(experts, in, out) here, 'experts:kernel' for (experts, out, in)"
         )
     experts, inputs, out = shape

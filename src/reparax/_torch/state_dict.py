@@ -38,11 +38,11 @@ def from_torch(
 
     Raw values are converted one by one, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the
     vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning, from torch's
-    parametrizations or hooks. Torch is not needed: the tensors may also be arrays, such as those of a safetensors file.
+    parametrizations or hooks. Torch is not needed: tensors may be arrays, such as those of a safetensors file.
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
-    matrices have other coordinates; gradient descent takes equal steps only with ``map="householder"``, and even there
-    a square matrix that torch stores transposed starts again from its weight. The hook of spectral norm iterates ``v``
+    matrices have other coordinates: gradient descent takes equal steps only with ``map="householder"``, and even then a
+    square matrix that torch stores transposed starts again from its weight. The hook of spectral norm iterates ``v``
     before ``u``.
 
     Args:
@@ -55,26 +55,26 @@ def from_torch(
         with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
         array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
         along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
-      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here,
-        ``(out, in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here
-        too, ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in
-        torch, and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
+      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here, ``(out,
+        in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here too,
+        ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch,
+        and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
         ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
         convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
         ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
         ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. ``"experts:kernel"``:
         ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
         too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
-        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. Arrays of one axis
-        need none, and neither do modules of nnx and equinox, whose classes tell the layouts of linear layers,
-        convolutions and tables, ``w`` and ``embeddings`` of two axes in Haiku's modules inside of others, and
-        ``weight_ih`` and ``weight_hh``. All other arrays of two axes or more, whatever their names, need a layout, or
-        ``{i}`` in their names: no shape tells a square matrix from its transposed one. A ``kernel`` of more axes needs
-        none to be read if a tensor has as many axes, as that is a convolution; with as many inputs as outputs it may
-        be a transposed one, and needs one too. For recurrent cells, use :func:`convert`.
-      roles: What ``rpx.roles(loss)(params, batch)`` returns. It tells the layouts of matrices, convolutions and tables
-        for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not tell
-        ``"conv1d"``, transposed convolutions, experts, or how heads of attention are merged.
+        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
+        linear layers, convolutions and tables of nnx and equinox, whose classes decide it; for ``w`` and ``embeddings``
+        of two axes in Haiku's nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or
+        more, whatever their names, need a layout, or ``{i}`` in their names: the shape of a square matrix does not show
+        whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
+        that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
+        For recurrent cells, use :func:`convert`.
+      roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
+        tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
+        identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -128,7 +128,7 @@ def to_torch(
     """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
 
     The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}`` with
-    ``strict=True``, and safetensors takes the arrays as they are. Each has the dtype of its weight. Torch cannot read
+    ``strict=True``, and safetensors takes the arrays directly. Each has the dtype of its weight. Torch cannot read
     bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
 
     If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(Chain(), p.fold(raw))``.
@@ -137,8 +137,8 @@ def to_torch(
       p: The chain.
       raw: A raw tree of it.
       names: As for :func:`from_torch`.
-      layouts: As for :func:`from_torch`; but no tensor tells how many axes it has, so name all convolutions of linen,
-        or give ``roles``.
+      layouts: As for :func:`from_torch`; but there is no tensor to show the number of axes, so name all convolutions of
+        linen, or give ``roles``.
       roles: As for :func:`from_torch`.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of

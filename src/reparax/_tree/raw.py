@@ -1,7 +1,7 @@
 """The raw tree: plain data whose key paths describe its arrays.
 
 A parametrized array is replaced by a marker dict, ``{"@weight_norm": {"g": ..., "v": ...}}``, nested for chains, with
-fixed values under ``"@fixed"``. The key path of a raw array tells everything about it: its parameter, whether it is
+fixed values under ``"@fixed"``. The key path of a raw array contains everything about it: its parameter, whether it is
 main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 

@@ -1,4 +1,4 @@
-"""What a stage says about its raw values: main or auxiliary, free or fixed."""
+"""What a stage declares about its raw values: main or auxiliary, free or fixed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def main(
     """A raw value on which earlier stages act, under the array's own path.
 
     Args:
-      aligned: Whether its axes are those of the array, so that axis names apply to it too.
+      aligned: Whether its axes are those of the array, so that axis names apply to it.
       decays: Whether smaller numbers make a smaller array. Those of a logarithm or of an orthogonal matrix do not, so
         :func:`decay_mask` leaves them out.
       part: Whether it is a part of the array. Other stages then see it under a path of its own.

@@ -113,9 +113,10 @@ def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
 
 def operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> dict[Any, Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
-    if kind_of(eqn) is StopGradient and facts[0].still:
+    kind = kind_of(eqn)
+    if kind is StopGradient and facts[0].still:
         return {eqn.outvars[0]: eqn.invars[0]}
-    if not jaxprs.is_jit(eqn) or jaxprs.is_placed(eqn):
+    if kind is not Jit or jaxprs.is_placed(eqn):
         return None
     jaxpr, consts = jaxprs.body(eqn)
     if jaxpr.eqns or consts:

@@ -6,6 +6,7 @@ more digits, and whole numbers are rounded where the dtype of the weight does no
 part of the program.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,11 @@ from jax import lax
 def has_range(dtype: Any) -> bool:
     """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
     return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
+
+
+def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
+    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
+    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
 def covers(dtype: Any, other: Any) -> bool:

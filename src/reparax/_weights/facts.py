@@ -19,7 +19,7 @@ class Facts:
 
     Attributes:
       known: Whether it depends on chosen arguments only.
-      still: Whether it gets no gradient.
+      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
       origins: The arguments on which it depends.
       differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
     """
@@ -47,14 +47,14 @@ def combined_facts(facts: Sequence[Facts]) -> Facts:
 def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = combined_facts(facts)
-    still = found.still or kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars))
+    stops = found.known and (kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars)))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
     differs = found.differs
     if differs or not eqn.invars:
         types = jaxprs.varying([v.aval for v in eqn.outvars])
         differs = differs & types if eqn.invars else types
     known = found.known and not jaxprs.has_effects(eqn)
-    return replace(found, known=known, still=still, differs=differs)
+    return replace(found, known=known, still=found.still or stops, differs=differs)
 
 
 def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:

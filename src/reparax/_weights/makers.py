@@ -15,7 +15,7 @@ from reparax._programs.equations.moves import Broadcast
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax._weights import moves
-from reparax._weights.dtypes import covers, has_range, keeps_range
+from reparax._weights.dtypes import has_range, holds_factors, keeps_range
 from reparax._weights.facts import Facts
 from reparax._weights.multiply import ENTRY, cost
 from reparax._weights.sums import Product, Sum, all_or_none, contract, count_entries, multiply_entries
@@ -39,14 +39,14 @@ def may_make(eqn: JaxprEqn) -> bool:
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
     found = make_sum(eqn, args, facts)
-    return found if found is not None and all(map(_is_smaller_in_factors, found.products)) else None
+    return found if found is not None and all(each.is_smaller_in_factors for each in found.products) else None
 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
     view = view_of(eqn)
     rule, dtype = _RULES.get(type(view)), view.type.dtype
-    if rule is None or not has_range(dtype) or not all(covers(dtype, x.dtype) for x in args) or view.is_placed:
+    if rule is None or not holds_factors(dtype, args) or view.is_placed:
         return None
     sums = [
         x if isinstance(x, Sum) else _sum_of_array(x, still=each.still) for x, each in zip(args, facts, strict=True)
@@ -71,12 +71,6 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
 def _sum_of_array(x: Any, *, still: bool) -> Sum:
     """An array as a sum of one product of one factor."""
     return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
-
-
-def _is_smaller_in_factors(product: Product) -> bool:
-    """Whether at most one factor of a product is as large as the product, as the base of an adapter is."""
-    size = count_entries(label.size for group in product.axes for label in group)
-    return sum(factor.size >= size for factor in product.factors) <= 1
 
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:

@@ -143,7 +143,7 @@ def _cost_of_pair(a: CostKind, b: CostKind, made: Labels, left: Labels) -> float
 
 def _entries_along(labels: Labels) -> int:
     """How many entries an array with these labels has."""
-    return count_entries(label.size for label in labels)
+    return count_entries([label.size for label in labels])
 
 
 def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:

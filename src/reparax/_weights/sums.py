@@ -89,6 +89,12 @@ class Product:
         """The labels of the factors."""
         return {label for factor in self.factors for label in factor.labels}
 
+    @property
+    def is_smaller_in_factors(self) -> bool:
+        """Whether at most one factor is as large as the product, as the base of an adapter is."""
+        size = count_entries(label.size for group in self.axes for label in group)
+        return sum(factor.size >= size for factor in self.factors) <= 1
+
     def transposed(self, order: Sequence[int]) -> "Product":
         return replace(self, axes=tuple(self.axes[i] for i in order))
 

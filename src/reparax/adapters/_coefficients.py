@@ -26,7 +26,7 @@ class Coefficients(RowsAndColumns):
     that matrix in two dimensions: this is FourierFT. Half-precision matrices are computed in float32.
 
     Args:
-      count: The number of coefficients, at most that of the matrix's entries.
+      count: The number of coefficients, at most the number of entries of the matrix.
       basis: ``"entries"`` or ``"fourier"``.
       scale: :math:`c`, a number or a traced scalar; 0 is the base model.
       where: As for :class:`LoRA`, with the same default.

@@ -17,9 +17,9 @@ from reparax._tree.values import Values, aux, main
 class Gain(Reparametrization):
     r"""Weights times trained factors: :math:`w = g \, x`.
 
-    Raw values: ``w`` (main), x, like ``w``; ``g`` (auxiliary), real, with the sizes of ``axis``, or a scalar; ones at
-    the start, in float32 for half-precision weights. ``init`` is exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is
-    IA3 on the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the
+    Raw values: ``w`` (main), x, like ``w``; ``g`` (auxiliary), real, with the sizes of ``axis``, or a scalar; initially
+    ones, in float32 for half-precision weights. ``init`` is exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is IA3 on
+    the outputs of a kernel ``(in, out)``, ``axis=0`` on its inputs; ``SpectralNorm() >> Gain()`` is the
     sigma-reparametrization.
 
     Args:

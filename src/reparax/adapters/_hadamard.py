@@ -16,8 +16,8 @@ class Hadamard(Reparametrization):
 
     Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
     bit, and a ``w`` of zeros trains. Earlier stages act on both: ``LowRank(4) >> Hadamard()`` is a product of two
-    matrices of rank 4. Its rank is up to 16, but it starts at rank 4. Followed by ``Delta``, where it starts at zero,
-    it is LoHa.
+    matrices of rank 4. Its rank is up to 16, but it starts at rank 4. Followed by ``Delta``, which makes it start at
+    zero, it is LoHa.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases

@@ -1,4 +1,4 @@
-"""Adapters that start from the error of what stores their base: LoftQ."""
+"""Adapters that start at the rounding error of their base: LoftQ."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ FACTORS = [("@lora", "a"), ("@lora", "b")]
 def loftq(
     p: Parametrization, params: PyTree, key: jax.Array | None = None, *, steps: int = 1, seen: PyTree = None
 ) -> PyTree:
-    r"""The raw tree of ``params``, where adapters make up for what their base loses: LoftQ.
+    r"""The raw tree of ``params`` with adapters that start at the rounding error of their base: LoftQ.
 
-    In each step the base becomes what the chain stores of :math:`W - c A B`, such as its nearest numbers in four bits,
-    and :math:`c A B` the matrix of the rank nearest to what W has more, by the largest singular values, split evenly.
-    Before the first step the product is zero. So ``p.init`` starts at the rounded model, and this nearer to ``params``.
+    ``p.init`` starts at the rounded model; this starts nearer to ``params``. In each step, the base becomes the stored
+    form of :math:`W - c A B`, such as its nearest numbers in four bits, and :math:`c A B` the best approximation of
+    that rank to the difference between W and the base, by the largest singular values, split evenly. Before the first
+    step, :math:`c A B` is zero.
 
     Args:
       p: A chain that ends with :class:`LoRA`, or with several for different arrays, such as ``Freeze() >>
         Stored("nf4", block=64) >> LoRA(8)``. The rank is at most the smaller side of the matrix.
       params: The model's parameters.
-      key: As for ``init``; the start of the factors is replaced, so it matters for other stages alone.
+      key: As for ``init``; it matters only for other stages, as the start of the factors is replaced.
       steps: How often both are found in turn; 1 in PEFT.
-      seen: As for ``init``; what stores the base may round by data, as ``Stored("int4", block=64, fit="gptq")`` does.
+      seen: As for ``init``, if the base is rounded by data, as in ``Stored("int4", block=64, fit="gptq")``.
 
     Returns:
       A raw tree of ``p``, as ``p.init(params, key)`` returns it.
@@ -82,7 +83,7 @@ def loftq(
     if lost := [place for place in factors if place not in raw.arrays]:
         raise ValueError(
             f"loftq found no factor at {path_text(lost[0])!r} in the raw tree of {p!r}, as another stage computes it. "
-            f"Let the chain end with LoRA, and no earlier stage but those that store or freeze act on it."
+            f"End the chain with LoRA, and let only earlier stages that store or freeze act on it."
         )
     return nest(_cast_like(factors, raw))
 

@@ -22,7 +22,7 @@ class LoRA(RowsAndColumns):
     r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
 
     Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
-    base :math:`W_0`, like ``W``. ``init`` does not change the model; it is exact bit for bit if B starts at zero. Then
+    base :math:`W_0`, like ``W``. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
     the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
     Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
     computed in float32.
@@ -37,16 +37,17 @@ class LoRA(RowsAndColumns):
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
     ================================  =========================================================
 
-    ``Freeze`` also freezes the rest of the model, such as biases, norms and tables of embeddings. If one array holds
-    all layers, as under a scan, give each stage but ``Freeze`` ``stacked=0``. ``rpx.partition(raw)[0]`` is what trains.
+    ``Freeze`` also freezes the rest of the model, such as biases, norms and embeddings; ``rpx.partition(raw)[0]`` holds
+    the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
+    ``stacked=0``.
 
-    With ``start="pissa"``, ``"olora"``, ``"corda"`` and ``"lora_ga"`` the base becomes what is left of W: save the
-    whole raw tree. PEFT's EVA may give arrays different ranks, :func:`eva_ranks`; its LoRA-GA leaves A unscaled, and
-    scales B by the gradient's singular values as well. Here LoRA-GA is as in its paper.
+    With ``start="pissa"``, ``"olora"``, ``"corda"`` and ``"lora_ga"`` the base becomes the rest of W: save the whole
+    raw tree. PEFT's EVA may give arrays different ranks: use :func:`eva_ranks`. LoRA-GA is as in its paper; PEFT leaves
+    A unscaled, and scales B by the gradient's singular values as well.
 
     Args:
-      rank: The rank of the difference, at least 1. It may exceed ``min(rows, columns)``, as for PEFT's usual 8 on a
-        layer of two outputs, if B starts at zero. With ``start="eva"`` it is at most the number of rows, with
+      rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
+        default of 8 does on a layer of two outputs. With ``start="eva"`` it is at most the number of rows, with
         ``"lora_ga"`` at most half of ``min(rows, columns)``.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
       divisor: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
@@ -59,12 +60,12 @@ class LoRA(RowsAndColumns):
         The others start from data: ``init(params, seen=rpx.inputs(loss, ...)(params, batch))``. ``"eva"``: A has the
         directions of length 1 in which the inputs vary most around their mean, B is zero. ``"corda"``: with the mean C
         of :math:`x x^T` over the inputs, the ``r`` largest singular values of :math:`C W` move from the base into
-        :math:`c A B`, and C is taken away from A; ``"corda_kpm"`` takes the smallest, to keep what the model knows of
-        these data. C gets as much of the identity as its inverse needs. ``"lora_ga"``: of the gradient's singular
-        vectors, A has the first ``r`` on the side of the rows, B the next ``r`` on that of the columns, both times
-        :math:`\text{columns}^{1/4} / 4`; the base is W without :math:`c A B`, and a first step goes along the nearest
-        matrix of rank :math:`2 r` to the gradient. Of what the data leave open, such as a rank beyond what they span,
-        any choice is made; NaN in them is NaN in the factors.
+        :math:`c A B`, and A is multiplied by the inverse of C; ``"corda_kpm"`` takes the smallest singular values, to
+        keep what the model knows about these data. As much of the identity is added to C as its inverse needs.
+        ``"lora_ga"``: of the gradient's singular vectors, A has the first ``r`` on the side of the rows, B the next
+        ``r`` on that of the columns, both times :math:`\text{columns}^{1/4} / 4`; the base is W without :math:`c A B`,
+        and a first step follows the matrix of rank :math:`2 r` nearest to the gradient. Directions beyond the span of
+        the data are arbitrary; NaN in the data gives NaN in the factors.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
@@ -123,7 +124,7 @@ class LoRA(RowsAndColumns):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        """What its start needs of the data."""
+        """The data that its start needs."""
         return STARTS[self.start].collects
 
     def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Ranks that differ between arrays, by how many directions their inputs have."""
+"""Ranks that differ between arrays, by the number of directions of their inputs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from reparax._tree.paths import PyTree, flatten_with_names, path_text
 
 
 def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
-    r"""Ranks for adapters that start by ``LoRA(..., start="eva")``: more where the inputs vary in more directions.
+    r"""Ranks for ``LoRA(..., start="eva")``: higher for arrays whose inputs vary in more directions.
 
-    For each array, direction i of its inputs explains the part :math:`\lambda_i / \sum_j \lambda_j` of their
-    covariance. Of the directions of all arrays, those that explain most are taken, ``rank`` times the number of arrays
-    together, and at most ``rho`` times ``rank`` of one array. An array without any is not adapted. One array that holds
-    all layers has one rank: such arrays are left out.
+    For each array, direction i of its inputs explains the share :math:`\lambda_i / \sum_j \lambda_j` of their
+    covariance. Of the directions of all arrays, those with the largest shares are taken: ``rank`` times the number of
+    arrays in total, and at most ``rho`` times ``rank`` for one array. An array without any is not adapted. An array
+    that holds all layers can have only one rank, and is left out.
 
     Args:
-      seen: What each array is multiplied with, :func:`inputs` with full moments. Arrays that no product reads as one
-        matrix are left out. Take only those that you adapt, by ``where`` of :func:`inputs`.
+      seen: The result of :func:`inputs` with full moments, for the arrays that you adapt: select them with its
+        ``where``. Arrays that no product reads as one matrix are left out.
       rank: The mean rank.
-      rho: How many times the mean rank an array may have, at least 1.
+      rho: The largest rank of an array, in units of ``rank``; at least 1.
 
     Returns:
       A rank for each path, 0 to :math:`\rho \, \text{rank}`.

@@ -31,8 +31,8 @@ class Reflected(RowsAndColumns):
 
     Raw values: ``u`` (main) of shape ``(rows, count)``, one vector in each column; ``w`` (fixed), the base :math:`W_0`,
     like ``W``. At the start, random vectors come in equal pairs, whose reflections cancel: ``init`` is exact up to
-    rounding. It keeps the angles between the columns. No array larger than ``W`` is formed. Half-precision matrices
-    are computed in float32. It is HRA, from Householder reflection adaptation.
+    rounding. It keeps the angles between the columns. No array larger than ``W`` is formed. Half-precision matrices are
+    computed in float32. This is HRA (Householder reflection adaptation).
 
     Args:
       count: The number of reflections, an even one.

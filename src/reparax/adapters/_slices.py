@@ -27,12 +27,12 @@ def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
 class Slices(Reparametrization):
     r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
 
-    Raw values: ``x`` (main), these slices, like ``w`` with as many along ``axis`` as ``index`` has numbers; ``w``
-    (fixed), the base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact,
-    bit for bit. ``Freeze() >> Slices((5, 7), where="embed/embedding")`` trains two tokens.
+    Raw values: ``x`` (main), these slices, like ``w`` with ``len(index)`` entries along ``axis``; ``w`` (fixed), the
+    base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
+    ``Freeze() >> Slices((5, 7), where="embed/embedding")`` trains two tokens.
 
     Args:
-      index: The numbers of the slices, from 0.
+      index: The indices of the slices, from 0.
       axis: The axis along which they are counted, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

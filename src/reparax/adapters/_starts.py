@@ -1,7 +1,6 @@
 """Where low-rank adapters start: for each word of ``start``, a formula for the two factors.
 
-A formula takes the matrix, the rank, the number c that multiplies the product, and what is given: a key, or what the
-data say.
+A formula takes the matrix, the rank, the number c that multiplies the product, and a key or statistics of the data.
 """
 
 from collections.abc import Callable
@@ -213,7 +212,7 @@ class Start:
 
     @property
     def collects(self) -> tuple[str, ...]:
-        """What of the data it needs."""
+        """The data that it needs."""
         if self.given is _give_gradient:
             return ("gradients",)
         return ("full",) if self.given in (_give_moments, _give_covariance) else ()

@@ -1,7 +1,7 @@
-"""Draws inside of products: noise for each example, drawn for the result and not for the weight.
+"""Noise for each example, drawn for the results of products instead of the weights.
 
-``_drawing`` says what a reader of programs does with noisy weights: it follows them to their products, of which
-``_noisy`` knows the mean and the variance.
+``_drawing`` follows noisy weights through a program to their products; ``_noisy`` gives the mean and the variance of
+these products.
 """
 
 from reparax.draws._explained import ExplainedDraws as ExplainedDraws

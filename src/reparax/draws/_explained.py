@@ -19,8 +19,8 @@ class NoisyWeight:
     Attributes:
       path: The path of the parameter from which it is computed, or the common path of several.
       type: Its dtype and shape.
-      is_own: Whether all that reads it draws for each example.
-      reason: How many products do, and what takes one draw for all, and where.
+      is_own: Whether every read of it draws for each example.
+      reason: How many products draw for each example, and where one draw serves all.
     """
 
     path: str

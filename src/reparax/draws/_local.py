@@ -62,34 +62,34 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     falls with the number of examples. The network's code does not change.
 
     It finds the noise of :class:`VarNoise` without ``rank``, :class:`Gaussian` and :class:`VariationalDropout`, and
-    follows it through all that keeps entries independent: sums, multiples and choices of known arrays, as
-    :class:`Mask` makes; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``,
-    ``shard_map``, ``jax.checkpoint`` and ``vmap``. Draws of their own have
+    follows it through operations that keep entries independent: sums, multiples and choices of known arrays, such as
+    those of :class:`Mask`; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``,
+    ``shard_map``, ``jax.checkpoint`` and ``vmap``. Each example gets its own draw in
 
-    - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with the mean and variance of
-      its own), convolutions, and sums and multiples with data, such as biases;
+    - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
+      variance), convolutions, and sums and multiples with data, such as biases;
     - rows of tables.
 
-    A row is whatever the weight does not index: an example, but also a position in a sentence or in an image, or a
-    look-up in a table. Two rows of one example get different draws, while a weight drawn for the example would be the
-    same in both; the mean and the variance of each entry of the result are those of such weights. Each use of a weight
-    draws for itself too: both uses of a tied table, and each step of a loop in time.
+    A row is whatever the weight does not index: an example, a position in a sentence or an image, or a look-up in a
+    table. Two rows of one example get different draws, while a weight drawn for the example would be the same in both;
+    the mean and the variance of each entry of the result are those of such weights. Each use of a weight draws
+    independently: both uses of a tied table, and each step of a loop over time.
 
-    All else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank and
-    factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights of
-    which a formula mixes entries after the noise, such as ``VarNoise(0.1) >> WeightNorm()``; products with arrays that
-    depend on named arguments only; and what is read otherwise, such as the square of a weight. So does a ``shard_map``
-    with ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` says which, where and why.
+    Everything else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank
+    and factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights
+    whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that
+    depend only on named arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with
+    ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` shows which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
-    ``jax.vmap`` outside of it with one key for all gives all the same draws: map inside, or over keys too.
+    ``jax.vmap`` outside of it with a single key gives every example the same draws: map inside, or over keys too.
     ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
 
     Args:
       fun: A loss, or any pure function of arrays.
-      argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. All others are
-        data; what is closed over is not. Default: the first, and keys.
+      argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
+        first, and keys. All others are data; closed-over arrays are not.
 
     Raises:
       TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from reparax._core import random
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.tie import compute_once
+from reparax._numerics.tie import compute_once, pull_back_once
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.elementwise import Add, Divide, Multiply, Subtract
 from reparax._programs.equations.kinds import view_of
@@ -118,27 +118,26 @@ def _squared(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _noise_once(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
-    """Noise whose variance is a function of squares and settings; it is traced once for equal sizes."""
+def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
+    """Noise whose variance is a function of data, a squared spread and settings; it is traced once for equal types."""
     alike = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
-    return partial(_add_noise_once, variance, settings, x, alike)
+    return partial(_add_noise, variance, settings, x, alike)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _add_noise(
     variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array
 ) -> Any:
     """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
 
     def noise(x: Any, spread: Sum, key: Any) -> Array:
-        squares = variance(None if x is None else jnp.square(widened(x)), _squared(spread), *settings)
+        squares = variance(x, _squared(spread), *settings)
+        # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
+        squares = pull_back_once(squares) if any(each.labels for each in spread.products) else squares
         return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
     return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
-
-
-_add_noise_once = jax.jit(_add_noise, static_argnums=(0, 1))
-"""The same as a call in the program, which JAX traces and differentiates once for equal types."""
 
 
 @jax.custom_jvp
@@ -160,25 +159,29 @@ def _precision(view: Dot | RaggedDot | Conv) -> Any:
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
 
+def _square(x: Any) -> Array:
+    """The squares of data."""
+    return jnp.square(widened(x))
+
+
 def _noise_of_dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of a product of matrices."""
-    how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
-    axes = tuple(tuple(map(tuple, pair)) for pair in (view.contracting, view.batch))
-    if weight.repeated or _products_with_data(args[1 - i], weight.spread, i, axes) is None:
+    if weight.repeated or _products_with_data(args[1 - i], weight.spread, i, view) is None:
         return None
-    return _noise_once(_variance_of_dot, args[1 - i], weight.spread, i, axes, tuple(view.type.shape), how)
+    return _noise(_variance_of_dot, args[1 - i], weight.spread, i, view)
 
 
-def _products_with_data(x: Any, squares: Sum, i: int, axes: Sequence[Any]) -> list[Product] | None:
+def _products_with_data(x: Any, squares: Sum, i: int, view: Dot) -> list[Product] | None:
     """The products of data and a weight, which is the ``i``-th operand."""
     data = Product.of(x, still=False)
     pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-    return all_or_none(contract(a, b, *axes) for a, b in pairs)
+    return all_or_none(contract(a, b, view.contracting, view.batch) for a, b in pairs)
 
 
-def _variance_of_dot(x: Any, squares: Sum, i: int, axes: Sequence[Any], shape: Sequence[int], how: How) -> Any:
-    """The variance of a product of matrices, from squared data and a squared spread."""
-    return array_of_products(_products_with_data(x, squares, i, axes) or [], shape, how)
+def _variance_of_dot(x: Any, squares: Sum, i: int, view: Dot) -> Any:
+    """The variance of a product of matrices, from data and a squared spread."""
+    how = How(squares.dtype, squares.dtype, _precision(view))
+    return array_of_products(_products_with_data(_square(x), squares, i, view) or [], view.type.shape, how)
 
 
 def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
@@ -186,76 +189,77 @@ def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: N
     *operands, sizes = args
     if weight.repeated or not view.is_whole or i == 2:
         return None
-    how = How(weight.spread.dtype, weight.spread.dtype, _precision(view))
-
-    def products(x: Any, squares: Sum) -> list[Product] | None:
-        data = Product.of(x, still=False)
-        pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
-        return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
-
-    if products(operands[1 - i], weight.spread) is None:
+    if _products_in_groups(operands[1 - i], sizes, weight.spread, i, view) is None:
         return None
+    return _noise(_variance_of_ragged_dot, (operands[1 - i], sizes), weight.spread, i, view)
 
-    def variance(x: Any, squares: Sum) -> Any:
-        return array_of_products(products(x, squares) or [], view.type.shape, how)
 
-    return partial(_add_noise, variance, (), operands[1 - i], weight.spread)
+def _products_in_groups(x: Any, sizes: Any, squares: Sum, i: int, view: RaggedDot) -> list[Product] | None:
+    """The products of data in groups of these sizes and a weight, which is the ``i``-th operand."""
+    data = Product.of(x, still=False)
+    pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+    return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
+
+
+def _variance_of_ragged_dot(x: tuple[Any, Any], squares: Sum, i: int, view: RaggedDot) -> Any:
+    """The variance of a product of groups of rows, from data with the sizes of groups and a squared spread."""
+    how = How(squares.dtype, squares.dtype, _precision(view))
+    products = _products_in_groups(_square(x[0]), x[1], squares, i, view)
+    return array_of_products(products or [], view.type.shape, how)
 
 
 def _noise_of_convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of a convolution with a noisy kernel."""
     if i != 1 or weight.repeated or view.batch_group_count != 1:
         return None
+    return _noise(_variance_of_convolution, args[0], weight.spread, view)
+
+
+def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
+    """The variance of a convolution, from data and a squared spread, for one channel if all are alike."""
     numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
-    settings = {"precision": _precision(view), "preferred_element_type": weight.spread.dtype}
-    alike = not any(each.labels.intersection(each.axes[channels]) for each in weight.spread.products)
-    n = groups if alike else weight.spread.shape[channels]
-
-    def convolved(x: Any, squares: Sum) -> Any:
-        kernel = lax.slice_in_dim(formed(squares), 0, n, axis=channels)
-        found = view.bind(x, kernel, **settings)
-        return jnp.repeat(found, squares.shape[channels] // n, axis)
-
-    return partial(_add_noise, convolved, (), args[0], weight.spread)
+    alike = not any(each.labels.intersection(each.axes[channels]) for each in squares.products)
+    n = groups if alike else squares.shape[channels]
+    kernel = lax.slice_in_dim(formed(squares), 0, n, axis=channels)
+    settings = {"precision": _precision(view), "preferred_element_type": squares.dtype}
+    return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
 
 
 def _noise_of_gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of rows that are looked up."""
-    if i != 0 or weight.repeated:
-        return None
-    # Where there is no row, there is no noise.
+    return None if i != 0 or weight.repeated else _noise(_variance_of_rows, args[1], weight.spread, view)
+
+
+def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
+    """The variance of rows at these places; where there is no row, there is no noise."""
     changed = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
-
-    def rows(_: None, squares: Sum) -> Any:
-        return view.bind(formed(squares), args[1], **changed)
-
-    return partial(_add_noise, rows, (), None, weight.spread)
+    return view.bind(formed(squares), places, **changed)
 
 
 def _noise_of_multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of a weight times data."""
-    return _noise_once(_variance_of_multiple, args[1 - i], weight.spread)
+    return _noise(_variance_of_multiple, args[1 - i], weight.spread)
 
 
 def _noise_of_quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of a weight over data."""
-    return None if i == 1 else _noise_once(_variance_of_quotient, args[1], weight.spread)
+    return None if i == 1 else _noise(_variance_of_quotient, args[1], weight.spread)
 
 
 def _noise_of_sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
     """The noise of a weight plus data, which is that of the weight."""
-    return _noise_once(_variance_of_weight, None, weight.spread)
+    return _noise(_variance_of_weight, None, weight.spread)
 
 
 def _variance_of_multiple(x: Any, squares: Sum) -> Any:
-    """The variance of a weight times data, from the squares of both."""
-    return x * formed(squares)
+    """The variance of a weight times data, from data and a squared spread."""
+    return _square(x) * formed(squares)
 
 
 def _variance_of_quotient(x: Any, squares: Sum) -> Any:
-    """The variance of a weight over data, from the squares of both."""
-    return formed(squares) / x
+    """The variance of a weight over data, from data and a squared spread."""
+    return formed(squares) / _square(x)
 
 
 def _variance_of_weight(_: None, squares: Sum) -> Any:

@@ -1,4 +1,4 @@
-"""What a network's program says of the axes of its weights."""
+"""Roles and groups of the axes of weights, found in the program of a network."""
 
 from reparax._axes.misfit import Misfit as Misfit
 from reparax._axes.misfit import Misfits as Misfits

@@ -24,23 +24,25 @@ SWEEPS = 100
 def align(params_a: PyTree, params_b: PyTree, groups: Iterable[Group], *, seen: PyTree = None) -> PyTree:
     r"""The second network with its units permuted to match those of the first.
 
-    Networks that were trained from different starts have their units in different orders, so that the mean of their
-    weights computes nothing. Units of a group can be permuted without any change of what a network computes. With the
-    permutations :math:`\pi` of all groups, this maximizes the sum of :math:`\langle W_a, \pi(W_b) \rangle` over all
-    arrays. With ``seen=rpx.inputs(loss)(params_a, batch)``, units are alike if what they compute of the same inputs is:
-    for the weights that make them it is :math:`\mathrm{tr}(W_a^\top M \pi(W_b))`, where M is the mean of :math:`x
-    x^\top` over the inputs of the first network, and the weights that read them do not count. Arrays without data, such
-    as biases, count as they are.
+    Networks trained from different starts have their units in different orders, so the mean of their weights is
+    meaningless. Align first, and then merge: ``rpx.merge([params_a, rpx.align(params_a, params_b, groups)])``.
 
-    Group after group is solved exactly, as an assignment, while the others stay, until nothing gets better. This is the
-    best for one group, and for several a local optimum. Under a scan each step has a permutation of its own, where the
-    group allows it. Then merge: ``rpx.merge([params_a, rpx.align(params_a, params_b, groups)])``.
+    Units of a group can be permuted without changing the function of a network. With the permutations :math:`\pi` of
+    all groups, this maximizes the sum of :math:`\langle W_a, \pi(W_b) \rangle` over all arrays. With
+    ``seen=rpx.inputs(loss)(params_a, batch)``, units match by their values on the same inputs: the weights that make
+    them count as :math:`\mathrm{tr}(W_a^\top M \pi(W_b))`, where M is the mean of :math:`x x^\top` over the inputs of
+    the first network, and the weights that read them do not count. Arrays without data, such as biases, count by the
+    sum above.
+
+    The groups are solved in turn, each exactly, as an assignment with the others fixed, until nothing improves. For one
+    group this is the optimum, for several a local one. Under a scan, each step has its own permutation if the group
+    allows it.
 
     Args:
-      params_a: The effective tree of the network that gives the order.
+      params_a: The effective tree of the network whose order is kept.
       params_b: That of the other network, of the same structure and shapes.
-      groups: What :func:`axis_groups` finds in the network.
-      seen: What the arrays of the first network are multiplied with, of full or diagonal moments. Default: none.
+      groups: The result of :func:`axis_groups` for the network.
+      seen: The result of :func:`inputs` for the first network, with full or diagonal moments. Default: none.
 
     Returns:
       A tree like ``params_b`` that computes the same.

@@ -52,7 +52,7 @@ class Bases:
         for value in values:
             if not value.is_zero:
                 other = (axis for i, axis in enumerate(value.axes) if value.basis(i) != VECTOR)
-                self.forbid_turning(other, "a loop or a condition carries what is no vector along it")
+                self.forbid_turning(other, "a loop or a condition carries a value that is not a vector along it")
 
     def why(self, label: int) -> str:
         """The equation that computes entry by entry along a label; empty if there is none."""

@@ -19,14 +19,13 @@ from reparax.geometry._roles import roles
 
 @shows_usage
 def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Misfits]:
-    """A function of the same arguments as ``fun`` that lists where axes of ``p`` do not fit how ``fun`` multiplies.
+    """A function of the same arguments as ``fun`` that lists the axes of ``p`` that do not fit the products of ``fun``.
 
-    Such a chain works all the same, but does not do what its stages are for: one norm for all heads of attention, a
-    spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, the norm of
-    inputs where a library has weights of the shape ``(out, in)``. Each :class:`Misfit` says what to write. Nothing is
+    A chain with such axes still runs, but does not do what its stages are meant for: one norm for all attention heads,
+    a spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, or norms of
+    inputs in a library whose weights have the shape ``(out, in)``. Each :class:`Misfit` shows what to write. Nothing is
     computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and so are
-    those that the network uses in several ways, such as tied tables: what fits one use does not fit another, so no
-    axes are wrong for both.
+    arrays that the network uses in several ways, such as tied tables, as no axes fit all of their uses.
 
     Args:
       p: The chain.
@@ -34,7 +33,7 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``p`` is no chain, ``fun`` no function, or ``argnums`` not the position of one argument.
+      TypeError: If ``p`` is not a chain, ``fun`` not a function, or ``argnums`` not the position of one argument.
       ValueError: If ``init`` of the chain refuses the parameters.
 
     Example:

@@ -19,8 +19,9 @@ class Member:
     Attributes:
       path: The path of the array.
       axis: The axis.
-      outer: How often the indices of the group are repeated along it: 4 for four gates side by side.
-      inner: How many entries follow each other for each index: the size of a head, if heads and sizes are one axis.
+      outer: How often the indices of the group repeat along it: 4 for four concatenated gates.
+      inner: How many consecutive entries each index has: the size of a head, if heads and their dimensions are one
+        axis.
       steps: The axes of the array that a scan slices, in one order for all members that the same scans slice.
     """
 
@@ -36,15 +37,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Axes that are one axis of the network: if all are permuted alike, the network computes the same.
+    """Axes that are one axis of the network: if all are permuted in the same way, the network computes the same.
 
     Attributes:
       members: The axes.
       size: The number of indices.
-      by_step: Whether each step of a scan may have a permutation of its own: the arrays of a step meet no others, in
-        the scan or outside of it.
+      by_step: Whether each step of a scan may have its own permutation: its arrays are not combined with any others,
+        inside or outside the scan.
       sums: For each product that sums along the axis, sets of members: its term at an index is zero if all members of
-        one of these sets are. Where that holds for each product, the index can be left out, as :func:`shrink` does.
+        one of these sets are. If that holds for each product, :func:`shrink` can leave the index out.
       why_whole: Why no index can be left out; empty if some can be.
       scales: Members that scale data, as norms do at their end, each with the members that read what it scales.
       why_not_turned: Why an orthogonal matrix cannot turn the axes; empty if it can, as :func:`rotate` does.
@@ -80,18 +81,19 @@ class Groups:
 
 @shows_usage
 def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Groups]:
-    """A function of the same arguments as ``fun`` that says which axes of which parameters are one.
+    """A function of the same arguments as ``fun`` that returns the groups of axes of parameters that are one axis.
 
-    Permuting all members of a group alike changes what ``fun`` returns by rounding only. It reads the jaxpr of ``fun``
-    as :func:`roles` does. What cannot be permuted belongs to no group: axes of data and of results, axes whose order
-    counts, such as those of steps or of a window, and all that an unknown equation reads.
+    Permuting all members of a group in the same way changes the result of ``fun`` only by rounding. The groups are read
+    from the jaxpr of ``fun``, as for :func:`roles`. Axes that cannot be permuted belong to no group: axes of data and
+    of results, axes whose order counts, such as those of steps or of a window, and all axes that an unknown equation
+    reads.
 
     Args:
-      fun: A forward pass, or any pure function of arrays, without random numbers: these differ by their place.
+      fun: A forward pass, or any pure function of arrays, without random numbers, which depend on positions.
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -162,7 +164,7 @@ def _scales_by_label(
         own = {scale: [reader for each, reader in reads if each == scale] for scale, _ in reads if scale in named}
         scales[label] = tuple((named[scale], tuple(named[each] for each in readers)) for scale, readers in own.items())
         others = (
-            f"{scale[0]!r} scales only some of what {each[0]!r} is used for"
+            f"{scale[0]!r} scales only some of the uses of {each[0]!r}"
             for scale, readers in own.items()
             for each in (scale, *readers)
             if each in plain or len({first for first, second in reads if second == each}) > 1

@@ -18,11 +18,11 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
     Args:
       params: The tree that the groups were read from.
       group: One of its groups.
-      order: The new order, indices of shape ``(size,)``; if the group says ``by_step``, it may be of shape
-        ``(*steps, size)``, an order for each step.
+      order: The new order, indices of shape ``(size,)``; if ``group.by_step``, possibly of shape ``(*steps, size)``, an
+        order for each step.
 
     Raises:
-      ValueError: If the order has another shape, or the group is not one of this tree.
+      ValueError: If the order has a different shape, or the group does not belong to this tree.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

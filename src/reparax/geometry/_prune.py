@@ -1,4 +1,4 @@
-"""Whole units that are least needed, set to zero in all weights that make and read them."""
+"""Sets the least important units to zero, in all weights that make and read them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from reparax.geometry._units import (
 def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: PyTree = None) -> PyTree:
     r"""Parameters in which all members of each group are zero for a share of its indices, those with the lowest scores.
 
-    The score of an index is the sum of the scores of all entries of all members there. With
-    :math:`|w_{ij}| \, \sqrt{E[x_i^2]}` for the weights that read a unit, and zero elsewhere, these are Wanda's scores
-    of whole units. Under a scan each step has indices of its own, where the group allows it. :func:`shrink` cuts out
-    what this leaves.
+    The score of an index is the sum of the scores of all entries of all members there. With :math:`|w_{ij}| \,
+    \sqrt{E[x_i^2]}` for the weights that read a unit, and zero elsewhere, these are Wanda's scores, summed over whole
+    units. Under a scan, each step has its own indices if the group allows it. :func:`shrink` then removes the units
+    from the arrays.
 
     Args:
       params: The effective tree.

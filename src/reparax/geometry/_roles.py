@@ -15,12 +15,12 @@ from reparax._tree.paths import PyTree
 from reparax.geometry._reading import Reading, one_argument
 from reparax.geometry._uses import Between, DataProduct, Origins, OtherRead
 
-NO_WEIGHT = Role(why="it is no array of floating numbers")
+NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
 
 @shows_usage
 def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., PyTree]:
-    """A function of the same arguments as ``fun`` that says what each axis of each parameter is.
+    """A function of the same arguments as ``fun`` that returns the role of each axis of each parameter.
 
     The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
     ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
@@ -33,7 +33,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       argnums: The position of the argument that holds the parameters. Default: the first.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -15,11 +15,11 @@ from reparax.geometry._units import require_arrays
 
 
 def fold_scales(params: PyTree, groups: Iterable[Group]) -> PyTree:
-    r"""The parameters with each scale of a norm multiplied into the weights that read what it scales.
+    r"""The parameters with each scale of a norm multiplied into the weights that read the scaled data.
 
-    Where data is scaled and then multiplied, :math:`(x \odot s) W = x (\mathrm{diag}(s) W)`, the scale becomes one. The
-    network computes the same. Norms without scales do not see how their input is turned, so :func:`rotate` needs this,
-    and does it itself; do it before :class:`Rotate`.
+    If data are scaled and then multiplied, :math:`(x \odot s) W = x (\mathrm{diag}(s) W)`, the scale becomes one. The
+    network computes the same. Call it before :class:`Rotate`; :func:`rotate` calls it itself. Only norms without scales
+    commute with a rotation.
 
     Args:
       params: The effective tree that the groups were read from.
@@ -46,14 +46,14 @@ def fold_scales(params: PyTree, groups: Iterable[Group]) -> PyTree:
 def rotate(params: PyTree, group: Group, matrix: Array) -> PyTree:
     r"""The parameters with all members of a group turned by an orthogonal matrix, after :func:`fold_scales`.
 
-    Along the axis of each member, :math:`w'_k = \sum_j w_j Q_{jk}`. What is added stays in one basis, what is
-    contracted is turned on both sides, and norms of mean squares do not change, so the network computes the same: in a
-    basis without the few large entries that make rounding to few bits lose much.
+    Along the axis of each member, :math:`w'_k = \sum_j w_j Q_{jk}`. Sums stay in one basis, contractions are turned on
+    both sides, and norms of mean squares do not change, so the network computes the same, in a basis without the few
+    large entries that make rounding to few bits inaccurate.
 
     Args:
       params: The effective tree that the groups were read from.
       group: One of its groups whose ``basis`` is empty, such as the residual stream of a network whose norms subtract
-        no mean, or what heads hand on from values to outputs.
+        no mean, or the axis between the values and the output projection of attention.
       matrix: An orthogonal matrix of shape ``(size, size)``.
 
     Raises:

@@ -45,27 +45,26 @@ def _check_groups(groups: Any, who: str, name: str) -> tuple[TurnedGroup, ...]:
 class Rotate(Joint):
     r"""Weights stored in a rotated basis: along each axis of a group, :math:`w_k = \sum_j v_j Q_{kj}`.
 
-    The orthogonal matrix Q is one for all members of a group, and stays. The effective arrays are those of the model,
-    and the raw ones are turned, so that earlier stages act on these: ``Stored("int4", block=64) >> Rotate(groups)``
-    rounds weights in a basis in which no entry is much larger than others, and so loses less. As all that the network
-    adds or contracts is turned alike, the raw arrays are the same network as well, if scales are folded first: what
-    :func:`rotate` gives.
+    ``Stored("int4", block=64) >> Rotate(groups)`` rounds weights in a basis in which no entry is much larger than the
+    others, and so loses less. All members of a group share one orthogonal matrix Q, which does not train. The effective
+    arrays are those of the model; the raw ones are turned, and earlier stages act on them. If scales are folded first,
+    the raw arrays are themselves a network that computes the same, the one that :func:`rotate` gives.
 
     Raw values: ``v`` (main) for each array, like the array; ``q`` (fixed), float32 of shape ``(size, size)``, with the
     first array of each group, for the first group, and ``q1``, ``q2`` and so on for others. ``init`` is exact up to
     rounding.
 
     Args:
-      groups: Groups of :func:`axis_groups` whose ``basis`` is empty, from parameters after :func:`fold_scales`. It
-        prints, compares and is JSON by their sizes, and the path, axis and ``inner`` of each member.
+      groups: Groups of :func:`axis_groups` whose ``basis`` is empty, from parameters after :func:`fold_scales`. Repr,
+        equality and JSON use only their sizes, and the path, axis and ``inner`` of each member.
       start: ``"hadamard"``, the Kronecker product of a Hadamard matrix, of the largest power of two that divides the
         size, with a random rotation of the rest, and with random signs; ``"random"``, a uniformly random rotation; or
         ``"identity"``.
-      seed: What random matrices are drawn from.
+      seed: The seed of random matrices.
 
     Raises:
-      TypeError: If ``groups`` is not some groups, or ``seed`` is no integer.
-      ValueError: If the axes of a group cannot be turned, or ``start`` is not one of these.
+      TypeError: If ``groups`` are not groups of axes, or ``seed`` is not an integer.
+      ValueError: If the axes of a group cannot be turned, or ``start`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -1,4 +1,4 @@
-"""Smaller networks that compute the same: units that count for nothing are cut out of all weights."""
+"""Smaller networks that compute the same: units that contribute nothing are cut out of all weights."""
 
 from __future__ import annotations
 
@@ -40,29 +40,31 @@ ROUNDING = 1e-5
 def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
     """The raw tree of a smaller network that computes the same: units that contribute nothing are removed.
 
-    An index of a group is cut if each product that sums along its axis has a term of zero there: all weights that read
-    the unit are zero, or all that make it and every function between, such as ``relu`` or ``gelu`` without a bias,
-    leaves zero at zero. ``group.sums`` lists which members that takes. Masks of whole slices make such zeros:
-    ``MagnitudePrune(axis=0)`` and ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, and :func:`prune_units` on all
-    members of a group. A unit whose bias is left stays, as it is a constant, and so does one of which only single
-    weights are zero. Cutting a unit may leave others that nothing reads: they are cut too. At least one index stays.
+    Zero whole units first, with ``MagnitudePrune(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
+    with :func:`prune_units` on all members of a group. Then build your model with the new sizes, and compare:
+    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would prune that share of
+    the remaining weights in its next ``update``.
 
-    Some axes stay as they are, and ``group.why_whole`` says why: norms and means divide by their length, products of
-    data with data, as in attention, are scaled by it. Numbers that your model computes from a size otherwise, such as
-    ``1 / sqrt(width)`` at a layer, cannot be seen: keep them as they were. Under a scan each step has its own order of
-    units, but all have equally many, so as many are cut as the step with the fewest has.
+    An index of a group is cut if each product that sums along its axis has a term of zero there: either all weights
+    that read the unit are zero, or all that make it are, and every function in between, such as ``relu`` or ``gelu``
+    without a bias, maps zero to zero. ``group.sums`` lists the members concerned. A unit with a remaining bias is a
+    constant, and stays; so does a unit with only some zero weights. Units that nothing reads after a cut are cut too.
+    At least one index stays.
 
-    Each raw value is cut along the axes that follow the axes of its array. That the effective tree is the old one
-    without these slices is checked. Build your model with the new sizes, and compare:
-    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would take that share of
-    what is left in its next ``update``.
+    Some axes are not cut, and ``group.why_whole`` gives the reason: norms and means divide by their length, and
+    products of data with data, as in attention, are scaled by it. Other numbers that your model computes from a size,
+    such as ``1 / sqrt(width)`` at a layer, cannot be detected: keep their old values. Under a scan, each step has its
+    own order of units but all steps have equally many, so the step with the fewest zero units decides how many are cut.
+
+    Each raw value is cut along the axes that follow the axes of its array, and the new effective tree is compared with
+    the old one without these slices.
 
     Args:
       p: The chain; ``rpx.Chain()`` for plain parameters.
-      raw: The raw tree, or with ``like`` a tree that contains such trees, as the state of an optimizer.
-      groups: What :func:`axis_groups` finds in the network, of effective trees.
-      like: The raw tree, if ``raw`` is a state: arrays under the path of a raw array, and of its shape, are cut as it
-        is.
+      raw: The raw tree; or, with ``like``, a tree that contains such trees, such as the state of an optimizer.
+      groups: The result of :func:`axis_groups` for the network, as a function of effective trees.
+      like: The raw tree, if ``raw`` is a state: arrays of the state with the path and the shape of a raw array are cut
+        in the same way.
 
     Returns:
       A tree of the same structure.
@@ -163,8 +165,8 @@ def _require_same(who: str, got: PyTree, want: PyTree) -> None:
         a, b = np.asarray(x), np.asarray(y)
         if a.shape != b.shape or np.max(np.abs(a - b), initial=0) > ROUNDING * np.max(np.abs(b), initial=0):
             raise ValueError(
-                f"{who} at {path_text(path)!r}: expected the same weights without the slices that count for nothing, "
-                f"got others, as a stage computes with the whole array. {INSTEAD}"
+                f"{who} at {path_text(path)!r}: expected the same weights without the slices that contribute nothing, "
+                f"got others, because a stage computes with the whole array. {INSTEAD}"
             )
 
 
@@ -179,8 +181,8 @@ def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree
         if x.shape != shapes[own]:
             raise ValueError(
                 f"shrink takes a state whose arrays have the shapes of the raw tree, but got {describe(x)} at "
-                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer anew with the "
-                f"small raw tree, `tx.init(small)`."
+                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer again with "
+                f"the small raw tree, `tx.init(small)`."
             )
         return _cut_out(x, cuts[own])
 

@@ -1,4 +1,4 @@
-"""Which weights get larger as a network gets wider: the roles of weights in muP."""
+"""Which weights grow as a network gets wider: the roles of weights in muP."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ class Width:
 
 @shows_usage
 def widths(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., dict[str, Width]]:
-    """A function of the same arguments as ``fun`` that says, by path, what each parameter is as the network gets wider.
+    """A function of the same arguments as ``fun`` that returns, by path, the role of each parameter in muP.
 
-    An axis is a width if it is in a group of :func:`axis_groups`; else it is data, a result, or has an order. In μP,
-    the learning rate of Adam for hidden weights falls as one by their inputs, and outputs are divided by theirs. As a
-    stage that is ``Scale({path: n / width.inputs ...})`` for both kinds, with the number n of inputs at which you tune.
+    An axis is a width if it is in a group of :func:`axis_groups`; otherwise it is data, a result, or has an order. In
+    μP, Adam's learning rate for hidden weights is proportional to one over their number of inputs, and outputs are
+    divided by theirs. As a stage, this is ``Scale({path: n / width.inputs ...})`` for both kinds, where n is the number
+    of inputs at which you tune.
 
     Args:
       fun: As for :func:`axis_groups`.
-      argnums: As there.
+      argnums: As for :func:`axis_groups`.
 
     Raises:
-      TypeError: If ``fun`` is no function, or ``argnums`` is not the position of one argument.
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -57,7 +58,7 @@ def widths(fun: Callable[..., Any], argnums: int | None = None) -> Callable[...,
 
     References:
       Yang et al., *Tensor Programs V: Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer*, 2022, table
-      8; its package asks for a network of another width to find these axes.
+      8; its package needs a network of another width to find these axes.
     """
     find_roles, find_groups = roles(fun, argnums), axis_groups(fun, argnums)
 

@@ -31,7 +31,7 @@ class LowRank(RowsAndColumns, Constraint):
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="project"`` it may be
-        larger, as in adapters of PEFT on narrow layers: further columns of ``u`` start at zero.
+        larger, as for adapters of PEFT on narrow layers: the additional columns of ``u`` start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

@@ -80,8 +80,8 @@ class Orthogonal(_Orthonormal):
     For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
-      map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all with
-        the determinant of the base; ``"householder"`` too, but only for real matrices.
+      map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all
+        matrices with the determinant of the base; so does ``"householder"``, but only for real matrices.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

@@ -80,7 +80,7 @@ def _triangle_order(size: int, *, strict: bool) -> int:
 
 
 class Symmetric(_Pattern):
-    r"""Symmetric matrices: :math:`W = W^T`, also for complex numbers.
+    r"""Symmetric matrices: :math:`W = W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n + 1) / 2 numbers, the lower triangle row by row. ``init`` takes the lower
     triangle of :math:`(W + W^T) / 2`; it is exact for symmetric matrices, and otherwise starts at the nearest one.
@@ -110,7 +110,7 @@ class Symmetric(_Pattern):
 
 
 class Skew(_Pattern):
-    r"""Skew-symmetric matrices: :math:`W = -W^T`, also for complex numbers.
+    r"""Skew-symmetric matrices: :math:`W = -W^T`, even for complex numbers.
 
     Raw value: ``x`` (main), a vector of n (n - 1) / 2 numbers, the lower triangle without the diagonal, row by row.
     ``init`` takes that of :math:`(W - W^T) / 2`; it is exact for skew-symmetric matrices, and otherwise starts at the

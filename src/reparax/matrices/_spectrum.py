@@ -219,8 +219,8 @@ class SpecialLinear(_SingularValues):
 
         Args:
           w: A square matrix.
-          tolerance: As for :class:`Constraint`. Default: as there, and more by the condition of the matrix, the ratio
-            of its singular values, times the machine epsilon: by so much rounding of the entries moves the determinant.
+          tolerance: As for :class:`Constraint`. Default: as there, plus the condition number of the matrix times the
+            machine epsilon, as rounding of the entries moves the determinant by that much.
         """
         if tolerance is not None:
             return super().contains(w, tolerance)

@@ -63,8 +63,9 @@ def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
         linearized = Linearized.of(program, piece.given, _special_of(piece), primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _pushed(piece, primals, moving)
-    outs, saved = linearized.forward()
-    found = linearized.tangents(saved, list(moving.values()))
+    dots = list(moving.values())
+    outs, saved = linearized.forward(dots)
+    found = linearized.tangents(saved, dots)
     return outs, [found.get(i, _zero_tangent(out)) for i, out in enumerate(outs)]
 
 

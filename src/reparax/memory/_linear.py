@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, partial_eval
 
 from reparax._programs import dependence, jaxprs
 from reparax.memory._lazily import lazily
-from reparax.memory._piece import Piece, Pieces
+from reparax.memory._piece import Piece, Pieces, piece_of
 from reparax.memory._ties import read_as_more_than_views
 
 
@@ -67,4 +67,23 @@ def transpose(piece: Piece, cts: Any, args: Any) -> list[Any]:
     return [None] * n + lazily(jaxprs.live(program), [*consts, *fixed, *slopes], given)
 
 
+def run_beside(tangents: Sequence[Any], piece: Piece, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a piece, in a rule for derivatives.
+
+    Where tangents are unknown yet, JAX would look for what depends on them in each equation, and split loops for it.
+    """
+    later = any(isinstance(dot, partial_eval.JaxprTracer) for dot in tangents)
+    return (_beside if later else _run_lazily)(piece, args)
+
+
+def _run_known(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """The outputs of an equation beside unknown tangents: those of its piece, if that reads nothing unknown."""
+    known = [x.pval.get_known() for x in tracers]
+    if any(x is None for x in known):
+        return trace.default_process_primitive(_beside.primitive, tracers, params)
+    return _run_lazily(piece_of(params), known)
+
+
 linear = Pieces("reparax_linear", _run_lazily, _jvp_of_linear, transpose)
+_beside = Pieces("reparax_beside", _run_lazily, _jvp_of_linear, transpose)
+partial_eval.custom_partial_eval_rules[_beside.primitive] = _run_known

@@ -66,17 +66,17 @@ class Pieces:
         self.primitive = made = _Call(name)
 
         def of_arguments(*args: Any, **params: Any) -> list[Any]:
-            return run(_piece_of(params), args)
+            return run(piece_of(params), args)
 
         def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
-            program = _piece_of(params).program
+            program = piece_of(params).program
             return jaxprs.types(program), program.effects
 
         made.def_impl(of_arguments)
         made.def_effectful_abstract_eval(types)
         mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
-        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(_piece_of(params), primals, tangents)
-        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(_piece_of(params), cts, args)
+        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(piece_of(params), primals, tangents)
+        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(piece_of(params), cts, args)
         batching.fancy_primitive_batchers[made] = self._batched
         # One more argument since jax 0.12.0.
         partial_eval.dce_rules[made] = lambda used, *rest: _prune_equation(used, rest[-1])
@@ -86,7 +86,7 @@ class Pieces:
         return self.primitive.bind(*args, **_params(piece))
 
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
-        piece = _piece_of(params)
+        piece = piece_of(params)
         program, consts, places = jaxprs.batch_program(piece.program, args, dims, axis)
         return self(piece.behind(consts, program), [*consts, *args]), places
 
@@ -99,7 +99,7 @@ class _Call(Primitive):
     def bind(self, *args: Any, **params: Any) -> list[Any]:
         """The outputs."""
         if has_series(args):
-            return _piece_of(params).evaluate(*args)
+            return piece_of(params).evaluate(*args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
         function, operands = jaxprs.replacement(args, params)
@@ -115,7 +115,7 @@ def _prune_equation(used: Flags, eqn: Any) -> tuple[Flags, Any]:
     """The rule of dead code: which operands of a piece are read, and its equation with the outputs that are used."""
     if not any(used) and not eqn.effects:
         return [False for _ in eqn.invars], None
-    piece, read = _piece_of(jaxprs.own_parameters(eqn)).pruned(used)
+    piece, read = piece_of(jaxprs.own_parameters(eqn)).pruned(used)
     invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
     outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))
@@ -127,6 +127,6 @@ def _params(piece: Piece) -> dict[str, Any]:
     return {jaxprs.PROGRAM: piece.program, **own}
 
 
-def _piece_of(params: Any) -> Piece:
+def piece_of(params: Any) -> Piece:
     """The piece that parameters of an equation hold."""
     return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"], params["keeps_masks"])

@@ -11,8 +11,7 @@ from jax.extend.core import Jaxpr, Var
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags, Known, Special
 from reparax._programs.jaxprs import Env
-from reparax.memory._lazily import lazily
-from reparax.memory._linear import linear
+from reparax.memory._linear import linear, run_beside
 from reparax.memory._piece import Piece
 
 
@@ -71,12 +70,12 @@ class Linearized:
             n_outs=len(program.outvars),
         )
 
-    def forward(self) -> tuple[list[Any], list[Any]]:
-        """The outputs, and the values to store, in the order in which :meth:`tangents` takes them."""
+    def forward(self, dots: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs, and the values to store, in the order in which :meth:`tangents` takes them beside ``dots``."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
         forward = jaxprs.live(jaxprs.part(self.program, self.program.eqns, outvars))
         args = jaxprs.values(self.inputs, forward.invars)
-        values = lazily(forward, args, dependence.flags(self._known, forward.invars))
+        values = run_beside(dots, Piece(forward, dependence.flags(self._known, forward.invars)), args)
         return values[: self.n_outs], values[self.n_outs :]
 
     def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> dict[int, Any]:

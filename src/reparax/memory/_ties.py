@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax._programs import dependence, jaxprs
 from reparax._programs.dependence import Flags
+from reparax._programs.equations.contractions import Conv, Dot, RaggedDot
 from reparax._programs.equations.elementwise import (
     Add,
     Arithmetic,
@@ -55,12 +56,15 @@ _CHEAP: set[type[View]] = {
     *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Power, Bitwise, Comparison),
     *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
 }
+# They read their operands as arrays, however cheap these are.
+_PRODUCTS: set[type[View]] = {Dot, RaggedDot, Conv}
 
 
 def ties(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
     free = _views(program)
-    wanted = [v for v in jaxprs.variables(program.outvars) if v not in free]
+    products = [v for eqn in program.eqns if kind_of(eqn) in _PRODUCTS for v in eqn.invars]
+    wanted = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
     if not wanted:
         return set()
     size = max(map(_bytes_of, wanted)) / SMALL

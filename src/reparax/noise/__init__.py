@@ -1,7 +1,7 @@
 """Noise on weights, drawn from a key in each step: Gaussian noise, dropout, weights with a distribution; and casts.
 
-A draw depends on the key and on the array's path. Consecutive noises on one array are collected, so that ``apply``
-draws once for all of them.
+A draw depends on the key and on the array's path. Consecutive noise stages on one array are merged, so ``apply`` draws
+once for all of them.
 """
 
 from reparax.noise._cast import Cast as Cast

@@ -1,4 +1,4 @@
-"""Gradient estimates from noise, for functions that are only evaluated."""
+"""Gradient estimates from noise, for functions that are evaluated but not differentiated."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
     noise; the chain rule carries it to the raw values. Fixed values get zeros. To minimize a loss, let f be the loss;
     to maximize a reward, let f be the negative reward.
 
-    Noise of low rank, ``VarNoise(std, rank=r)``, is never a matrix: :math:`\sum_i f_i A_i B_i` is one product of a
-    matrix of ``rows`` by ``chunk * r`` numbers with one of ``chunk * r`` by ``columns``.
+    Noise of low rank, ``VarNoise(std, rank=r)``, is never formed: :math:`\sum_i f_i A_i B_i` is one product of a matrix
+    of shape ``(rows, chunk * r)`` and one of shape ``(chunk * r, columns)``.
 
     For mirrored pairs, evaluate f with ``VarNoise(std)`` and ``VarNoise(-std)`` on one key, and pass that key once with
     half the difference of the two: then a constant in f cancels. So 64 mirrored members are 32 keys.
@@ -51,8 +51,8 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
       raw: The raw tree around which the members were drawn.
       keys: A batch of keys, one for each member.
       fitness: A number for each member; usually centered (minus the mean) or ranked.
-      chunk: How many members are drawn at a time; more take more memory and less time. Default: the memory of one
-        member, that is one member at a time, or of noise of low rank as many as take no more numbers than the arrays.
+      chunk: How many members are drawn at a time; more take more memory and less time. Default: one member or, for
+        noise of low rank, as many as take no more numbers than the arrays.
 
     Raises:
       TypeError: If ``chunk`` is not a whole number.

@@ -34,22 +34,22 @@ class Gaussian(Reparametrization):
     so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
     :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
 
-    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has
-    :math:`\varepsilon_{ij} = f(a_i) \, f(b_j)`, and a vector, such as a bias, :math:`\varepsilon_j = f(b_j)`, with
-    normal numbers a and b and :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries do not correlate; their variance is
-    :math:`\sqrt{2 / \pi}` in a vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array has
-    draws of its own; in the paper a bias shares b with its kernel, which changes neither the mean nor the variance of
-    an output. The paper and dopamine draw normal numbers, dqn_zoo cuts them off at 2. This noise has no penalty, as its
-    divergence is not the one above.
+    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has :math:`\varepsilon_{ij} =
+    f(a_i) \, f(b_j)`, and a vector, such as a bias, :math:`\varepsilon_j = f(b_j)`, with normal numbers a and b and
+    :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries do not correlate; their variance is :math:`\sqrt{2 / \pi}` in a
+    vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array draws independently; in the paper a
+    bias shares b with its kernel, which changes neither the mean nor the variance of an output. Normal numbers are not
+    truncated, as in the paper and dopamine; dqn_zoo truncates them at 2. This noise has no penalty, as its divergence
+    is not the one above.
 
     Args:
       std: The initial :math:`\sigma`, a positive number, or one for each array, as for :class:`Perturbation`.
-      prior: The standard deviation :math:`s` of the prior: a positive number, also traced, or one for each array.
+      prior: The standard deviation :math:`s` of the prior: a positive number, possibly traced, or one for each array.
       axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
         weight. None, which would be one for the whole array, is refused.
       noise: ``"independent"``, a number for each weight, or ``"factorized"``, one for each row and each column. Arrays
         of three or more axes have no rows and columns: leave them out with ``where``, or give ``stacked``.
-      where: Which arrays to act on. Default: every floating or complex parameter, biases too.
+      where: Which arrays to act on. Default: every floating or complex parameter, including biases.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:

@@ -23,10 +23,10 @@ class IvonState(NamedTuple):
     """What :func:`ivon` keeps between steps.
 
     Attributes:
-      steps: How many there were.
-      momentum: For each array the moving average of gradients.
+      steps: The number of steps so far.
+      momentum: The moving average of gradients, for each array.
       hessian: The estimate h of the diagonal of the Hessian.
-      start: The mean of h + d for each array at the start, in units of which steps are long.
+      start: The initial mean of h + d for each array, which sets the length of steps.
     """
 
     steps: Array
@@ -57,22 +57,22 @@ def ivon(
     Here g is the gradient of the mean loss of a batch at the weights :math:`\mu + \sigma \varepsilon`. The product of
     noise and gradient is not drawn again: it is :math:`\sigma` times the gradient with respect to :math:`\sigma`, which
     a step computes anyway. So it is right with :func:`local` too, and over several keys or devices. The loss has no
-    ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` says where h starts:
+    ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets where h starts:
     :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
 
-    Write ``rpx.optimizer(rpx.noise.ivon(...))`` where a raw tree has fixed values.
+    Write ``rpx.optimizer(rpx.noise.ivon(...))`` if the raw tree has fixed values.
 
     Args:
       learning_rate: :math:`\alpha`: a number, or a schedule, a function of the number of steps.
       ess: :math:`\lambda`, the effective sample size: the number of training examples, or less for more noise.
-      beta1: Of the gradients' moving average.
-      beta2: Of the Hessian's.
+      beta1: The decay of the moving average of gradients.
+      beta2: The decay of the moving average of the Hessian.
       weight_decay: d.
       clip_radius: The largest magnitude of a step over :math:`\alpha (h_0 + d)`.
 
     Raises:
       ValueError: If a value that trains is not the mean or the ``rho`` of a ``Gaussian`` with a standard deviation for
-        each weight, or if ``Gaussian(std)`` is so wide that no positive h belongs to it.
+        each weight, or if ``std`` of ``Gaussian`` is so large that no positive h corresponds to it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx

@@ -67,7 +67,7 @@ class VarNoise(Drawn):
       axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
         Default: one size for the whole array.
       rank: The rank of the noise, at least 1. Default: all entries are independent.
-      where: Which arrays to act on. Default: every floating or complex array that is a parameter, biases too.
+      where: Which arrays to act on. Default: every floating or complex array that is a parameter, including biases.
       stacked: As for :class:`Perturbation`. Only ``relative`` and ``rank`` depend on it, as entries are independent
         otherwise.
 

@@ -1,4 +1,4 @@
-"""Stages that separate, bound or fix the norm of weights, or fix their mean and variance."""
+"""Stages that separate, bound or fix the norm of weights, or standardize them."""
 
 from reparax.norms._norm import WeightNorm as WeightNorm
 from reparax.norms._spectral import SpectralNorm as SpectralNorm

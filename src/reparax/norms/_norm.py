@@ -26,26 +26,24 @@ class WeightNorm(Reparametrization):
     whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
     ``v = 1``: it is reproduced exactly, and still trains.
 
-    The same ``axis`` of the same array in other libraries (a weight of torch has the shape ``(out, in)``):
+    Equivalents in other libraries, for the same array (a weight of torch has the shape ``(out, in)``):
 
     ======================================  =============
     flax ``feature_axes=-1`` (its default)  ``axis=-1``
     flax ``feature_axes=None``              ``axis=None``
     torch ``dim=0`` (its default)           ``axis=0``
     torch ``dim=1``                         ``axis=1``
-    torch ``dim=None``, and ``dim=-1`` too  ``axis=None``
+    torch ``dim=None`` and ``dim=-1``       ``axis=None``
     ======================================  =============
-
-    If parameters carry axis names, as in flax with ``nn.with_partitioning`` or ``nnx.with_partitioning``, every stage
-    takes names for axes: ``axis="mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first of
-    one with ``("mlp", "embed")``. A parameter without that name is an error.
 
     Args:
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. By number or by name. Default: the last axis; with
-        :meth:`~Parametrization.on`, the outputs.
+        ``"each"`` for one norm of each weight. Default: the last axis; with :meth:`~Parametrization.on`, the outputs.
+        By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
+        ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
+        of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
       detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
         ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases

@@ -34,16 +34,16 @@ class SpectralNorm(MatrixAxes, Constraint):
     singular value from the SVD.
 
     The estimate is at most :math:`\sigma`, so the norm of the effective matrix is at least 1. While the weights move,
-    one iteration per step lags behind, and the norm overshoots: 1.09 was seen at usual learning rates, more where steps
-    are large. Raise ``n_steps``, to 5 or 15, if the bound matters; ``project`` divides by the exact value.
+    one iteration per step lags behind, and the norm overshoots: 1.09 in our tests at usual learning rates, and more
+    with large steps. If the bound matters, raise ``n_steps`` to 5 or 15; ``project`` divides by the exact value.
 
-    A matrix has the same norm as its transpose. Of an array of more than two dimensions, you say what is multiplied
-    with the inputs: ``columns=(1, 2)`` for a kernel of attention ``(in, heads, dim)``, ``columns=-1`` for its output
-    ``(heads, dim, out)``. With one norm for the rows ``(in, heads)``, the norm of the map could be the square root of
-    the number of heads.
+    A matrix has the same norm as its transpose. For an array of more than two dimensions, name the output axes:
+    ``columns=(1, 2)`` for a kernel of attention ``(in, heads, dim)``, ``columns=-1`` for its output projection
+    ``(heads, dim, out)``. With ``(in, heads)`` as rows instead, the norm of the map could reach the square root of the
+    number of heads.
 
-    A convolution is a linear map of images. Its norm can exceed that of the kernel as a matrix, which ``columns=-1``
-    and other libraries take, by up to the square root of the kernel's area, and it depends on strides and padding. With
+    A convolution is a linear map of images. Its norm depends on strides and padding, and can exceed that of the kernel
+    as a matrix, which ``columns=-1`` and other libraries take, by up to the square root of the kernel's area. With
     ``window``, the shape of the input images, :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window,
     in)``, ``u`` that of the output image, and ``project`` iterates 500 times. The largest singular values are close to
     each other, so use more steps, such as ``n_steps=5``.
@@ -108,8 +108,8 @@ class SpectralNorm(MatrixAxes, Constraint):
             )
         if self.window is not None and self.rows is not None:
             raise ValueError(
-                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one axis of outputs and its "
-                f"neighbour of inputs. Leave `rows` out, and give the outputs, such as columns=-1."
+                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one output axis and its "
+                f"neighbour as input axis. Leave `rows` out, and give the outputs, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -127,7 +127,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         if not self._outputs(w):
             return (
                 f"expected the first or the last axis of a convolution's kernel, got columns={self.columns} for shape "
-                f"{w.shape}. Use one."
+                f"{w.shape}. Use one of these."
             )
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 

@@ -72,8 +72,8 @@ class MaxNorm(Constraint):
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
     otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, training is that of plain
-    weights. Outside, the map is the inversion in the sphere. Rescaling would pass no gradient to the norm there, so
-    weights outside the ball could never come back. Half-precision arrays are computed in float32.
+    weights. Outside, the map is the inversion in the sphere: rescaling would pass no gradient to the norm, so weights
+    outside the ball could never come back. Half-precision arrays are computed in float32.
 
     Args:
       max: The largest norm :math:`c`, a number or a traced scalar.

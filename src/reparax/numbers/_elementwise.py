@@ -217,7 +217,7 @@ class Elementwise(_Map):
 
     Args:
       forward: The elementwise function :math:`f`. Functions compare by identity, so define it once, by name: a new
-        ``lambda`` in each training step would compile again each time. ``to_json`` can write functions of JAX only.
+        ``lambda`` in each training step would compile again each time. ``to_json`` can write only functions of JAX.
       inverse: Its right inverse.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: every floating or complex parameter.
@@ -269,7 +269,7 @@ def _check_factor(value: Any, who: str, name: str) -> Any:
 
 
 class Scale(Reparametrization):
-    r"""A constant multiple: :math:`w = c \, x`, such as the multipliers of muP.
+    r"""A constant multiple, such as the multipliers of muP: :math:`w = c \, x`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
     are computed in float32.

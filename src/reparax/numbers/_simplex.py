@@ -26,8 +26,8 @@ class Simplex(Constraint):
     there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
     Half-precision arrays are computed in float32.
 
-    The model does not read the number :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
-    direction. ``log_det`` therefore is the log-determinant of the bijection from ``x`` to the point of the simplex and
+    The model does not depend on :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
+    direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex and
     r, plus the log-density of a standard normal r, for each sum: with it, ``log_prior(p.fold(raw)) + p.log_det(raw)``
     is a density whose points of the simplex have the given prior.
 

@@ -11,7 +11,7 @@ from reparax._programs import jaxprs
 from reparax._programs.equations.bodies import Jit
 from reparax._programs.equations.kinds import view_of
 from reparax._weights.circles import Circle
-from reparax._weights.dtypes import cast_factor, covers, has_range
+from reparax._weights.dtypes import cast_factor, holds_factors
 from reparax._weights.facts import Facts, facts_in
 from reparax._weights.sums import Factor, Label, Product, Sum
 
@@ -35,7 +35,7 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
     ]
     outs, known = reader.inside(eqn).run(program, [x for x, _ in inputs], [each for _, each in inputs])
     out = jaxprs.type_of(eqn.outvars[0])
-    if not has_range(out.dtype) or not all(covers(out.dtype, jaxprs.type_of(v).dtype) for v in eqn.outvars[1:-1]):
+    if not holds_factors(out.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
         return None
     given = iter([(reader.array(x, eqn), each.still) for x, each in zip(outs, known, strict=True)])
     products: list[Product] = []

@@ -30,12 +30,14 @@ class Factoring:
         self.plan, self.state = plan, list[Any]()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
-        return bool(own.known and own.origins and makers.may_make(eqn)) or _may_make_inside(eqn, facts)
+        if not any(each.known and each.origins for each in facts):
+            return False
+        return (own.known and makers.may_make(eqn)) if bodies.rule(eqn) is None else _may_make_inside(eqn)
 
     def taken_first(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
-        if kind_of(eqn) is Gather and isinstance(args[0], Sum):
+        if isinstance(args[0], Sum) and kind_of(eqn) is Gather:
             return self._look_up(reader, eqn, args[0], args[1:], facts)
         declares = alone and own.known and _declared.declares(eqn)
         found = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
@@ -103,16 +105,11 @@ class Factoring:
         return None if self.plan.forms(made.root) else made
 
 
-def _may_make_inside(eqn: JaxprEqn, facts: Sequence[Facts]) -> bool:
+def _may_make_inside(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation may make a sum."""
-    if not any(each.known for each in facts) or bodies.rule(eqn) is None:
-        return False
     return _declared.declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
 
 
 def _may_make_in_program(jaxpr: Jaxpr) -> bool:
     """Whether an equation of a program, or of one inside it, may make a sum."""
-    return any(
-        makers.may_make(eqn) or _declared.declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    return any(makers.may_make(eqn) or _may_make_inside(eqn) for eqn in jaxpr.eqns)

@@ -1,7 +1,7 @@
 """Quantized weights: stored in few bits, or rounded during training.
 
-A format is a row of a table: the numbers that codes stand for, and where scales and zeros lie. Both stages round with
-the same formula.
+A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Stored`` and ``Quantize``
+round with the same formula.
 """
 
 from reparax.quantized._halved import Halved as Halved

@@ -22,8 +22,8 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     r"""The raw values of ``w``, with a factor for each input.
 
     Before rounding, input k is multiplied by :math:`s_k = a_k^r`, where a are the mean magnitudes of the inputs, scaled
-    such that the product of the largest and the smallest factor is 1. Of 20 exponents r from 0 to 1, it is the one with
-    the smallest error of outputs; r = 0 is rounding as without data.
+    such that the product of the largest and the smallest factor is 1. Of 20 exponents r from 0 to 1, the one with the
+    smallest error of outputs is taken; r = 0 is rounding without data.
     """
     return _search_factors(stage, w, read)[0]
 
@@ -31,8 +31,8 @@ def awq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
 def awq_gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     """The raw values of ``w``, with AWQ's factor for each input, and rounded by GPTQ.
 
-    Inputs are divided by what their weights are multiplied with, so the errors of outputs stay what they are. They are
-    at most those of AWQ.
+    Inputs are divided by the factors of their weights, so the errors of outputs do not change. They are at most those
+    of AWQ.
     """
     found, factors = _search_factors(stage, w, read)
     inverse = (1 / factors).astype(w.dtype).astype(factors.dtype)

@@ -20,7 +20,7 @@ class Scales:
       top: The code of the largest scale.
       shared: How many blocks share a unit, along the axis that is cut into blocks. None for all along that axis, 0 for
         all of the array.
-      divided: Whether a number of float32 divides scales, and the unit is 1 and tells the dtype of the weights alone.
+      divided: Whether a float32 number divides scales; the unit is then 1, and only records the dtype of the weights.
     """
 
     dtype: str
@@ -39,7 +39,7 @@ class Format:
       block: The block if the user gives none, or None for the whole array.
       scales: What scales (and offsets) are stored as, or None for the dtype of the weights.
       zero: ``"zero"``, in units of the scale; ``"offset"``, in units of the weights; or ``""``.
-      early: Whether codes are the nearest in scales that are not rounded yet, as gguf finds them.
+      early: Whether codes are found with scales that are not rounded yet, as in gguf.
     """
 
     numbers: Numbers

@@ -22,9 +22,9 @@ Otherwise any number gives the same, up to rounding.
 
 
 def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
-    """The raw values of ``w``; those of rounding to nearest if they happen to be better on the same data.
+    """The raw values of ``w``; those of rounding to nearest if these are better on the same data.
 
-    Those are then rounded of the largest weights, where some are pruned.
+    With pruning, rounding to nearest keeps the largest weights.
     """
     round_matrices = _round_in_new_scales if stage._scales_follow else _round_in_known_scales
     planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))

@@ -21,17 +21,17 @@ class Halved(Reparametrization):
     Raw values: ``w`` (main), in bfloat16, and ``rest`` (fixed), in int16, in units of the last bit of float32, away
     from zero. The sum is exact: all bits of the float32 weights are held, in four bytes, except that magnitudes below
     2^-134 are zero, and NaN is one number. A model that computes in bfloat16 reads ``w`` as it is, ``Halved() >>
-    Cast(jnp.bfloat16)``, and there is no second copy. With ``"int8"``, the correction has eight bits, the weights 16
-    bits of mantissa, and three bytes. Gradients are those of ``w``, in bfloat16. Add updates by
+    Cast(jnp.bfloat16)``, with no second copy. With ``"int8"``, the correction has eight bits, and a weight has 16 bits
+    of mantissa and takes three bytes. Gradients are those of ``w``, in bfloat16. Add updates with
     ``rpx.apply_updates(raw, updates)``, which moves the sum; ``optax.apply_updates`` would round it.
 
-    If ``w`` alone changes, by ``optax.apply_updates`` or by a stage before this one, as in ``MagnitudePrune(0.5) >>
-    Halved()``, the correction counts last bits of the new ``w``. So the sum always is a number that rounds to ``w``,
-    and zero where ``w`` is.
+    If only ``w`` changes, through ``optax.apply_updates`` or an earlier stage, as in ``MagnitudePrune(0.5) >>
+    Halved()``, the correction is in units of the last bit of the new ``w``. So the sum always rounds to ``w``, and is
+    zero where ``w`` is.
 
-    Optax keeps moments in the dtype of the weights, and in bfloat16, 0.999 is 1, so that Adam's second moments would
-    never fall. Hold them in few bits or, with ``rpx.Chain()``, in float32: ``rpx.optimizer(tx,
-    state=rpx.Moments8bit())``. With that, Adam takes 6.06 bytes a weight, or 5.06 with ``"int8"``, in place of 12.
+    Optax keeps moments in the dtype of the weights, and 0.999 is 1 in bfloat16, so Adam's second moments would never
+    fall. Hold them in eight bits, ``rpx.optimizer(tx, state=rpx.Moments8bit())``, or in float32 with
+    ``state=rpx.Chain()``. With eight bits, Adam takes 6.06 bytes a weight, or 5.06 with ``"int8"``, instead of 12.
 
     Args:
       rest: The dtype of the correction, ``"int16"`` or ``"int8"``.

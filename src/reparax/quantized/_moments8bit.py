@@ -28,33 +28,33 @@ class Moments8bit(Reparametrization):
 
     Write ``rpx.optimizer(tx, state=rpx.Moments8bit())``. The tables t are those of bitsandbytes, with more numbers near
     zero: the unsigned one for an array without negative numbers, as second moments are, and the signed one for others.
-    Which of them holds an array is read from its numbers at each step, not from its name.
+    The choice follows the numbers of the array at each step, not its name.
 
     **Scales.** The scale of a block of 256 is its largest magnitude. Each number takes the smallest scale of the blocks
-    that it lies in, one along each axis: second moments of a kernel differ most from input to input, and only the
-    blocks along outputs do not mix inputs, but a kernel may be ``(in, out)`` or ``(out, in)``. If you know which,
-    ``along=`` the axis of the outputs saves 0.02 bytes a number.
+    that contain it, one along each axis: second moments of a kernel differ most from input to input, and only blocks
+    along outputs do not mix inputs, but a kernel may be ``(in, out)`` or ``(out, in)``. If you know which, set
+    ``along`` to the axis of the outputs, which saves 0.02 bytes a number.
 
     **Rounding.** Near zero, no format is fine enough for every block, and a second moment of 0 makes a step too long by
-    orders of magnitude. So a positive number of the unsigned table never becomes 0. A second moment that is read back
-    is never below 0.36 of what was stored, so no step is more than 1.66 times as long as that of the exact one,
-    however much inputs differ. It is within 7 % for numbers above a tenth of their scale, within 14 % for those above a
-    hundredth, and so on. A moving average changes by less than the space between two numbers, and to the nearest one
-    it would not move. ``"dithered"`` rounds up or down by the last 14 bits of the number itself, so that the mean of
-    many steps is right, without a key.
+    orders of magnitude. So a positive number of the unsigned table never becomes 0. A decoded second moment is never
+    below 0.36 of the stored one, so no step is more than 1.66 times as long as the exact one, however much inputs
+    differ. The error is within 7 % for numbers above a tenth of their scale, within 14 % for those above a hundredth,
+    and so on. A moving average changes by less than the distance between two codes, so it would not move if rounded to
+    the nearest. ``"dithered"`` rounds up or down by the last 14 bits of the number itself, so that the mean over many
+    steps is right, without a key.
 
     **How near.** On a layer of 256 inputs whose sizes spread as :math:`e^{s N}`, s from 0 to 1.2, with noise in the
-    targets, Adam ends within 5 % of float32's loss at three rates, in either layout. Where the loss itself goes to
-    zero, a small difference is a larger share of it: 17 % was seen. The maximum that AMSGrad keeps also keeps what was
-    rounded up: 13 %. Gradients that ``optax.MultiSteps`` adds up are rounded at each step, if it stands inside: twice
-    the loss. Put it around: ``optax.MultiSteps(rpx.optimizer(tx, state=...), k)``.
+    targets, Adam ends within 5 % of float32's loss at three rates, in either layout. Three settings lose more. If the
+    loss itself goes to zero, a small difference is a larger share of it: 17 % in our tests. AMSGrad keeps a maximum,
+    including what was rounded up: 13 %. ``optax.MultiSteps`` inside :func:`optimizer` rounds the sum of gradients at
+    each step: twice the loss. Put it outside: ``optax.MultiSteps(rpx.optimizer(tx, state=...), k)``.
 
     ``Moments8bit(along=-1, rounding="nearest")`` has the codes and scales of bitsandbytes for an array whose last axis
-    is a multiple of 256; only positive second moments that are 0 there get the first number above.
+    is a multiple of 256, except that positive second moments that are 0 there get the smallest positive number.
 
     Raw values, all fixed: ``q``, the codes, in uint8; ``signed``, a boolean; and for each of the axes, such as 0,
-    ``scale_0`` in float32. Without negative numbers, rounding a second time changes nothing; the signed table ends at 1
-    and at -0.993, so there it may.
+    ``scale_0`` in float32. Rounding a second time changes nothing, except in arrays with negative numbers, as the
+    signed table ends at 1 and at -0.993.
 
     Args:
       along: The axes along which blocks lie. Default: all axes of 16 or more entries; the longest, if there is none.

@@ -20,8 +20,8 @@ class Numbers:
       bits: The bits of a code. Codes of fewer than eight bits share bytes.
       top: The number for the largest magnitude of a block. If it is negative, scales have the sign that takes the
         number of the largest magnitude there.
-      encode: Gives the codes of the nearest numbers; with noise, which is uniform from 0 to 1, those of one of the two
-        numbers around, with the number itself as the mean.
+      encode: Gives the codes of the nearest numbers; with noise, uniform from 0 to 1, those of one of the two
+        neighbours, with the number itself as the mean.
       decode: Gives the numbers of codes, as float32 or exactly representable in it.
       dtype: The dtype in which codes are stored.
       low: The smallest of the numbers.

@@ -28,9 +28,9 @@ class Quantize(Scaled):
     r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
-    numbers equal those of :class:`Stored`, bit for bit, so deploy the trained model with ``Stored(f).init(raw)``, from
-    the raw values of this stage; ternary numbers and learned steps are not available there. The gradient is that of
-    the identity (straight-through), and scales count as constants.
+    numbers equal those of :class:`Stored`, bit for bit, so deploy the trained model with ``Stored(f).init(raw)``, where
+    ``raw`` is the raw tree of this stage; ``Stored`` has no ternary numbers and no learned steps. The gradient is that
+    of the identity (straight-through), and scales count as constants.
 
     With ``step="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
     (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude

@@ -87,7 +87,7 @@ class Scaled(Reparametrization):
             )
         if self.fit != "hqq" and self.round_zero is not None:
             raise ValueError(
-                f"{who} got round_zero={self.round_zero} with fit={self.fit!r}, but it says where HQQ starts. Use it "
+                f"{who} got round_zero={self.round_zero} with fit={self.fit!r}, but it sets where HQQ starts. Use it "
                 f"with fit='hqq', or leave it out."
             )
         if isinstance(self.block, tuple) and self.axis is not None:

@@ -37,17 +37,17 @@ class Smooth(Joint):
 
     .. math:: s_j = \frac{\max |x_j|^\alpha}{\max |W_j|^{1 - \alpha}}
 
-    for each input j, at least 1e-5, and such that neither product overflows in the dtype of its array: its largest
-    magnitude in data, and that of its weights in all of the arrays. Raw value: ``w`` (main) for each array, like the
-    array. ``init`` is not exact on arrays: the effective arrays are the new ones, and the network computes the same, up
-    to rounding. It needs ``moments="largest"`` of :func:`inputs`. Write ``Stored("int8", axis=-1) >> Smooth(...)`` to
-    round the new weights.
+    for each input j, where the maxima are over the data and over the weights of all arrays; at least 1e-5, and such
+    that neither product overflows in the dtype of its array. Raw value: ``w`` (main) for each array, like the array.
+    ``init`` is not exact for single arrays: the effective arrays are the new ones, but the network computes the same,
+    up to rounding. It needs ``moments="largest"`` of :func:`inputs`. Write ``Stored("int8", axis=-1) >> Smooth(...)``
+    to round the new weights.
 
     Args:
       arrays: As for :class:`Joint`: ``"scale"`` is the norm's, ``"bias"`` its bias, if it has one, and all other names
         are weights. The norm multiplies by its scale last, and nothing but the weights reads its output. Layers may be
         stacked in all arrays.
-      stacked: As for :class:`Joint`. Layers may be stacked without it too.
+      stacked: As for :class:`Joint`. Stacked layers do not need it.
       alpha: How much of the difference the weights take, from 0 to 1.
 
     Raises:

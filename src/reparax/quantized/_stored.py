@@ -52,15 +52,16 @@ def _check_sparsity(value: Any, who: str, name: str) -> float | tuple[int, ...]:
 class Stored(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
-    A format is a row of the table below: the numbers that codes stand for, and what scales are stored as. Raw values,
-    all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of the weights;
-    and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the dtype of the
-    weights, in units of which scales are stored; ``offset`` and ``offset_unit`` are like these two; ``per``, in
-    float32, divides scales. Codes of fewer than eight bits share bytes along the cut axis: a stream of bits, the first
-    code in the lowest ones. ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of
-    a block to the largest number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights;
-    in a jitted step, that array lives only while it is used. The codes have no gradient: pass only what trains to
-    ``jax.grad``, with ``free, fixed = rpx.partition(raw)``.
+    For inference, use ``Stored("int8", axis=-1)``, on a trained model as ``Stored("int8", axis=-1).init(p.fold(raw))``.
+    For LoRA on few bits (QLoRA), use ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``: if an array has an adapter,
+    only its base is stored in few bits. For a smaller error at four bits or fewer, round by data: ``fit="gptq"`` and
+    ``fit="awq-gptq"`` need ``seen=rpx.inputs(loss)(params, batch)``, ``fit="awq"`` only its ``moments="diagonal"``, and
+    ``fit="hqq"`` no data.
+
+    ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
+    number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
+    array lives only while it is used. The codes have no gradient: pass only what trains to ``jax.grad``, with ``free,
+    fixed = rpx.partition(raw)``.
 
     ============================  ==================================  ===========================================
     format                        numbers                             bits per weight, with scales of float32
@@ -84,43 +85,45 @@ class Stored(Scaled):
     ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
     ============================  ==================================  ===========================================
 
+    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of
+    the weights; and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the
+    dtype of the weights, which multiplies stored scales; ``offset`` and ``offset_unit`` are like these two; ``per``, in
+    float32, divides scales. Codes of fewer than eight bits share bytes along the cut axis: a stream of bits, the first
+    code in the lowest ones.
+
     Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
     number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
-    from 6e-8 to 65504: a larger one is refused, or cut off where the weights are traced. In all formats, finite weights
-    of any magnitude give finite ones, and a block with a number that is not finite becomes NaN. With ``fit="hqq"``, a
+    from 6e-8 to 65504: a larger one is refused, or cut off if the weights are traced. In all formats, finite weights of
+    any magnitude give finite ones, and a block with a number that is not finite becomes NaN. With ``fit="hqq"``, a
     block of equal numbers is exact without ``double_quant``; hqq's least scale of 5e-5 and range of 1e-4 are left out.
 
-    Three ways to round learn from what weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen
-    = rpx.inputs(loss)(params, batch)``. ``fit="gptq"`` rounds one input after the other, each with the change of least
-    squares of those that follow, which makes up for its error. A block finds its scales when it is its turn; if scales
-    have a unit in common, or with ``act_order``, they are found beforehand. ``fit="awq"`` multiplies each input's
-    weights by a power of the input's mean magnitude before rounding, the best of twenty, and holds the inverse as
-    ``channel``, of the dtype of the weights and of size 1 along outputs; it needs ``moments="diagonal"`` only.
-    ``fit="awq-gptq"`` takes these powers, and then rounds as GPTQ does. With ``sparsity``, GPTQ prunes in the same
-    pass, as SparseGPT does: a zero is one more number to round to, and what follows makes up for both. All minimize the
-    squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``. On
-    the same data, it is at most that of ``fit="absmax"`` (with ``sparsity``, of the largest weights), and that of GPTQ
-    with AWQ's powers at most that of AWQ. The axis that is cut into blocks must be the one that products contract.
-    Rounding a second time may give other numbers. Without data too, it may move scales in their last bits, and with
-    ``fit="rms"`` the codes.
-
-    ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` is QLoRA: if an array has an adapter, only its base is stored in
-    few bits. For inference, export ``Stored("int8").init(p.fold(raw))``.
+    Three ways of rounding learn from the inputs of the weights: ``raw = p.init(params, seen=seen)`` with ``seen =
+    rpx.inputs(loss)(params, batch)``. ``fit="gptq"`` rounds one input after the other, and corrects the inputs that
+    follow for its error by least squares. Scales are found block by block, or beforehand if they share a unit or with
+    ``act_order``. ``fit="awq"`` multiplies each input's weights by a power of the input's mean magnitude before
+    rounding, the best of twenty, and holds the inverse as ``channel``, in the dtype of the weights and of size 1 along
+    outputs. ``fit="awq-gptq"`` takes these powers, and then rounds as GPTQ does. With ``sparsity``, GPTQ prunes in the
+    same pass, as SparseGPT does: a zero is one more number to round to, and the inputs that follow are corrected for
+    both. All minimize the squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the
+    mean M of ``x x^T``. On the same data, it is at most that of ``fit="absmax"`` (with ``sparsity``, of the largest
+    weights), and that of GPTQ with AWQ's powers at most that of AWQ. The axis that is cut into blocks must be the one
+    that products contract. Rounding a second time may give other numbers. Even without data, it may move the last bits
+    of scales and, with ``fit="rms"``, the codes.
 
     Args:
       format: One of the formats above.
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
         with ``block``, all axes but the cut one.
       block: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the cut
-        axis). Default for a matrix: the first axis, the inputs of a kernel ``(in, out)``. Or a length for each axis:
-        ``(128, 128)``. The last block may be shorter. Microscaled formats have the block of the table, if you give
-        none.
+        axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Or a length for each axis:
+        ``(128, 128)``. The last block may be shorter: with ``block=256``, a column of 64 weights has one scale.
+        Default: the block of the table for microscaled formats.
       double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
       fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
         the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1;
-        ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with
-        zeros by half-quadratic quantization, for formats with zeros. ``"gptq"``, ``"awq"`` and ``"awq-gptq"``
-        as above, from data.
+        ``"power"``, as ``"absmax"``, with the next larger power of two as scale; ``"hqq"``, as ``"absmax"``, with zeros
+        by half-quadratic quantization, for formats with zeros. ``"gptq"``, ``"awq"`` and ``"awq-gptq"`` learn from
+        data, as above.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
       round_zero: With ``fit="hqq"``, whether zeros are whole numbers at first, so that a weight of 0 stays 0 where they
         do not move. Default: for four bits, as its authors have it.
@@ -130,9 +133,9 @@ class Stored(Scaled):
         at a time; or ``(n, m)``, where n of every m inputs stay, such as ``(2, 4)``. The scales are those of all
         weights.
       ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
-        The raw value ``order``, int32, of the size of that axis, says which of them each entry is; ``init`` counts up.
-      rounding: ``"nearest"``, or ``"stochastic"``: up or down by chance, with the number itself as the mean. Then
-        ``init`` needs a key.
+        The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
+      rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
+        then needs a key.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
         tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -181,7 +184,7 @@ class Stored(Scaled):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        """What the start needs of the data; AWQ too is better with all moments."""
+        """The data that the start needs; even AWQ is better with all moments."""
         return ("full",) if self.fit in LEARNED else ()
 
     @property
@@ -200,8 +203,8 @@ class Stored(Scaled):
             raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
         if isinstance(self.sparsity, tuple) and self.act_order:
             raise ValueError(
-                f"{who} got sparsity={self.sparsity} with act_order=True, in whose order neighbouring inputs are no "
-                f"group. Leave one of them out, or give a share, such as sparsity=0.5."
+                f"{who} got sparsity={self.sparsity} with act_order=True, which reorders inputs, so that neighbours "
+                f"are not a group. Leave one of them out, or give a share, such as sparsity=0.5."
             )
         if self.sparsity is not None and not self._format.has_zero:
             raise ValueError(

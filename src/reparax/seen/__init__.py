@@ -1,8 +1,8 @@
-"""What a weight sees: the data that products multiply it with.
+"""Statistics of the data that products multiply weights by, and starts from them.
 
-``_seeing`` says what a reader of programs does with arrays: it follows them to their products (``_contractions``), and
-counts the data there. ``_taps`` collects the gradients at the outputs. ``_order`` says in which order a program reads
-weights, and ``_calibrate`` starts one group of them after the other.
+``_seeing`` follows arrays through a program to their products (``_contractions``), and collects the data there.
+``_taps`` collects the gradients at the outputs. ``_order`` finds the order in which a program reads weights, and
+``_calibrate`` starts one group of them after the other.
 """
 
 from reparax._data.seen import Read as Read

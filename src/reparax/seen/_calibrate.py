@@ -53,42 +53,42 @@ def calibrate(
     error_propagation: float = 0.0,
     donate: bool = False,
 ) -> PyTree:
-    r"""The raw tree of ``params``, as ``p.init`` makes it from data, one group of arrays after the other.
+    r"""The raw tree of ``params``, as ``p.init`` makes it from data, but one group of arrays after the other.
 
-    Each group starts from what :func:`inputs` counts in a network whose earlier groups are compressed already, so later
-    ones make up for what earlier ones lost. The program of the loss tells the order: arrays that multiply the same
-    value are a group, such as queries, keys and values, and groups come as the program reads them. Where a scan slices
-    an array, as that of stacked layers does, each step is a group of its own: only one layer is in memory, and the scan
-    is not unrolled. Arrays that one stage joins are one group. An array that is read several times belongs to its first
-    read. What no product reads comes last.
+    Each group starts from the statistics that :func:`inputs` finds in a network whose earlier groups are already
+    compressed, so later groups correct the errors of earlier ones. In contrast, ``p.init(params, key,
+    seen=rpx.inputs(loss)(params, batch))`` starts all arrays at once, from the original network.
 
-    ``p.init(params, key, seen=rpx.inputs(loss)(params, batch))`` starts all arrays at once, from the network as it was.
+    Groups follow the order of the loss. Arrays that multiply the same value, such as queries, keys and values, are one
+    group. If a scan slices an array, as for stacked layers, each step is a group: only one layer is in memory, and the
+    scan is not unrolled. Arrays that one stage joins are one group. An array that is read several times belongs to its
+    first read. Arrays that no product reads come last.
 
-    It passes over the batches once for each group, and each layer of a scan, and holds the moments of one group at a
-    time. Batches whose arrays are split over devices stay so: the sums are over all devices. ``loss`` is compiled once
-    for each group. With rich, a terminal or a notebook shows a bar.
+    Each group, and each layer of a scan, takes one pass over the batches, and holds only its own moments. Batches whose
+    arrays are sharded over devices stay so: the sums are over all devices. ``loss`` is compiled once for each group. If
+    rich is installed, a terminal or a notebook shows a progress bar.
 
     Args:
-      p: The chain. On arrays that a scan slices, stages that learn from data say so: ``stacked=0``.
-      loss: The loss of the effective tree, ``loss(params, *batch)``, or ``loss(params, batch)`` where a batch is no
-        tuple; or any function that reads it in the same way.
+      p: The chain. On arrays that a scan slices, stages that learn from data need ``stacked=0``.
+      loss: The loss of the effective tree, ``loss(params, *batch)``, or ``loss(params, batch)`` if a batch is not a
+        tuple; or any function that reads the weights in the same way.
       params: The model's parameters.
-      batches: What gives the same batches at each pass: a list, a data set, or a function that returns an iterator. One
-        batch is in memory at a time.
-      key: As for ``init``. Layers of a scan draw each from a key of its own, and not as ``init`` does.
-      where: Other groups, which come first: for each a regular expression for whole paths, or a predicate ``(path,
-        array) -> bool``, in a list. One alone is a list of one, so ``".*"`` makes all layers of a scan start one by
-        one, and all that no scan slices at once.
-      folder: Where to keep what is done. If the call is stopped, the same call goes on where it was.
-      error_propagation: The share of the errors of earlier groups, 0 to 1, for which a group that learns from second
-        moments makes up before it is compressed (QEP): :math:`W + c \, H^{-1} C W`, with the sum H of :math:`x x^\top`
+      batches: The same batches at each pass: a list, a data set, or a function that returns an iterator. One batch is
+        in memory at a time.
+      key: As for ``init``, but each layer of a scan draws from its own key.
+      where: Groups of your own, which come first: a list with a regular expression for whole paths, or a predicate
+        ``(path, array) -> bool``, for each. A single one needs no list: with ``".*"``, layers of a scan start one by
+        one, and all other arrays at once.
+      folder: A folder for finished groups. If the call is stopped, the same call continues from there.
+      error_propagation: The share, from 0 to 1, of the errors of earlier groups that a group that learns from second
+        moments corrects before it is compressed (QEP): :math:`W + c \, H^{-1} C W`, with the sum H of :math:`x x^\top`
         over the data and C of :math:`x (x_0 - x)^\top`, where :math:`x_0` are the data of ``params``. The paper takes
         0.5. Both networks run at once, and their weights are in memory twice.
-      donate: Whether arrays of ``params`` that a scan slices are overwritten, and cannot be used any more; otherwise
-        there is a copy of them.
+      donate: Whether arrays of ``params`` that a scan slices are overwritten, and cannot be used afterwards; otherwise
+        they are copied.
 
     Raises:
-      ValueError: If batches are used up, or a stage joins all layers of a scan.
+      ValueError: If an iterator of batches is used up, or a stage joins all layers of a scan.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -113,8 +113,8 @@ def calibrate(
         raise ValueError(f"{who} got error_propagation={share}, but takes a share from 0 to 1.")
     if check_flag(donate, who, "donate") and share:
         raise ValueError(
-            f"{who} got donate=True with error_propagation={share}, which compares with the network of params as they "
-            f"were. Leave one of them out."
+            f"{who} got donate=True with error_propagation={share}, which compares with the network of the original "
+            f"params. Leave one of them out."
         )
     model, given = _Model.of(params), _Batches(who, batches)
     return _Calibration(who, p, loss, model, given, key, share, donate=donate).run(where, folder)
@@ -156,7 +156,7 @@ class _Batches:
             count += 1
             yield batch
         if count == 0:
-            raise ValueError(f"{self._who} got no batch in a pass over the batches. Pass those to learn from.")
+            raise ValueError(f"{self._who} got no batch in a pass over the batches. Pass at least one.")
         if self._count and count != self._count:
             raise ValueError(
                 f"{self._who} got {count} batches in a pass, and {self._count} before. Pass the same ones each time."
@@ -258,7 +258,7 @@ class _Calibration:
                 if _learns(self.p[index]) and axis not in getattr(site, "stacked", ()):
                     raise ValueError(
                         f"{self.who}: {self.p[index]!r} starts all indices of axis {axis} of {path!r} together, but a "
-                        f"scan reads one after the other, and each is to start from what those before lost. Write "
+                        f"scan reads one after the other, and each should correct the errors of those before. Write "
                         f"`stacked={axis}` in that stage."
                     )
 

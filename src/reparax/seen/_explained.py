@@ -1,4 +1,4 @@
-"""A report of what is known of the data that arrays are multiplied with."""
+"""A report of the collected data of each array."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExplainedInputs:
     """Which arrays have data, and why others have none; its repr is a table.
 
     Attributes:
-      seen: For the path of each array what is known, as shapes.
+      seen: The statistics of each array, by its path, as shapes.
     """
 
     seen: Mapping[str, Seen]

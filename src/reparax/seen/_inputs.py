@@ -1,4 +1,4 @@
-"""What each weight of a loss is multiplied with."""
+"""Statistics of the inputs of each weight of a loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from reparax.seen._taps import Taps
 
 
 class Inputs(Reports):
-    """A function that returns what weights are multiplied with; :func:`explain` reports it."""
+    """A function that returns statistics of the inputs of weights; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums, moments: str, where: Any, *, gradients: bool) -> None:
         self.who, self.fun, self.argnums = check_call("inputs", fun, argnums), fun, argnums
@@ -67,24 +67,26 @@ def inputs(
     gradients: bool = False,
     where: str | Callable[[str, Any], bool] | None = None,
 ) -> Inputs:
-    r"""A function of the same arguments as ``fun`` that returns what each weight is multiplied with.
+    r"""A function of the same arguments as ``fun`` that returns statistics of the inputs of each weight.
+
+    Stages that start from data take the result, as in ``p.init(params, key, seen=seen)``. Add over batches with
+    ``jax.tree.map(jnp.add, seen, more)``; for ``moments="largest"`` take ``jnp.maximum``. Put ``jax.jit`` around it:
+    then only the statistics are computed.
 
     The result is a tree like the parameters with a :class:`Seen` in the place of each array: for each way in which
     products contract it, the number of examples, and the sums over them: :math:`\sum x`, :math:`\sum |x|` and
-    :math:`\sum x x^\top`. Stages that start from data take it, as in ``p.init(params, key, seen=seen)``.
+    :math:`\sum x x^\top`.
 
     It reads the jaxpr of ``fun``, so it works with any network. Weights are followed through transposes, reshapes,
     casts, slices and multiples, through ``jit``, ``scan``, ``cond``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to
-    products of matrices, convolutions and table lookups. Statistics are in the axes of the weight as you hold it. For
-    layers that a scan slices there is one matrix for each layer, and one for each expert in ``jax.lax.ragged_dot``, or
-    if matrices are looked up, as in ``w[expert]`` for each token: an expert to which no row went is taken by stages as
-    if its inputs were white noise. Any other read, such as an addition, has no data: :attr:`Seen.why` names it and its
-    line. If it reads the array together with data, as the product with a slice of a merged axis does, or with
-    ``sin(w)``, :attr:`Seen.uncounted` names it, and no stage starts from the other products alone. A penalty reads no
-    data, and may be added to the loss. Closed over arrays and random numbers are data.
+    products of matrices, convolutions and table lookups. Statistics are in the axes of your array. Layers that a scan
+    slices have one matrix each, and so have experts in ``jax.lax.ragged_dot`` or in look-ups of matrices, such as
+    ``w[expert]`` for each token; stages treat an expert that got no row as if its inputs were white noise.
 
-    Add over batches with ``jax.tree.map(jnp.add, seen, more)``; for ``moments="largest"`` take ``jnp.maximum``. Put
-    ``jax.jit`` around it: then nothing is computed that no statistic needs.
+    Any other read, such as an addition, has no data: :attr:`Seen.why` names it and its line. If it reads the array
+    together with data, as a product with a slice of a merged axis or with ``sin(w)`` does, :attr:`Seen.uncounted` names
+    it, and no stage starts from the other products alone. A penalty reads no data, and may be added to the loss.
+    Closed-over arrays and random numbers are data.
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
@@ -92,15 +94,15 @@ def inputs(
         of a parametrization on them, the result is a tree like the effective one.
       moments: ``"full"``, second moments as matrices, ``(inputs, inputs)`` for each weight in float32; ``"diagonal"``,
         their diagonal; or ``"largest"``, the largest magnitudes.
-      gradients: Whether to collect the gradient of the loss with respect to each array as well, and the second moments
-        of that at the outputs of each product, for each example: with those of the inputs, the factors of K-FAC.
+      gradients: Whether to collect also the gradient of the loss with respect to each array, and the second moments of
+        the gradients of each example at the outputs of each product: with those of the inputs, the factors of K-FAC.
         ``fun`` returns the loss, a scalar, or a tuple that begins with it.
       where: Which arrays to follow, a regular expression for whole paths, or a predicate ``(path, array) -> bool``.
         Default: all.
 
     Raises:
-      TypeError: As :func:`factored`.
-      ValueError: If ``moments`` is none of these, or ``apply`` runs inside of a scan.
+      TypeError: As for :func:`factored`.
+      ValueError: If ``moments`` is not one of the words above, or ``apply`` runs inside a scan.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -147,7 +149,7 @@ class Collected:
     def entry(self, root: Any) -> Seen:
         """What is known of one array."""
         if root not in self.first.types:
-            return Seen(why=("it is no floating array",))
+            return Seen(why=("it is not a floating array",))
         if root not in self.reads:
             return Seen(why=("`where` of `inputs` leaves it out",))
         mixed = self.uncounted.get(root, {})
@@ -258,8 +260,8 @@ class _Layout:
             treedef, roots = way.trees[0]
             if any(each != treedef for each, _ in way.trees[1:]):
                 raise ValueError(
-                    "rpx.inputs found several `apply`, of which the effective trees differ in structure, so it cannot "
-                    "return one like them. Pass a loss of the effective trees: "
+                    "rpx.inputs found several calls of `apply` whose effective trees differ in structure, so it cannot "
+                    "return one tree like them. Pass a loss of the effective trees: "
                     "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
                 )
             tree = treedef.unflatten([roots.get(place) for place in range(treedef.num_leaves)])

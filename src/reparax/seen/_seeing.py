@@ -226,8 +226,8 @@ class Seeing:
         operands = args[len(args) - mark.size :] if mark else []
         if mark is None or len(mark.made) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
             raise ValueError(
-                "rpx.inputs found an `apply` inside of a scan, or of a shard_map that splits its weights, so it cannot "
-                "tell which effective arrays are which. Call `apply` before, or pass a loss of the effective tree: "
+                "rpx.inputs found an `apply` inside a scan, or inside a shard_map that splits its weights, so it "
+                "cannot match effective arrays. Call `apply` outside, or pass a loss of the effective tree: "
                 "`rpx.inputs(loss_of_weights)(p.apply(raw, key), batch)`."
             )
         outs = jaxprs.evaluate(jaxpr, [*consts, *map(_as_array, args)])
@@ -303,8 +303,8 @@ class Seeing:
         """Counts the data of the second network, and how far those of the first one are away."""
         if not isinstance(totals, AllRows):
             raise ValueError(
-                "rpx.calibrate got error_propagation for an array whose rows of data are in groups, as those of "
-                "experts, which may be other rows in a network with errors. Leave error_propagation out."
+                "rpx.calibrate got error_propagation for an array whose rows of data are grouped, such as experts, "
+                "because errors of the network may change the groups. Leave error_propagation out."
             )
         both = jnp.stack([x, x], 1) if alike else x.reshape(x.shape[0], 2, -1, x.shape[2])
         old, new = (both[:, i].astype(jnp.float32) for i in range(2))

@@ -1,6 +1,6 @@
 """Arrays that share numbers: tied arrays, parts of one block, and cells in the layouts of other libraries.
 
-A layout is data: it says which rows of which array hold which gate. One reader and one writer handle all layouts.
+A layout is data: it lists which rows of which array hold which gate. One reader and one writer handle all layouts.
 """
 
 from reparax.shared._block import Concat as Concat

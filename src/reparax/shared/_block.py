@@ -1,7 +1,7 @@
 """Blocks: data that describes how named values are arranged in one array, for reading and writing.
 
-A value is text like in einops: ``"input_i: n h -> h n"`` is the value ``input_i`` of shape ``(n, h)``, which the array
-holds transposed. A size is a number, or a letter whose number follows from the shapes of the arrays. ``h'`` is another
+A value is written as in einops: ``"input_i: n h -> h n"`` is the value ``input_i`` of shape ``(n, h)``, which the array
+holds transposed. A size is a number, or a letter whose value follows from the shapes of the arrays. ``h'`` is another
 axis with the size of ``h``.
 """
 
@@ -32,15 +32,15 @@ class Concat:
     """Values concatenated along one axis of an array.
 
     Args:
-      parts: Values as text, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists its
-        axes as numbers and letters; parentheses merge axes, and ``1`` adds one.
+      parts: Values as strings, ``"name: shape"`` or ``"name: shape -> shape in the array"``, or blocks. A shape lists
+        its axes as numbers and letters; parentheses merge axes, and ``1`` adds one.
       axis: The axis of concatenation, counted from the front.
       per: A size, such as the number of attention heads: the axis is cut into that many equal pieces, and each piece
         holds all parts, concatenated. The shapes of the parts have it as a separate axis in front of ``axis``.
 
     Raises:
-      TypeError: If a part is neither a text nor a block.
-      ValueError: If a text is not of that form, if two values have one name, or if ``axis`` is negative.
+      TypeError: If a part is neither a string nor a block.
+      ValueError: If a string is not of that form, if two values have one name, or if ``axis`` is negative.
 
     Example:
       >>> import reparax as rpx

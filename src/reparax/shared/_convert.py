@@ -22,10 +22,10 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     """Converts the parameters of a recurrent or attention cell to the layout of another library.
 
     If both layouts hold the same values, numbers are only moved: converting there and back gives the same bits. If the
-    biases differ, numbers change but the function stays the same: two biases that a cell adds are summed, and a
-    missing second bias is zero. haiku's LSTM adds 1 to its forget gate, so 1 is added to that bias when converting
-    from haiku, and subtracted when converting to haiku, with one rounding; later conversions give the same bits. Cells
-    that compute another function, such as haiku's GRU, are refused.
+    biases differ, numbers change but the function stays the same: two biases that a cell adds are summed, and a missing
+    second bias is zero. haiku's LSTM adds 1 to its forget gate, so 1 is added to that bias when converting from haiku,
+    and subtracted when converting to haiku, with one rounding; later conversions give the same bits. Cells that compute
+    a different function, such as haiku's GRU, are refused.
 
     Args:
       tree: The parameters of the cell, under the library's own names; a ``.`` in a name counts as ``/``.

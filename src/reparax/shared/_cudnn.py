@@ -17,8 +17,8 @@ from reparax.shared._block import Concat, Sizes, cut_values, join_values, value_
 class CudnnLSTM(Reparametrization):
     r"""The flat weight vector of :func:`jax.experimental.rnn.lstm`, assembled from separate gates.
 
-    Raw values (main, each under a path of its own), for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction:
-    the kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
+    Raw values (main, each under its own path), for each gate ``i``, ``f``, ``g``, ``o``, each layer and direction: the
+    kernels ``input_i_l0`` of shape ``(inputs, hidden_size)`` and ``hidden_i_l0`` of shape ``(hidden_size,
     hidden_size)``, the biases ``bias_i_l0`` and ``hidden_bias_i_l0`` of shape ``(hidden_size,)``. Names of the backward
     direction end in ``_reverse``. ``init`` splits the vector. It is exact with ``biases=2``. With 1, the two biases are
     summed, so that the function stays the same; with 0, they are dropped.
@@ -34,7 +34,7 @@ class CudnnLSTM(Reparametrization):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is no integer.
+      TypeError: If ``input_size``, ``hidden_size``, ``num_layers`` or ``biases`` is not an integer.
       ValueError: If a size is less than 1, or if there are other than 0, 1 or 2 biases.
 
     Example:

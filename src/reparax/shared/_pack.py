@@ -225,9 +225,9 @@ def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
 class Pack(_Rearranged):
     r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
 
-    Raw values (main): the parts, ``input_i`` and so on, at the place of their array, each under a path of its own
+    Raw values (main): the parts, ``input_i`` and so on, at the place of their array, each under its own path
     (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. The block is assembled once in each
-    ``apply``, outside any loop over time. ``init`` splits it. Nothing is computed, so both are exact.
+    ``apply``, outside any loop over time. ``init`` splits it. Both only move numbers, and are exact.
 
     Args:
       layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
@@ -262,7 +262,7 @@ class Split(_Rearranged):
 
     Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, with
     the path of that place and its name (``cell/Wi/W``); the other places hold the empty node ``{"@split": {}}``.
-    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Nothing is computed, so both
+    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Both only move numbers, and
     are exact.
 
     Args:

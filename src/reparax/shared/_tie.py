@@ -131,7 +131,7 @@ class _Ties(Planner):
                 image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
                 if image not in own[source]:
                     raise ValueError(
-                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values, {draw!r} has no "
+                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
                         f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
                 places[place] = (own[source][image], transform or _identity)
@@ -165,14 +165,14 @@ class Tie(Parametrization):
         WeightNorm() >> Tie(...)     the normalized weight is shared, with its length
         Tie(...) >> WeightNorm()     the direction is shared, each use has its own length
 
-    ``init`` checks that each target equals its transformed source, and is exact then. Under ``jax.jit`` it can check
-    only shapes and dtypes. ``p.owners(params)`` shows the owner of each parameter.
+    ``init`` is exact: it checks that each target equals its transformed source. Under ``jax.jit`` it can check only
+    shapes and dtypes. ``p.owners(params)`` shows the owner of each parameter.
 
     Args:
       ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
         target is a path, or a regular expression for whole paths; its source may refer to groups of the expression. A
         target that resolves to itself owns the parameter.
-      unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error,
+      unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error;
         ``"overwrite"`` ties it anyway, which changes the model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How many weights to prune, as you write it: a share, several shares in turn, or a number."""
+"""How many weights to prune: a share, several shares in turn, or a number."""
 
 from typing import Any, Protocol
 

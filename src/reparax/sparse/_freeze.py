@@ -50,12 +50,12 @@ class Freeze(Reparametrization):
     ``WeightNorm() >> Freeze(where="encoder/.*")``  freezes a part of the model
     ==============================================  ==========================================================
 
-    To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the
-    weights. ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the
-    optimizer again with the new raw tree, or convert its state by :func:`transfer`. If an array has an adapter,
-    ``Freeze`` acts on the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages
-    leave: codes of ``Stored`` are fixed anyway, so ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` freezes biases
-    and scales, if the model has any.
+    To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the weights.
+    ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the optimizer again
+    with the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
+    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave: codes of
+    ``Stored`` are fixed anyway, so ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)`` freezes biases and scales, if the
+    model has any.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter, if there is one.

@@ -1,4 +1,4 @@
-"""Masks by what weights are multiplied with: Wanda and SparseGPT."""
+"""Masks from the inputs of weights: Wanda and SparseGPT."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def require_fit_fields(stage: Any) -> None:
 
 
 def data_needs(fit: str) -> tuple[str, ...]:
-    """What a way to find masks needs of the data."""
+    """The data that a way of finding masks needs."""
     return (MOMENTS[fit],) if fit in MOMENTS else ()
 
 

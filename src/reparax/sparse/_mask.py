@@ -34,10 +34,11 @@ def apply_mask(values: dict[str, Array]) -> Array:
 class Mask(Reparametrization):
     r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
+    To use masks of your own, multiply by them first: ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To
+    change the mask, call ``init`` again. An array of zeros would stay zero: leave it out with ``where``.
+
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
-    elsewhere. To use masks of your own, multiply by them first:
-    ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. ``init`` is exact. No gradient passes to masked entries.
-    An array of zeros would stay zero: leave it out with ``where``. To change the mask, call ``init`` again.
+    elsewhere. ``init`` is exact. No gradient passes to masked entries.
 
     Args:
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -76,9 +77,9 @@ class NofM(Constraint):
     masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
     back; :func:`reset_moments` then sets their momentum to zero.
 
-    With ``fit="wanda"`` or ``fit="sparsegpt"``, ``init`` learns from what the weights are multiplied with, as for
-    :class:`MagnitudePrune`; masks of SparseGPT are chosen for a group at a time. Groups must lie along the axis that
-    products contract: ``along=0`` for a kernel ``(in, out)``.
+    With ``fit="wanda"`` or ``fit="sparsegpt"``, ``init`` learns from the inputs of the weights, as for
+    :class:`MagnitudePrune`; SparseGPT chooses masks one group at a time. Groups must lie along the axis that products
+    contract: ``along=0`` for a kernel ``(in, out)``.
 
     Args:
       n: The largest number of nonzero weights in a group.
@@ -132,7 +133,7 @@ class NofM(Constraint):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        """What the start needs of the data."""
+        """The data that the start needs."""
         return data_needs(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:

@@ -72,18 +72,18 @@ class MagnitudePrune(_Prune):
     :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
 
     A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
-    quarter. If you chain two stages instead, both count all weights. To prune over all arrays together, use
-    :class:`GlobalPrune`.
+    quarter. If you chain two stages instead, both shares are of all weights. To rank the weights of all arrays
+    together, use :class:`GlobalPrune`.
 
-    Two ways learn from what the weights are multiplied with: ``raw = p.init(params, seen=seen)``, where ``seen =
+    Two ways of choosing weights learn from their inputs: ``raw = p.init(params, seen=seen)`` with ``seen =
     rpx.inputs(loss)(params, batch)``. ``fit="wanda"`` keeps, for each output, the weights with the largest product of
-    their magnitude and the root mean square of their input; it needs ``moments="diagonal"`` only. ``fit="sparsegpt"``
-    prunes one input after the other, each with the change of least squares of those that follow, which makes up for its
-    error. Masks are chosen for 128 inputs at a time, by the squared error that pruning makes. On the same data, the
-    squared error of outputs, :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``, is
-    at most that of pruning by magnitude. For Wanda this holds only among masks with as many weights for each output,
-    and if inputs are uncorrelated. Nor is a smaller error of each array always a smaller loss of the network: compare
-    losses, as in a small network Wanda may do worse than magnitudes. ``update`` keeps such masks as they are.
+    magnitude and root mean square of the input; it needs only ``moments="diagonal"``. ``fit="sparsegpt"`` prunes one
+    input after the other, and corrects the inputs that follow for its error by least squares. It chooses masks for 128
+    inputs at a time, by the squared error of pruning. On the same data, the squared error of outputs,
+    :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``, is at most that of pruning
+    by magnitude. For Wanda this holds only among masks with equally many weights for each output, and if inputs are
+    uncorrelated. A smaller error of each array is not always a smaller loss of the network, so compare losses: in a
+    small network, Wanda may do worse than magnitudes. ``update`` does not change such masks.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
@@ -92,7 +92,7 @@ class MagnitudePrune(_Prune):
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
       order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
-      fit: How weights are chosen: ``"magnitude"``, or from data ``"wanda"`` or ``"sparsegpt"``, which take a share of
+      fit: How weights are chosen: ``"magnitude"``, or from data, ``"wanda"`` or ``"sparsegpt"``, which prune a share of
         single weights.
       percdamp: With ``fit="sparsegpt"``, what is added to the diagonal of the inputs' second moments, in units of its
         mean.
@@ -136,7 +136,7 @@ class MagnitudePrune(_Prune):
 
     @property
     def collects(self) -> tuple[str, ...]:
-        """What the start needs of the data."""
+        """The data that the start needs."""
         return data_needs(self.fit)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:

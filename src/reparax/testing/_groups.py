@@ -1,4 +1,4 @@
-"""The law of groups of axes: what a network computes does not depend on the order of its units."""
+"""The law of groups of axes: the function of a network does not depend on the order of its units."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -21,11 +21,11 @@ ROUNDING = 1e-4
 def check_groups(
     fun: Callable[..., Any], params: PyTree, *args: Any, groups: Iterable[Group], key: Array | None = None
 ) -> None:
-    """Checks that each group of axes is whole, and that nothing in it is too much.
+    """Checks that each group of axes is complete, and has no superfluous members.
 
-    Permuting all members of a group alike changes what ``fun`` returns by rounding only, and permuting all but one
-    changes it by more, unless the array of that one does not count at all. Parameters get some noise first, so that no
-    two units are alike.
+    Permuting all members of a group in the same way changes the result of ``fun`` only by rounding, and permuting all
+    but one changes it by more, unless the array of that one has no effect at all. Noise is added to the parameters
+    first, so that no two units are equal.
 
     Args:
       fun: A function of ``params`` and ``args`` that returns arrays.
@@ -35,7 +35,7 @@ def check_groups(
       key: A key for noise and permutations. Default: ``jax.random.key(0)``.
 
     Raises:
-      AssertionError: If a group is wrong; the text names it.
+      AssertionError: If a group is wrong; the error names it.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -64,7 +64,7 @@ def check_groups(
         order = _make_permutation(group, shapes, random)
         if (far := change(group, order)) > ROUNDING:
             raise AssertionError(
-                f"{_name_group(group)} is no group: permuting it changes outputs by {far:.1g} of them."
+                f"{_name_group(group)} is not a group: permuting it changes outputs by {far:.1g} of them."
             )
         for member in group.members if len(group.members) > 1 else ():
             rest = replace(group, members=tuple(each for each in group.members if each != member))

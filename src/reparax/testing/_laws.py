@@ -94,8 +94,8 @@ def check_laws(
     stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not zero, because its
     draws must differ.
 
-    A stage that learns from data sees inputs of size 1 without correlation, in all of these. With data of your own, one
-    more law holds: what it loses on them, ``learned``.
+    For all of these, a stage that learns from data gets uncorrelated inputs of size 1. If you pass ``seen``, the law
+    ``learned`` also compares its loss on your data.
 
     Args:
       p: A stage or a chain.
@@ -103,7 +103,7 @@ def check_laws(
         laws draw a thousand times, and compile about ten programs.
       key: The key of all draws. Default: ``jax.random.key(0)``.
       laws: Some of ``LAWS``. Default: all of them.
-      seen: What the arrays are multiplied with, as ``init`` takes it, for stages that learn from data.
+      seen: The result of :func:`inputs` for ``params``, for stages that learn from data.
 
     Raises:
       AssertionError: If a law is broken; the error says which, where and by how much.
@@ -147,10 +147,11 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Entries of some hundreds in float16, whose squares overflow, give what they give in float32.
+    """Entries of some hundreds in float16, whose squares overflow, give the same results as in float32.
 
-    They do up to a quarter of the largest entry, because a rounded number may move by a step of a grid. What float16
-    cannot hold is left out, and so are stages that do not take it; to take it and return another type breaks the law.
+    The tolerance is a quarter of the largest entry, because a rounded number may move by a step of a grid. Numbers that
+    float16 cannot hold are left out, and so are stages that do not take it; a stage that takes it and returns another
+    type breaks the law.
     """
     half = jax.tree.map(large, params)
     try:
@@ -344,7 +345,7 @@ def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares
 
 
 def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Gradients agree with finite differences, are finite also for zeros, and are not all zero for any array.
+    """Gradients agree with finite differences, are finite even for zeros, and are not all zero for any array.
 
     The last is tested at a generic point: at the start, a gradient may be zero because another factor is zero. Finite
     differences use double precision, or single if the stage takes no other. They are skipped for stages with
@@ -429,7 +430,7 @@ def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Behind and before another stage it gives what it gives alone, also after an update.
+    """Before and after another stage, it gives the same results as alone, even after an update.
 
     The other stage is twice its raw value. Behind it, the stage has raw values that the other one computes; before it,
     the stage sees raw values of the other in place of arrays. Its draws are the same.
@@ -450,7 +451,7 @@ def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def selection(p: Parametrization, params: PyTree, key: Array) -> None:
-    """A selection that matches nothing is an error, in every form that ``where`` takes."""
+    """A selection that matches nothing is an error, in every form of ``where``."""
     name = "no such path"
 
     def none(path: str, array: Any) -> bool:
@@ -498,11 +499,11 @@ def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
 
 
 def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> None:
-    r"""The start from data has an error of outputs on these data that is at most that of the start from other data.
+    r"""The start from these data has an error of outputs on them that is at most that of a start from other data.
 
-    The error is :math:`\mathrm{tr}(D^T M D)` for a change D of a weight and the moments M that ``seen`` has of its
-    inputs: if a stage looks at their diagonal only, give it only that. The other data have inputs of size 1 without
-    correlation, from which a stage cannot learn. For stages that keep their weights, both errors are zero.
+    The error is :math:`\mathrm{tr}(D^T M D)` for a change D of a weight and the moments M of its inputs in ``seen``: if
+    a stage uses only their diagonal, pass only that. The other data are uncorrelated inputs of size 1, from which a
+    stage cannot learn. For stages that keep their weights, both errors are zero.
     """
     trees = (p.fold(p.init(params, key, seen=given)) for given in (seen, ANY))
     after, before = (dict(named_arrays(tree)) for tree in trees)

@@ -1,4 +1,4 @@
-"""Raw trees in training: what of them trains, how optimizers see it, how it moves to another chain, how it is shown.
+"""Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables.
 
 And models after training: several merged into one.
 """

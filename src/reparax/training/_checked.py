@@ -1,7 +1,7 @@
-"""What a step of an optimizer is given: gradients, a state or parameters of another tree are told so.
+"""Checks the arguments of an optimizer's step: gradients, a state or parameters of another tree raise a clear error.
 
-A transformation fails on these in its own words, or broadcasts them without a word. So they are looked at after it
-has failed, or if a shape has changed: a step that is right costs nothing.
+A transformation fails on these in its own words, or silently broadcasts them. They are checked only after it has
+failed, or if a shape has changed, so a correct step costs nothing.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CALL = "Call `tx.update(grads, state, raw)`."
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
-    """``update`` of an optimizer, whose errors say what is wrong with its arguments."""
+    """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
 
     def checked(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         try:
@@ -107,9 +107,9 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTre
             whose = "that of another chain"
             then = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
         case TreeOf.ANOTHER_MODEL if "@fixed" in found.path and found.wanted == "nothing":
-            whose, then = "one with values for what is fixed", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = "one with values for what is fixed", "Make it with the same `tx`, `tx.init(raw)`."
         case TreeOf.ANOTHER_MODEL:
-            whose, then = "that of another optimizer or model", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = "that of another optimizer or model", "Make it with the same `tx`, `tx.init(raw)`."
         case of:
-            whose, then = f"one of {of}", "Make it by the same `tx`, `tx.init(raw)`."
+            whose, then = f"one of {of}", "Make it with the same `tx`, `tx.init(raw)`."
     return f"the state of the raw tree, but got {whose}: {found}. {then}"

@@ -1,4 +1,4 @@
-"""Arrays of an optimizer's state by which it divides, which must not become 0 between two steps."""
+"""Arrays of an optimizer's state that it divides by, which must not become 0 between two steps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from reparax.training._held import held_paths, plain_path
 
 
 def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[PyTree], Any]) -> None:
-    """Requires that no stage of ``p`` rounds positive numbers of an array to 0 by which ``update(state)`` divides."""
+    """Requires that ``p`` rounds no positive number to 0 in an array that ``update(state)`` divides by."""
     losing = [stage for stage in parts_of(p) if not getattr(stage, "keeps_positive", False)]
     if not losing:
         return

@@ -74,7 +74,7 @@ def _tell_flax() -> None:
 
 
 def with_held_arrays(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
-    """A state whose held arrays another library, such as nnx, has written as trees of their own; else as it is."""
+    """A state whose held arrays another library, such as nnx, has written as trees; any other state unchanged."""
     if any(map(_is_held, jax.tree.leaves(state, is_leaf=_is_held))):
         return state
     leaves, (wanted, treedef) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(init))
@@ -83,7 +83,7 @@ def with_held_arrays(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
 
 
 def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """The state with plain arrays, and what stores such a state again."""
+    """The state with plain arrays, and the function that stores such a state again."""
     leaves, treedef = jax.tree.flatten(state, is_leaf=_is_held)
     nodes = [x for x in leaves if _is_held(x)]
     if not nodes:

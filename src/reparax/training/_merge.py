@@ -21,7 +21,7 @@ from reparax.training._regression_mean import merge_by_regression, reads_of_all
 from reparax.training._task_vectors import agreeing_mean, drop, trim, weighted_mean, weighted_sum
 
 GIVE = {
-    "base": "the model that all of them were before training, `base=params`",
+    "base": "the model from which all of them were trained, `base=params`",
     "density": "the part of each difference that stays, such as `density=0.2`",
     "key": "a key to draw what stays, `key=jax.random.key(0)`",
     "seen": "the data of each model, `seen=[rpx.inputs(loss)(model, batch), ...]`",
@@ -64,8 +64,8 @@ def merge(
 ) -> PyTree:
     r"""Merges models of the same structure into one.
 
-    With the models :math:`W_i`, their weights :math:`\lambda_i`, a base :math:`W_0` and the differences
-    :math:`\tau_i = W_i - W_0`, entry by entry:
+    For models :math:`W_i` with weights :math:`\lambda_i`, a base :math:`W_0` and differences :math:`\tau_i = W_i -
+    W_0`, entry by entry:
 
     =======================  =========================================================================================
     ``"mean"``               :math:`\sum_i \lambda_i W_i / \sum_i \lambda_i`, a model soup
@@ -80,34 +80,34 @@ def merge(
     ``"dare_ties"``          the same entries, merged by ``"ties"``
     =======================  =========================================================================================
 
-    Names and formulas are those of PEFT's ``add_weighted_adapter``, on whole weights. As there and in mergekit, what is
-    small is decided for each array; the paper of TIES looks at all arrays together. Weights of 1 are the papers' TIES
-    and DARE; one number is their :math:`\lambda`. Half-precision arrays are computed in float32.
+    Merge effective trees, ``[p.fold(raw) for raw in raws]``: the mean of raw values is the mean of the weights only if
+    the weights are linear in them, which is not so for an adapter's factors. An array that is equal in all models stays
+    in a mean, bit for bit.
+
+    Names and formulas are those of PEFT's ``add_weighted_adapter``, on whole weights. As there and in mergekit, the
+    smallest entries are chosen in each array; the paper of TIES ranks all arrays together. Weights of 1 are the papers'
+    TIES and DARE; a single number is their :math:`\lambda`. Half-precision arrays are computed in float32.
 
     ``"regmean"`` merges arrays that products read in one way; all others, such as biases, norms and tied tables, get
-    the mean. So do inputs that were zero in all data.
-
-    Merge effective trees, ``[p.fold(raw) for raw in raws]``: a mean of raw values is the mean of the weights only if
-    the weights are linear in them, which an adapter's factors are not. What models share needs no care: an array that
-    is equal in all of them stays, bit for bit, in a mean.
+    the mean. So do the rows of inputs that were zero in all data.
 
     Args:
       models: Two or more trees of one structure, shape by shape and dtype by dtype; one is enough with a base. Leaves
         that are not floating or complex arrays, such as counters, keys and functions, must be equal.
       how: One of the words above.
-      weights: One number, or one for each model; they may be traced, and have gradients, but not in ``"regmean"``.
-        Default: 1.
-      base: The model that all of them were before training.
+      weights: One number, or one for each model. Default: 1. They may be traced and have gradients, except in
+        ``"regmean"``.
+      base: The model from which all of them were trained.
       density: The part of the entries that stays, more than 0 and at most 1.
       majority_sign_method: The sign of the majority is that of the sum of the differences, ``"total"``, or of the
         sum of their signs, ``"frequency"``.
-      key: A key for ``"dare_linear"`` and ``"dare_ties"``. What is dropped depends on it, on the path and on the number
-        of the model.
+      key: A key for ``"dare_linear"`` and ``"dare_ties"``. The dropped entries depend on it, on the path and on the
+        model's position.
 
-      seen: For ``"regmean"``, what the arrays of each model are multiplied with, by :func:`inputs`: a tree for each
-        model, of full moments or of diagonal ones. A model with more data counts more.
-      off_diagonal: For ``"regmean"``, what multiplies the moments of two different inputs. 1 is the formula above; the
-        paper takes less, as data tell these moments less well.
+      seen: For ``"regmean"``, the result of :func:`inputs` for each model, with full or diagonal moments. A model with
+        more data counts more.
+      off_diagonal: For ``"regmean"``, a factor for the moments of two different inputs. 1 is the formula above; the
+        paper takes less, as these moments are known less well.
 
     Returns:
       A tree like each of the models.
@@ -246,7 +246,7 @@ def _common_leaf(path: str, leaves: Sequence[Any]) -> Any:
     first, *others = leaves
     if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
-            f"merge cannot tell, while JAX traces it, whether {describe(first)} at {path!r} is equal in all models. "
+            f"merge cannot check under tracing whether {describe(first)} at {path!r} is equal in all models. "
             f"Merge `rpx.partition(model)[0]` of each, or outside of `jax.jit`."
         )
     if any(not _equal(first, other) for other in others):

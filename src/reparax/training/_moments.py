@@ -23,13 +23,13 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     :class:`MagnitudePrune`, :class:`NofM` and :class:`GlobalPrune`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
-    reset, as in the reference code of RigL. Optimizers with weights or step sizes in their states (``schedule_free``,
-    ``rprop``) would lose these.
+    reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states
+    (``schedule_free``, ``rprop``) would lose them.
 
     Args:
       state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight that
         have its shape are reset; a factored moment, of another shape, is not.
-      before: The whole raw tree that you passed to ``update``, with its fixed values, the masks.
+      before: The whole raw tree that you passed to ``update``, including the masks.
       after: The raw tree that ``update`` returned.
 
     Returns:

@@ -25,26 +25,26 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
     """The dimension numbers of optax's Muon for the raw tree of a chain, from the roles of a network's axes.
 
     Muon makes the momentum of a matrix orthogonal, so it must know which axes are rows, which are columns, and which
-    hold matrices of their own. An array that the network multiplies with data gets its inputs as ``reduction_axis`` and
-    its outputs as ``output_axis``; layers of a scan are matrices of their own. So are main values in its place: ``v``
-    of :class:`WeightNorm`, both factors of :class:`LoRA` and :class:`LowRank`, ``mean`` of :class:`Gaussian`. All else
-    gets None, and Adam: biases, lengths and other auxiliary values, fixed values, arrays with a single input or output,
-    tables that are looked up, arrays that the network uses in several ways or does not multiply, and values that are
-    coordinates, such as those of :class:`Orthogonal`.
+    stack independent matrices. For an array that the network multiplies with data, the inputs are ``reduction_axis``
+    and the outputs ``output_axis``; layers of a scan are independent matrices. The same holds for main values in its
+    place: ``v`` of :class:`WeightNorm`, both factors of :class:`LoRA` and :class:`LowRank`, ``mean`` of
+    :class:`Gaussian`. Everything else gets None, and thus Adam: biases, lengths and other auxiliary values, fixed
+    values, arrays with a single input or output, tables that are looked up, arrays that the network uses in several
+    ways or does not multiply, and values that are coordinates, such as those of :class:`Orthogonal`.
 
     Args:
       p: The chain.
       roles: What ``rpx.roles(loss)(params, batch)`` returns.
-      where: A regular expression for whole paths of parameters: all others get Adam. Default: none. Use it to leave out
-        the output layer, as Muon's author advises.
-      per_head: Whether each head of attention is a matrix of its own, where heads have an axis of their own. Default:
-        all heads are one matrix.
+      where: A regular expression for whole paths of parameters; all others get Adam. Default: every parameter. Use it
+        to leave out the output layer, as Muon's author advises.
+      per_head: Whether each attention head is a matrix, if heads have their own axis. Default: all heads are one
+        matrix.
 
     Returns:
       A tree with the structure of ``p.init(params)``, for ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``.
 
     Raises:
-      TypeError: If ``p`` is no chain, ``roles`` no tree of roles, or ``where`` no text.
+      TypeError: If ``p`` is not a chain, ``roles`` not a tree of roles, or ``where`` not a string.
       ValueError: If ``where`` matches no parameter.
       ModuleNotFoundError: If optax is not installed.
 

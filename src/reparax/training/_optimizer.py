@@ -25,49 +25,49 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
-    and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves without addition, such as
-    PRNG keys and functions, get None, as in equinox. On a CPU, XLA takes subnormal numbers (below 1.2e-38 in float32)
-    for zeros in every addition. If your tree has such leaves or such fixed numbers, update the free part alone::
+    and its norms do not count it. Fixed values get zero updates that keep every bit. Leaves that cannot be added, such
+    as PRNG keys and functions, get None, as in equinox. On a CPU, XLA treats numbers below 1.2e-38 in float32
+    (subnormal ones) as zeros in every addition. If your tree has such leaves or fixed numbers, update only the free
+    part::
 
         free, fixed = rpx.partition(raw)
         raw = rpx.combine(optax.apply_updates(free, rpx.partition(updates)[0]), fixed)
 
-    The state is that for ``free``: functions of optax that read it, such as ``schedule_free_eval_params``, take
-    ``free`` too.
+    The state is that of ``free``: functions of optax that read it, such as ``schedule_free_eval_params``, also take
+    ``free``.
 
     Put every transformation inside: one that you chain after it, such as weight decay, also moves fixed values.
     Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
     or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
-    **In few bits.** ``state`` holds arrays of the state as raw values of a parametrization between two steps:
-    ``state=rpx.Moments8bit()`` keeps the moments of Adam in two bytes a weight in place of eight, as the 8-bit
-    optimizers of bitsandbytes do. Each update decodes and encodes them. Then weights and gradients in half precision
-    go to ``tx`` as float32, and so do the updates come back: add them by :func:`apply_updates`;
-    ``state=rpx.Chain()`` does that alone, with moments in float32. A state in few bits is a pytree of arrays, with a
-    node ``Held`` for each array that is stored; checkpoints, ``nnx.Optimizer``, :func:`transfer` and
-    :func:`reset_moments` take it. An optimizer takes a state in either form, and gives it in its own.
+    **In few bits.** With ``state``, arrays of the state are stored as raw values of a parametrization between steps:
+    ``state=rpx.Moments8bit()`` keeps the moments of Adam in two bytes a weight instead of eight, as the 8-bit
+    optimizers of bitsandbytes do. Each update decodes and encodes them. Weights and gradients in half precision then go
+    to ``tx`` as float32, and the updates come back in float32: add them with :func:`apply_updates`.
+    ``state=rpx.Chain()`` does only this, with moments in float32. A state in few bits is a pytree of arrays, with a
+    node ``Held`` for each stored array; checkpoints, ``nnx.Optimizer``, :func:`transfer` and :func:`reset_moments` take
+    it. An optimizer takes a state in either form, and returns it in its own.
 
-    Other formats are for arrays by which ``tx`` does not divide, such as a momentum: ``state=rpx.Stored("int8",
-    block=256, where=".*/mu/.*")``. In them small numbers become 0, and Adam, dividing by its second moments, would make
-    steps of any length. ``update`` reads from the program of ``tx`` by which
-    arrays it divides, and refuses these. Arrays that are
-    no moments but weights, such as those of ``schedule_free`` or an average of them, lose by few bits what weights
-    lose: leave them out with ``where``.
+    Use other formats only for arrays that ``tx`` does not divide by, such as a momentum: ``state=rpx.Stored("int8",
+    block=256, where=".*/mu/.*")``. Small numbers become 0 in them, and Adam, which divides by its second moments, would
+    make steps of any length. ``update`` finds from the program of ``tx`` which arrays it divides by, and refuses these.
+    Arrays that hold weights, such as those of ``schedule_free`` or an average of them, lose precision as weights do:
+    leave them out with ``where``.
 
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
       state: A parametrization for the arrays of the state, by their paths there, such as ``0/mu/dense/kernel``; markers
-        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default
-        ``Moments8bit`` acts on arrays of 4096 numbers or more, and ``Stored`` on all of two or more axes, embeddings
-        too. An array that would not be smaller stays as it is.
+        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default,
+        ``Moments8bit`` acts on arrays of 4096 numbers or more, and ``Stored`` on all arrays of two or more axes,
+        including embeddings. An array that would not become smaller is not changed.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
 
     Raises:
-      TypeError: If ``tx`` is not a transformation, or ``state`` no parametrization.
-      ValueError: From ``update``, if ``state`` would store an array by which ``tx`` divides in a format in which small
+      TypeError: If ``tx`` is not a transformation, or ``state`` not a parametrization.
+      ValueError: From ``update``, if ``state`` would store an array that ``tx`` divides by in a format in which small
         numbers become 0.
 
     Example:
@@ -128,7 +128,7 @@ def _include_tables(stage: Any) -> Any:
 
 
 def has_columns(path: str, x: Any) -> bool:
-    """Whether an array is a matrix or has more axes."""
+    """Whether an array has two axes or more."""
     del path
     return x.ndim > 1
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from reparax._core.value import Static
 from reparax._numerics.usage import shows_usage
 from reparax._stage.where import is_bias_or_scale
-from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
+from reparax._tree.paths import PyTree, flatten_with_names, is_array, items, path_text
 from reparax._tree.raw import FIXED, flatten_slots
 from reparax._tree.state import state_flags
 
@@ -58,20 +58,20 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     Raises:
       ValueError: If the two have different structures, or if both hold a value at one place.
     """
-    trees = with_names(free, _is_none), with_names(fixed, _is_none)
-    if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
+    (names, first, treedef), (_, second, other) = [flatten_with_names(tree, _is_none) for tree in (free, fixed)]
+    if treedef != other:
         raise ValueError(
             f"combine takes the two halves of one raw tree, but got trees of different "
-            f"structures{_explain_difference(*trees)}. If `free` was saved alone, make its other half with "
+            f"structures{_explain_difference(free, fixed)}. If `free` was saved alone, make its other half with "
             f"`rpx.partition(p.init(params))[1]`."
         )
-    pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
-    if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
+    pairs = list(zip(first, second, strict=True))
+    if both := [path_text(path) for path, (a, b) in zip(names, pairs, strict=True) if not (a is None or b is None)]:
         raise ValueError(
             f"combine takes the two halves of one raw tree, but both of them hold a value at {both[0]!r}. Pass "
-            f"`free, fixed = rpx.partition(raw)`, or what became of each."
+            f"`free, fixed = rpx.partition(raw)`, or updated versions of both."
         )
-    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
+    return treedef.unflatten([b if a is None else a for a, b in pairs])
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
@@ -121,13 +121,14 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
 def decay_mask(raw: PyTree) -> PyTree:
     """For each value of a raw tree, whether weight decay should shrink it: the ``mask`` of ``optax.adamw``.
 
-    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, also as
-    a part, as in ``bias_n``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape; for auxiliary
-    values, such as the ``g`` of weight norm; for fixed values; and for stages in which a smaller value is not a smaller
-    weight, such as ``Orthogonal``, ``Positive`` and ``Simplex`` (stages say so by ``decays = False``).
+    True for free main values of two or more dimensions. False for biases and scales by their names (``bias``, alone or
+    as a part of a name such as ``bias_n``, ``b``, ``scale``, ``offset``, ``gamma``, ``beta``), whatever their shape;
+    for auxiliary values, such as the ``g`` of weight norm; for fixed values; and for stages in which a smaller value is
+    not a smaller weight, such as ``Orthogonal``, ``Positive`` and ``Simplex`` (stages declare this with ``decays =
+    False``).
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
-    shrink weights that are normed, decay the lengths: ``rpx.labels(raw, main=False, aux=True, fixed=False)``.
+    shrink the weights themselves, decay the lengths: ``rpx.labels(raw, main=False, aux=True, fixed=False)``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.
@@ -161,7 +162,7 @@ def decay_mask(raw: PyTree) -> PyTree:
 
 
 def require_tree(who: str, raw: PyTree, write: str) -> None:
-    """Refuses a chain, which JAX takes for a tree without leaves, and a text."""
+    """Refuses a string, and a chain, which JAX takes for a tree without leaves."""
     if isinstance(raw, Static | str):
         raise TypeError(f"{who} takes a raw tree, but got {raw!r}. Write `{write}`.")
 

@@ -15,7 +15,7 @@ from reparax._tree.raw import require_no_raw
 from reparax._tree.transformation import Transformation
 from reparax.training._unlike import first_difference
 
-INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: what `apply` makes of it is in the image already."
+INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
 @shows_usage

@@ -1,4 +1,4 @@
-"""Models merged by their data: the weights nearest in what they compute from the inputs of each model."""
+"""Models merged by their data: the weights whose outputs are nearest on the inputs of each model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
     """For the path of each array that products read in one way, the data of each model."""
     if not isinstance(seen, Sequence) or len(seen) != len(models):
         got = f"{len(seen)}" if isinstance(seen, Sequence) else f"a {type(seen).__name__}"
-        raise ValueError(f"merge takes as seen a tree for each of {len(models)} models, but got {got}.")
+        raise ValueError(f"merge takes a tree for each of {len(models)} models as seen, but got {got}.")
     trees = [flatten(model) for model in models]
     entries = [
         seen_by_place(f"merge: seen[{i}]", tree, each) for i, (tree, each) in enumerate(zip(trees, seen, strict=True))
@@ -35,7 +35,7 @@ def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
                 found[path_text(place)] = [each[place].read("diagonal", x) for each in entries]
     if not found:
         raise ValueError(
-            "merge(how='regmean') found no array that products read in all models. Pass what `rpx.inputs` returns for "
+            "merge(how='regmean') found no array that products read in all models. Pass the result of `rpx.inputs` for "
             "the effective tree of each model."
         )
     return found

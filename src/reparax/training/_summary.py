@@ -133,7 +133,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If a stage cannot act on ``params``, as ``p.init`` says.
+      ValueError: If a stage cannot act on ``params``, as for ``p.init``.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

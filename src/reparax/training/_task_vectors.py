@@ -1,7 +1,7 @@
-"""Formulas that make one array of several: what models learned since their base, thinned out and added.
+"""Formulas that merge several arrays into one: differences to a base, thinned out and added.
 
-Arrays of several models are stacked along axis 0. Differences to a base are called task vectors. What is left out is
-zero, but for NaN, which stays.
+Arrays of several models are stacked along axis 0. Differences to a base are called task vectors. Entries that are left
+out become zero, except NaN, which stays.
 """
 
 import jax
@@ -17,7 +17,7 @@ def weighted_sum(tasks: Array, weights: Array) -> Array:
 
 
 def weighted_mean(arrays: Array, weights: Array) -> Array:
-    """The mean over models: bit for bit their array, where all have the same."""
+    """The mean over models: if all have the same array, that array, bit for bit."""
     return arrays[0] + weighted_sum(arrays - arrays[:1], weights) / jnp.sum(weights)
 
 

@@ -37,24 +37,23 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it; and so are the codes of :class:`Stored`, if a new adapter leaves their array as its base,
-    but not under ``jit``, where it is not known whether it does: there they are rounded anew. All other values are
-    computed by ``init`` from the current weights; random starts draw by ``jax.random.key(0)``, so for another key call
-    ``new.init(old.fold(raw), key)``, and for a stage that starts from data ``new.init(old.fold(raw), seen=seen)``. In
-    an optimizer's state, the moments of kept values are kept, other moments start at zero, and counters are kept.
+    the same stages change it. Codes of :class:`Stored` are kept too if a new adapter leaves their array as its base;
+    under ``jit`` this is not known, and they are rounded anew. All other values are computed by ``init`` from the
+    current weights. Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw),
+    key)``, and for a stage that starts from data, ``new.init(old.fold(raw), seen=seen)``. In an optimizer's state,
+    counters and the moments of kept values are kept; all other moments start at zero.
 
-    A state may have moments for only some of the values that train, as under ``optax.masked``. Then moments of kept
-    values are kept, but new values are an error, because the state does not show which of them need moments.
+    A state may have moments for only some of the values that train, as under ``optax.masked``. Then new values are an
+    error, because the state does not show which of them need moments.
 
-    It also reads raw trees of older versions, in which markers were numbered over the whole tree:
-    ``transfer(p, p, raw)`` writes them as ``p.init`` does now.
+    ``transfer(p, p, raw)`` converts raw trees of older versions, in which markers were numbered over the whole tree.
 
     Args:
       old: The chain that made the raw tree.
       new: The chain to convert it to.
       raw: The raw tree, or the state of an optimizer: a tuple that contains trees like the raw tree.
       like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
-        :func:`optimizer`, or is not a tuple, or if ``old`` leaves no markers, by which moments are found.
+        :func:`optimizer`, or is not a tuple; or if ``old`` leaves no markers, which identify moments.
 
     Raises:
       TypeError: If ``old`` or ``new`` is not a parametrization.
@@ -159,7 +158,7 @@ class _Old:
         return node.values if node is not None and same else None
 
     def _base_of(self, place: Names, array: Array) -> _Node | None:
-        """What the base of a new adapter was, if the adapter left the array as it is."""
+        """What the base of a new adapter was, if the adapter left the array unchanged."""
         root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
         same = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
         return self._nodes.get(root) if same else None

@@ -18,12 +18,12 @@ from reparax.training._unlike import TreeOf, first_difference
 
 @shows_usage
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
-    r"""Adds updates, also where the weights have too few bits to hold the sum.
+    r"""Adds updates, even if the weights have too few bits to hold the sum.
 
-    Weights in bfloat16 have three digits, and updates of a thousandth are lost. With a key, the float32 sum is rounded
-    up or down by chance, with itself as the mean: :math:`E[\mathrm{round}(w + u)] = w + u`. Weights of :class:`Halved`
-    take their updates without a key: the correction keeps what bfloat16 does not. All other arrays are added as
-    by ``optax.apply_updates``.
+    Weights in bfloat16 have three digits, so updates of a thousandth are lost. With a key, the float32 sum is rounded
+    up or down at random, with itself as the mean: :math:`E[\mathrm{round}(w + u)] = w + u`. Weights of :class:`Halved`
+    take their updates without a key: the correction keeps what bfloat16 does not. All other arrays are added as in
+    ``optax.apply_updates``.
 
     Args:
       params: A raw tree, its free part, or any tree of arrays. Weights of :class:`Halved` need the whole raw tree.
@@ -31,9 +31,9 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
       key: A key to round bfloat16 with. Without one, sums are rounded to the nearest number.
 
     Raises:
-      TypeError: If ``key`` is no key.
-      ValueError: If ``key`` is a batch of keys, if ``updates`` has not the structure of ``params``, or if a weight of
-        :class:`Halved` comes without its correction.
+      TypeError: If ``key`` is not a key.
+      ValueError: If ``key`` is a batch of keys, if ``updates`` does not have the structure of ``params``, or if a
+        weight of :class:`Halved` comes without its correction.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -106,7 +106,7 @@ def _add(x: Any, update: Any) -> Array:
 
 
 def round_by_chance(x: Array, key: Array) -> Array:
-    """``x`` in bfloat16, up or down by chance, with ``x`` as the mean."""
+    """``x`` in bfloat16, rounded up or down at random, with ``x`` as the mean."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     cut = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     kept = jax.lax.bitcast_convert_type((cut >> 16).astype(jnp.uint16), jnp.bfloat16)
