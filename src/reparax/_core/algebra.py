@@ -17,12 +17,12 @@ from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
 from reparax._core.operators import other_than_stages_error, refuse_other_operators
 from reparax._core.over_roles import visit_with_roles
-from reparax._core.plan import open_all
+from reparax._core.plan import close_raw, open_all
 from reparax._core.planner import Planner, planner_of
 from reparax._core.recompute import recompute
 from reparax._core.update import advance
 from reparax._core.value import Static
-from reparax._core.verbs import close_raw, follow_axes, rebase_raw, total_log_det, total_penalty
+from reparax._core.verbs import follow_axes, rebase_raw, total_log_det, total_penalty
 from reparax._data.sights import seen_by_place
 from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest

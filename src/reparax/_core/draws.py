@@ -97,10 +97,10 @@ def merge_noise(layers: Sequence[Any]) -> list[Any]:
 def _join_noises(first: Any, second: Any) -> Any:
     """The first site with the noise of both, or None if each needs a draw of its own.
 
-    A class must define ``merged`` itself: a subclass may have another formula, so it does not inherit the method.
+    A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
     """
     noise, later = first.stage, second.stage
-    if type(noise) is not type(later) or "merged" not in vars(type(noise)):
+    if type(noise) is not type(later) or "merged_with" not in vars(type(noise)):
         return None
-    both = noise.merged(later)
+    both = noise.merged_with(later)
     return None if both is None else replace(first, stage=both)

@@ -3,7 +3,7 @@
 A *site* is a stage on one array, or on several that it joins, with everything decided: numbers and axes, the places of
 the raw values, the path by which it draws. The sites of one stage are a *layer*. Each verb (``init``, ``apply``,
 ``update``, ...) is one loop over the sites of each layer. All loops over sites are here; those over stages are in
-``plan.py``.
+``plan.py``, ``verbs.py``, ``update.py`` and ``over_roles.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -111,9 +111,10 @@ class Site(ABC):
         """Whether ``close`` takes a draw, which depends on the array's type only."""
         return False
 
-    @abstractmethod
     def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        """The raw values of the arrays, whose inputs are in ``seen``."""
+        """The raw values of the arrays, whose inputs are in ``seen``; none, if the stage works in place."""
+        del arrays, key, seen
+        return {}
 
     @abstractmethod
     def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
@@ -222,9 +223,8 @@ class Layer:
         """The tree with the types of the arrays instead of those of raw values."""
         return tree.swapped([(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()])
 
-    def update(self, tree: Flat, keys: Keys, grads: Flat | None) -> Flat:
-        """The tree with the values after one training step."""
-        reads = getattr(self.stage, "_update_reads", ())
+    def update(self, tree: Flat, reads: Sequence[str], keys: Keys, grads: Flat | None) -> Flat:
+        """The tree with the values after one training step; as it is, if what the stage reads is not given."""
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.given):
             return tree
         seeds = [str(site.seed) for site in self.sites]

@@ -1,8 +1,6 @@
 """Chains on the roles that a network gives its arrays."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +8,7 @@ import jax
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._axes.roles import Role
 from reparax._core.planner import Planner, planner_of
-from reparax._core.verbs import open_params
+from reparax._core.verbs import follow_axes
 from reparax._tree.flat import Flat, flatten
 from reparax._tree.paths import Names, PyTree, is_array, items, path_text
 
@@ -22,50 +20,31 @@ def visit_with_roles(
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    state, found, new = _start_with_roles(who, roles), list[Any](), list[Any]()
+    tree, known = _types_and_roles(who, roles)
+    origins, found, new = keep_origins(tree), list[Any](), list[Any]()
     for stage in reversed(stages):
-        for each in reversed(new):
-            state = state.opened(each)
-        new = list(visit(planner_of(stage), flatten(state.tree), state.roles_of_arrays()))
+        tree, own = follow_axes(new, tree)
+        origins = compose_origins(own, origins)
+        new = list(visit(planner_of(stage), flatten(tree), _inherit_roles(known, tree, origins)))
         found[:0] = new
     return found
 
 
 def raw_roles(who: str, stages: Sequence[Any], roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
     """The types of the raw tree of a chain, and the role of each array in it that follows an array of the network."""
-    state = _start_with_roles(who, roles)
-    for stage in reversed(stages):
-        state = state.opened(stage)
-    return state.tree, state.roles_of_arrays()
+    params, known = _types_and_roles(who, roles)
+    tree, origins = follow_axes(stages, params)
+    return tree, _inherit_roles(known, tree, origins)
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """The tree of types that some stages, the last ones of a chain, make of the parameters.
-
-    Attributes:
-      tree: The tree.
-      origins: Which axes of the parameters those of its arrays follow.
-      first: The roles of the parameters.
-    """
-
-    tree: PyTree
-    origins: Origins
-    first: Mapping[Names, Role]
-
-    def opened(self, stage: Any) -> "_Opened":
-        """The tree after ``init`` of one more stage, which is in front of the others."""
-        tree, new = planner_of(stage).follow(self.tree, functools.partial(open_params, (stage,)))
-        return _Opened(tree, compose_origins(new, self.origins), self.first)
-
-    def roles_of_arrays(self) -> dict[Names, Role]:
-        """The role of each raw array, from that of its parameter."""
-        known = dict[Names, Role]()
-        for place, x in items(self.tree):
-            if is_array(x) and (origin := self.origins[place])[0] in self.first:
-                source, places = origin
-                known[place] = self.first[source].of_value(places, x.shape, x.dtype)
-        return known
+def _inherit_roles(known: Mapping[Names, Role], tree: PyTree, origins: Origins) -> dict[Names, Role]:
+    """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
+    found = dict[Names, Role]()
+    for place, x in items(tree):
+        if is_array(x) and (origin := origins[place])[0] in known:
+            source, places = origin
+            found[place] = known[source].of_value(places, x.shape, x.dtype)
+    return found
 
 
 def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
@@ -81,12 +60,11 @@ def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
     return found
 
 
-def _start_with_roles(who: str, roles: PyTree) -> _Opened:
-    """The parameters, by their types and roles, before any stage."""
+def _types_and_roles(who: str, roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
+    """The types of the parameters, and their roles."""
     known = roles_of(who, roles)
 
     def type_of(role: Any) -> Any:
         return jax.ShapeDtypeStruct(role.shape, role.dtype) if isinstance(role, Role) else role
 
-    tree = jax.tree.map(type_of, roles)
-    return _Opened(tree, keep_origins(tree), known)
+    return jax.tree.map(type_of, roles), known

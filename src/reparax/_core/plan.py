@@ -1,6 +1,7 @@
 """The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered.
 
-``run``, ``open_all`` and ``walk`` then run it, stage after stage.
+``open_all``, ``close_all`` and ``walk`` then run it, stage after stage, on trees laid flat; ``open_params`` and
+``close_raw`` take and return trees as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,15 +9,18 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from jax import ShapeDtypeStruct, export
+import jax
+from jax import ShapeDtypeStruct
 
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
 from reparax._core.layers import Layer, Sights
 from reparax._core.planner import planner_of
 from reparax._core.value import exact_text
-from reparax._tree.flat import Flat, Frame
-from reparax._tree.paths import Names, is_empty
+from reparax._data.seen import ANY
+from reparax._data.sights import seen_by_place
+from reparax._tree.flat import Flat, Frame, flatten, nest
+from reparax._tree.paths import Names, PyTree, has_symbols, is_empty
 
 
 def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer], Flat]:
@@ -31,13 +35,6 @@ def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer],
     return layers, tree
 
 
-def run(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
-    """The tree after ``apply`` of each stage."""
-    for layer in _apply_layers(tuple(stages), tree.types):
-        tree = layer.close(tree, keys)
-    return tree
-
-
 def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Flat:
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
@@ -47,8 +44,26 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
     return tree
 
 
+def close_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
+    """The tree after ``apply`` of each stage."""
+    for layer in _apply_layers(tuple(stages), tree.types):
+        tree = layer.close(tree, keys)
+    return tree
+
+
+def open_params(stages: Sequence[Any], params: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The raw tree of a tree of arrays, without the boxes of new ones."""
+    tree = flatten(params)
+    return nest(open_all(stages, tree, Keys(key), seen_by_place("init", tree, ANY)))
+
+
+def close_raw(stages: Sequence[Any], raw: PyTree, key: jax.Array | None = None) -> PyTree:
+    """The effective tree of a raw one."""
+    return nest(close_all(stages, flatten(raw), Keys(key)))
+
+
 def walk(method: str, stages: Sequence[Any], tree: Flat) -> Iterator[tuple[Layer, Flat]]:
-    """The layer of each stage without randomness, with the tree before it."""
+    """The layer of each stage, none of them random, with the tree before it."""
     for stage in stages:
         layer = planner_of(stage).plan(method, tree.types)
         yield layer, tree
@@ -59,7 +74,8 @@ def _apply_layers(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
     """The layers for ``apply``, with noise that draws once; decided once for equal stages and types."""
     # Other leaves, such as functions, are not kept: what they hold would live as long as the plan.
     leaves = tuple(x if isinstance(x, ShapeDtypeStruct) else () if is_empty(x) else None for x in tree.arrays.values())
-    unsure = any(planner_of(stage).asks_functions for stage in stages) or any(map(_has_symbols, leaves))
+    symbolic = has_symbols([x for x in leaves if isinstance(x, ShapeDtypeStruct)])
+    unsure = symbolic or any(planner_of(stage).asks_functions for stage in stages)
     # A traced hyperparameter cannot be hashed, nor can some boxes; an error shows the leaves that are there.
     with suppress(Exception):
         if not unsure:
@@ -73,8 +89,3 @@ def _decide_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...
     del shown  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
     return merge_noise(decide("apply", stages, Flat(frame, arrays))[0])
-
-
-def _has_symbols(x: Any) -> bool:
-    """Whether the type of an array has a length that is symbolic."""
-    return isinstance(x, ShapeDtypeStruct) and any(map(export.is_symbolic_dim, x.shape))

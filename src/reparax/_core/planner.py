@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from reparax._axes.misfit import Misfit
@@ -23,14 +22,7 @@ class Planner(ABC):
 
     def who(self, method: str) -> str:
         """The name of a call in errors."""
-        if method not in self._calls:
-            self._calls[method] = call_name(self.stage, method)
-        return self._calls[method]
-
-    @cached_property
-    def _calls(self) -> dict[str, str]:
-        """The names of calls so far, by method."""
-        return {}
+        return call_name(self.stage, method)
 
     def layer(self, method: str, sites: Sequence[Site]) -> Layer:
         """The sites for a method."""
@@ -68,9 +60,9 @@ class Planner(ABC):
         return False
 
     @property
-    def reads_grads(self) -> bool:
-        """Whether ``update`` takes the gradient with respect to the stage's output."""
-        return False
+    def update_reads(self) -> tuple[str, ...]:
+        """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+        return ()
 
     @property
     def asks_functions(self) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax._core.keys import Keys
-from reparax._core.plan import run
+from reparax._core.plan import close_all
 from reparax._core.planner import planner_of
 from reparax._core.verbs import Stages, mean_stages
 from reparax._numerics.arithmetic import inexact_places, is_inexact
@@ -21,18 +21,20 @@ def advance(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> 
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
         if stage.advances:
-            before = run(mean_stages(stages[:i]), tree, Keys(None))
-            reads = grads is not None and planner_of(stage).reads_grads
-            slopes = _grads_after_first(who, stages[i:], before, grads) if reads else None
-            after = planner_of(stage).plan("update", before.types).update(before, keys, slopes)
+            before = close_all(mean_stages(stages[:i]), tree, Keys(None))
+            planner = planner_of(stage)
+            slopes, reads = None, planner.update_reads
+            if "grad" in reads and grads is not None:
+                slopes = _grads_after_first(who, stages[i:], before, grads)
+            after = planner.plan("update", before.types).update(before, reads, keys, slopes)
             tree = graft("update", tree, before, after, free=stage.moves_weights)
     return tree
 
 
 def _grads_after_first(who: str, stages: Stages, before: Flat, grads: PyTree) -> Flat:
     """The gradient with respect to the output of the first stage, from that of the effective tree."""
-    tree, later = run(mean_stages(stages[:1]), before, Keys(None)), mean_stages(stages[1:])
-    return _pull_back(who, lambda tree: nest(run(later, tree, Keys(None))), tree, grads)
+    tree, later = close_all(mean_stages(stages[:1]), before, Keys(None)), mean_stages(stages[1:])
+    return _pull_back(who, lambda tree: nest(close_all(later, tree, Keys(None))), tree, grads)
 
 
 def _pull_back(who: str, later: Callable[[Flat], PyTree], tree: Flat, grads: PyTree) -> Flat:

@@ -8,27 +8,14 @@ import jax
 
 from reparax._axes.origin import Origins, compose_origins, keep_origins
 from reparax._core.keys import Keys
-from reparax._core.plan import open_all, run, walk
+from reparax._core.plan import close_all, open_params, walk
 from reparax._core.planner import planner_of
-from reparax._data.seen import ANY
-from reparax._data.sights import seen_by_place
 from reparax._numerics.arithmetic import add_up
-from reparax._tree.flat import Flat, flatten, graft, nest
+from reparax._tree.flat import Flat, graft
 from reparax._tree.paths import Names, PyTree, is_array
 from reparax._tree.raw import FIXED
 
 Stages = Sequence[Any]
-
-
-def open_params(stages: Stages, params: PyTree, key: jax.Array | None = None) -> PyTree:
-    """The raw tree of a tree of arrays, without the boxes of new ones."""
-    tree = flatten(params)
-    return nest(open_all(stages, tree, Keys(key), seen_by_place("init", tree, ANY)))
-
-
-def close_raw(stages: Stages, raw: PyTree, key: jax.Array | None = None) -> PyTree:
-    """The effective tree of a raw one."""
-    return nest(run(stages, flatten(raw), Keys(key)))
 
 
 def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
@@ -44,7 +31,7 @@ def rebase_raw(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
         if planner_of(stage).does("rebase"):
-            before = run(mean_stages(stages[:i]), tree, Keys(None))
+            before = close_all(mean_stages(stages[:i]), tree, Keys(None))
             after = planner_of(stage).plan("rebase", before.types).rebase(before)
             tree = graft("rebase", tree, before, after, free=True)
     return tree

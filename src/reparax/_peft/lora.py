@@ -71,7 +71,7 @@ class LoRAMethod(Method):
 
     def require_layout(self, target: Target) -> None:
         super().require_layout(target)
-        if target.experts == 1 and target.expert().layout == "conv1d":
+        if target.n_experts == 1 and target.expert().layout == "conv1d":
             raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
@@ -82,7 +82,7 @@ class LoRAMethod(Method):
             require(tensors, {BIAS: target.shape})
             scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
             return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
-        if target.experts:
+        if target.n_experts:
             return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
         names, ones = _factor_names(target), target.ones
         out = target.shape[target.out]
@@ -110,13 +110,13 @@ class LoRAMethod(Method):
         norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         target.expert().require_rows(stage)
-        if norm is not None and target.experts:
+        if norm is not None and target.n_experts:
             raise ValueError(_NO_DORA)
         if norm is not None:
             _require_outputs(target, norm.stage)
         a, b = lora.values["a"], lora.values["b"]
         names, ones = _factor_names(target), target.ones
-        if target.experts:
+        if target.n_experts:
             tensors = _write_experts(a, b)
         else:
             tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
@@ -141,7 +141,7 @@ def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], l
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
     if config.get("use_dora"):
         raise ValueError(_NO_DORA)
-    each, count, rank = target.expert(), target.experts, lora.rank
+    each, count, rank = target.expert(), target.n_experts, lora.rank
     ins, out = each.shape[each.ins[0]], each.shape[each.out]
     shapes = {"lora_A.weight": (count * rank, ins), "lora_B.weight": (out, rank * count)}
     try:

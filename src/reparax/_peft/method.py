@@ -56,7 +56,7 @@ class Marked:
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
         stage = unstack_stage(self.stage, len(target.index))
-        if target.experts and not inside:
+        if target.n_experts and not inside:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "

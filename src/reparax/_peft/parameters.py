@@ -33,7 +33,7 @@ def named_by_parameter(
             module = module.removesuffix(WRAPPED)
         tensor = owners.get(plain_name(module) + wrapper.removeprefix(module)) if end else None
         used |= {tensor} if tensor else set()
-        found[name] = f"{tensor}.{end}" if tensor and targets[tensor].experts else plain_name(name)
+        found[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
     if missing := sorted(set(owners.values()) - used):
         raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
     return found
@@ -44,7 +44,7 @@ def _choose_parameters(config: Mapping[str, Any], targets: Mapping[str, Target])
     ends = tuple(f".{name}" for name in config.get("target_parameters") or ())
     chosen = [each for each in targets.values() if f".{each.tensor}".endswith(ends)]
     for each in chosen:
-        if not each.experts and (len(each.shape) != 2 or not each.tensor.endswith(".weight")):
+        if not each.n_experts and (len(each.shape) != 2 or not each.tensor.endswith(".weight")):
             raise ValueError(
                 f"PEFT adapts {each.path!r} separately, which needs the layout of experts: "
                 f"layouts={{{each.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "

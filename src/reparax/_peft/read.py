@@ -179,7 +179,7 @@ class _Found:
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
             tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
-            tensor = module if module in targets and targets[module].experts else tensor
+            tensor = module if module in targets and targets[module].n_experts else tensor
             if wrong := _explain_numbers(x, whole=end in method.whole_numbers):
                 found.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:

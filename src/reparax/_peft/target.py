@@ -28,18 +28,18 @@ class Target(Entry):
         return self.tensor.rpartition(".")[0]
 
     @property
-    def experts(self) -> int:
+    def n_experts(self) -> int:
         """How many matrices it is a stack of, in torch too, or 0."""
         return self.shape[0] if self.layout.startswith(EXPERTS) else 0
 
     @property
     def owner(self) -> str:
         """The torch name of what PEFT adapts: its module, or a stack of experts by itself."""
-        return self.tensor if self.experts else self.module
+        return self.tensor if self.n_experts else self.module
 
     def expert(self) -> "Target":
         """One matrix of a stack of experts."""
-        return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.experts else self
+        return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property
     def adapted(self) -> str:

@@ -102,7 +102,7 @@ def to_peft(
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
     method = METHODS[methods.pop()]
     with locate_errors("to_peft"):
-        wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].experts)
+        wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
     try:
         modules = _with_biases({tensor: each for tensor, (_, each) in written.items()}, targets)
         own = method.configure(modules)
@@ -220,7 +220,7 @@ def _write_node(node: Marked, target: Target) -> tuple[Method, Written]:
     written = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
     wanted = "bias" if written.tensors.keys() & {*method.of_biases} else "weight"
-    if not target.experts and (name != wanted or not module):
+    if not target.n_experts and (name != wanted or not module):
         raise ValueError(
             f"PEFT adapts the {wanted} of a module, such as 'dense.{wanted}', but this is {target.tensor!r} in torch. "
             f"Name it by `names`"

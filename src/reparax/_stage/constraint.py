@@ -200,8 +200,8 @@ class Constraint(Reparametrization):
         """
         return self.project(jax.random.normal(key, shape, dtype))
 
-    def _refuse(self, w: Array) -> str | None:
-        why = super()._refuse(w) or why_infinite(w)
+    def _why_refused(self, w: Array) -> str | None:
+        why = super()._why_refused(w) or why_infinite(w)
         if why is not None or self.outside == "project" or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():

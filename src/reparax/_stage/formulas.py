@@ -14,15 +14,9 @@ from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import with_terms_recorded
 from reparax._stage.arrangement import Arrangement
-from reparax._stage.remembered import call_remembered, once_per_type
-from reparax._tree.markers import (
-    Types,
-    as_structs,
-    has_symbols,
-    require_named_arrays,
-    require_type,
-    types_under,
-)
+from reparax._stage.remembered import call_once_per_type, call_remembered
+from reparax._tree.markers import Types, require_named_arrays, require_type, types_under
+from reparax._tree.paths import has_symbols
 
 
 def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
@@ -30,7 +24,7 @@ def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None)
     known = seen if at.stage._sees else None
     if known is not None:
         require_data(known)
-    values = once_per_type(_init_values, at, w, key, known)
+    values = call_once_per_type(_init_values, at, w, key, known)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
         effective = call_remembered(_closed_type, at, types_under(values))
@@ -58,12 +52,7 @@ def close_at_random(at: Arrangement, values: Mapping[str, Array], key: Array) ->
 
 def type_in_place(at: Arrangement, w: Any) -> Any:
     """The type of an array that a stage changes in place."""
-    return call_remembered(_trace_in_place, at, type_of_one(w)) if at.stage.changes_type else w
-
-
-def type_of_one(w: Any) -> Types:
-    """The type of an array, as of values of which it is the only one."""
-    return (("w", tuple(w.shape), w.dtype),)
+    return call_remembered(_trace_in_place, at, types_under({"w": w})) if at.stage.changes_type else w
 
 
 def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, ...]] | None]:
@@ -72,7 +61,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
     No shapes if they need numbers, or if the effective array has another type than the model's.
     """
     effective = _effective_type(at, types)
-    if has_symbols(types) or at.stage.changes_type:
+    if has_symbols(dict(types).values()) or at.stage.changes_type:
         return effective, None
     try:
         values = jax.eval_shape(lambda w: _init_values(at, w, None, ANY), effective)
@@ -83,7 +72,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
 
 def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe_origins(lambda tree: {"w": _init_values(at, tree["w"], None, ANY)}, as_structs(types))
+    origins = probe_origins(lambda tree: {"w": _init_values(at, tree["w"], None, ANY)}, dict(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -105,7 +94,7 @@ def _init_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None
 
 def _closed_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of raw values of these types."""
-    return jax.eval_shape(lambda values: close_array(at, values), as_structs(types))
+    return jax.eval_shape(lambda values: close_array(at, values), dict(types))
 
 
 def _trace_in_place(at: Arrangement, types: Types) -> Any:
@@ -115,11 +104,11 @@ def _trace_in_place(at: Arrangement, types: Types) -> Any:
         key = at.keys(jax.random.key(0), w) if at.stage.stochastic else None
         return at.over(at.stage.apply_leaf)(w, key)
 
-    return jax.eval_shape(changed, as_structs(types)["w"])
+    return jax.eval_shape(changed, dict(types)["w"])
 
 
 def _effective_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
-    held = as_structs(types)
+    held = dict(types)
     known = [held[name] for name, said in at.stage.raw_values.items() if said.main and said.aligned and name in held]
     return known[0] if known else _closed_type(at, types)

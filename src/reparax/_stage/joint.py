@@ -25,7 +25,7 @@ from reparax._stage.nodes import own_nodes
 from reparax._stage.several import Leaves, require_start
 from reparax._stage.where import check_where, why_nothing
 from reparax._tree.flat import Flat
-from reparax._tree.markers import as_structs, locate_errors
+from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, is_array
 from reparax._tree.raw import Slot
 
@@ -89,7 +89,7 @@ class _OnGroups(Planner):
             with locate_errors(f"{who} at {_quote_paths(slots, group)}"):
                 for node in own.values():
                     node.require_values()
-                held = {name: as_structs(node.types) for name, node in own.items()}
+                held = {name: dict(node.types) for name, node in own.items()}
                 stacked = self._stacked(group, named)
                 types = jax.eval_shape(_apply_each(self.stage, stacked), held)
             spots = {name: node.spot(types[name]) for name, node in own.items()}
@@ -102,12 +102,8 @@ class _OnGroups(Planner):
         paths = {place: slot.path for place, slot in tree.slots().items() if slot.visible}
         members = [place for group in self._groups("on", paths) for place in group.values()]
         found = {paths[place]: roles[place].stacked if place in roles else () for place in members}
-        if len(set(found.values())) > 1:
-            raise ValueError(
-                f"{self.who('on')}: expected the same stacked axes in all arrays, got {found}. Stack them along the "
-                f"same axes, or leave some layers out with the expressions."
-            )
-        return replace(self.stage, stacked=next(iter(found.values())))
+        with locate_errors(self.who("on")):
+            return replace(self.stage, stacked=_same_stacked(found, ""))
 
     def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
         """The axis names of each array, if the stage needs any."""
@@ -116,12 +112,7 @@ class _OnGroups(Planner):
     def _stacked(self, group: Mapping[str, Names], named: Mapping[Names, AxisNames | None]) -> tuple[int, ...]:
         """The stacked axes of a group as numbers."""
         found = {name: find_axes(self.stage.stacked, named[place]) for name, place in group.items()}
-        if len(set(found.values())) > 1:
-            raise ValueError(
-                f"expected the same stacked axes in all arrays, got {found} for stacked={self.stage.stacked!r}. Stack "
-                f"them along the same axes, or leave some layers out with the expressions."
-            )
-        return next(iter(found.values()))
+        return _same_stacked(found, f" for stacked={self.stage.stacked!r}")
 
     def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
         """For each group of captured texts, the place of the array of each name."""
@@ -213,6 +204,16 @@ class Joint(Parametrization):
 def _quote_paths(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str:
     """The paths of a group, as errors show them."""
     return ", ".join(repr(slots[place].path) for place in group.values())
+
+
+def _same_stacked(found: Mapping[str, tuple[int, ...]], given: str) -> tuple[int, ...]:
+    """The stacked axes of several arrays, which have to be the same; ``given`` says in errors what the stage has."""
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"expected the same stacked axes in all arrays, got {found}{given}. Stack them along the same axes, or "
+            f"leave some layers out with the expressions."
+        )
+    return next(iter(found.values()))
 
 
 def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.formulas import close_array, close_at_random, open_values
-from reparax._stage.remembered import inlined_per_type, once_per_type
+from reparax._stage.remembered import call_once_per_type, inlined_per_type
 from reparax._stage.several import require_fixed
 from reparax._tree.markers import require_type
 
@@ -40,10 +40,6 @@ class OneArray(Site):
 @dataclass(frozen=True, eq=False)
 class InPlace(OneArray):
     """A stage that changes an array in place."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
-        del key, seen
-        return {"w": arrays}
 
     def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         at, w, method = self.arrangement, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
@@ -81,8 +77,8 @@ class FromValues(OneArray):
 
     def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
         if key_or_draw is None:
-            return {"w": once_per_type(close_array, self.arrangement, values["w"])}
-        return {"w": once_per_type(close_at_random, self.arrangement, values["w"], key_or_draw)}
+            return {"w": call_once_per_type(close_array, self.arrangement, values["w"])}
+        return {"w": call_once_per_type(close_at_random, self.arrangement, values["w"], key_or_draw)}
 
     def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
         stage, at = self.stage, self.arrangement

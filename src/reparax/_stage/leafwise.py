@@ -78,9 +78,9 @@ class Leafwise(Parametrization):
         del w
         return None
 
-    def _refuse(self, w: Array) -> str | None:
-        """Why the stage cannot act on ``w``, or None if it can."""
-        return self._wrong_dtype(w) or self._misplaced(w) or self.refuse_leaf(w)
+    def _why_refused(self, w: Array) -> str | None:
+        """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
+        return self._misplaced(w) or self.refuse_leaf(w)
 
     def _wrong_dtype(self, w: Array) -> str | None:
         """What is wrong with the dtype of ``w``, or None."""

@@ -96,8 +96,10 @@ class RowsAndColumns(MatrixAxes):
         named = self.rows is not None or self.columns is not None
         return replace(self, rows=None, columns=None) if named else self
 
-    def _refuse(self, w: Array) -> str | None:
-        return self._no_matrix(w) or super(RowsAndColumns, self._alone)._refuse(merge_axes(w, *self.axes_of(w.ndim)))
+    def _why_refused(self, w: Array) -> str | None:
+        if why := self._no_matrix(w):
+            return why
+        return super(RowsAndColumns, self._alone)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _no_matrix(self, w: Array) -> str | None:
         if why := super()._no_matrix(w):

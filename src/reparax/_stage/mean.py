@@ -23,7 +23,7 @@ class _OfMean(Planner):
         """The planner of the stage."""
         return planner_of(self.stage.stage)
 
-    reads_grads: ClassVar[Any] = property(lambda self: self._planner_of_stage.reads_grads)
+    update_reads: ClassVar[Any] = property(lambda self: self._planner_of_stage.update_reads)
     asks_functions: ClassVar[Any] = property(lambda self: self._planner_of_stage.asks_functions)
 
     def plan_init(self, tree: Flat) -> Layer:

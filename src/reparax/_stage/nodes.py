@@ -51,12 +51,6 @@ class Node:
         """The place of each value."""
         return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
-    @property
-    def shapes(self) -> dict[Names, Any]:
-        """The shape of each value, by its place."""
-        shapes = {name: shape for name, shape, _ in self.types}
-        return {place: shapes[name] for name, place in self.values.items()}
-
 
 def own_nodes(who: str, kind: str, tree: Flat) -> tuple[dict[Names, Node], Flat]:
     """The nodes of a kind, by the place of their array, and the tree with each of them at that place.

@@ -1,21 +1,25 @@
 """The planners of stages on one array: where they find arrays, and where they find the raw values that they made."""
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, cached_property, partial
+from typing import Any, ClassVar
 
 import jax
 
+from reparax._axes.names import AxisNames
 from reparax._axes.origin import FollowedAxes, Origins, keep_origins
 from reparax._core.layers import Layer, Spot, opened_spot
 from reparax._core.planner import rewrites
-from reparax._stage.formulas import followed_axes, type_in_place, type_of_one
+from reparax._stage.formulas import facts_of, followed_axes, type_in_place
 from reparax._stage.leaf_sites import Bare, FromValues, InPlace
-from reparax._stage.nodes import own_nodes
+from reparax._stage.nodes import Node, own_nodes
 from reparax._stage.on_roles import OnRoles
-from reparax._stage.own_values import OwnValues
 from reparax._stage.remembered import call_remembered
-from reparax._stage.where import by_path
+from reparax._stage.where import Candidate, by_path
 from reparax._tree.flat import Flat, flatten
+from reparax._tree.markers import locate_errors, require_fit, types_under
 from reparax._tree.paths import Names, PyTree, is_array, types_of_result
 from reparax._tree.raw import FIXED, next_number
 
@@ -33,10 +37,9 @@ class OnArraysInPlace(OnRoles):
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[InPlace]()
-        for place, slot, names in self.present(method, tree):
-            w = tree.arrays[place]
-            own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
-            spot = Spot(place, {"w": place}, None, type_in_place(own, w))
+        for each in self.present(method, tree):
+            own, slot, w = self.taking(who, each), each.slot, each.array()
+            spot = Spot(each.place, {"w": each.place}, None, type_in_place(own, w))
             sites.append(self.site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, stacked=own.stacked))
         return self.layer(method, sites)
 
@@ -48,8 +51,8 @@ class OnArrays(OnRoles):
         return rewrites(type(self.stage), f"{verb}_leaf")
 
     @property
-    def reads_grads(self) -> bool:
-        return "grad" in self.stage._update_reads
+    def update_reads(self) -> tuple[str, ...]:
+        return self.stage._update_reads
 
     def plan_init(self, tree: Flat) -> Layer:
         return self.at_arrays("init", tree)
@@ -57,14 +60,14 @@ class OnArrays(OnRoles):
     def at_arrays(self, method: str, tree: Flat) -> Layer:
         """Where the stage finds arrays as the model has them."""
         who, sites = self.who(method), list[FromValues]()
-        for place, slot, names in self.present(method, tree):
-            w, number = tree.arrays[place], next_number(place, self.stage.kind)
+        for each in self.present(method, tree):
+            place, slot, w, number = each.place, each.slot, each.array(), next_number(each.place, self.stage.kind)
             if isinstance(w, jax.ShapeDtypeStruct) and not self.stage._bare:
                 raise TypeError(
                     f"{who} at {slot.path!r}: expected an array, got its type. For types, call "
                     f"`jax.eval_shape(p.init, params)`."
                 )
-            own = self.taking(f"{who} at {slot.path!r}", slot.path, w, names)
+            own = self.taking(who, each)
             spot, site = opened_spot(self.stage.kind, place, w), FromValues
             if self.stage._bare:
                 spot, site = Spot(place, dict.fromkeys(self.stage.raw_values, place), None, w), Bare
@@ -80,31 +83,65 @@ class OnArrays(OnRoles):
         if self.stage._bare:
             return self.at_arrays(method, tree)
         who = self.who(method)
-        own = self._find_values(method, tree)
-        own.require_values()
-        fitting = own.nodes if by_path(self.stage.where) else set(filter(own.fits, own.nodes)) or own.nodes
-        present = {place: place in fitting or is_array(x) for place, x in own.with_nodes.arrays.items()}
-        # After such a stage, the effective array does not show the type of the model's.
-        hidden = own.nodes if self.stage.changes_type else ()
-        chosen = self.selected(method, own.with_nodes, own.slots, own.names, present, own.checked_type, hidden)
-        if plain := [own.slots[place].path for place in chosen if place not in own.nodes]:
+        nodes, tree, places = self._find_nodes(who, tree)
+        for each in places:
+            if each.place in nodes:
+                with locate_errors(f"{who} at {each.slot.path!r}"):
+                    nodes[each.place].require_values()
+        if not by_path(self.stage.where):
+            fitting = {each.place for each in places if each.place in nodes and _has_type(each)}
+            others = nodes.keys() - fitting if fitting else ()
+            places = [replace(each, present=False) if each.place in others else each for each in places]
+        chosen = self.selected(method, tree, places)
+        if plain := [each.slot.path for each in chosen if each.place not in nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
-        return self.layer(method, list(map(own.site, chosen)))
+        sites = list[FromValues]()
+        for each in chosen:
+            slot, w = each.slot, each.array()
+            with locate_errors(f"{who} at {slot.path!r}"):
+                own = self.arranged(slot.path, w, each.names)
+            spots = {"w": nodes[each.place].spot(w)}
+            sites.append(FromValues(own.stage, f"{slot.path!r}", spots, slot.seed, stacked=own.stacked))
+        return self.layer(method, sites)
 
     def require_own(self, tree: Flat, path: str) -> None:
-        own = self._find_values("apply", tree)
-        for place in own.nodes:
-            if own.slots[place].path == path:
-                own.checked_type(place)
+        for each in self._find_nodes(self.who("apply"), tree)[2]:
+            if each.slot.path == path:
+                each.array()
 
-    def _find_values(self, method: str, tree: Flat) -> OwnValues:
-        """The values that the stage finds in a tree of types."""
-        nodes, with_nodes = own_nodes(self.who(method), self.stage.kind, tree)
-        slots = with_nodes.slots(bases=self.stage._takes_base)
-        return OwnValues(self, self.who(method), nodes, with_nodes, slots, self.axis_names(with_nodes))
+    def _find_nodes(self, who: str, tree: Flat) -> tuple[Mapping[Names, Node], Flat, list[Candidate]]:
+        """The nodes of the stage's kind in a tree of types, the tree with each at one place, and its places."""
+        nodes, tree = own_nodes(who, self.stage.kind, tree)
+        names, places = self.axis_names(tree), list[Candidate]()
+        for place, slot in tree.slots(bases=self.stage._takes_base).items():
+            own, named, array = place in nodes, names[place], partial(tree.arrays.get, place)
+            if own:
+                array = cache(partial(self._own_type, who, nodes[place], slot.path, named))
+            # After a stage that changes types, the effective array does not show the type of the model's.
+            taken = own and self.stage.changes_type
+            places.append(Candidate(place, slot, named, own or is_array(tree.arrays[place]), array, taken))
+        return nodes, tree, places
+
+    def _own_type(self, who: str, node: Node, path: str, names: AxisNames | None) -> Any:
+        """The type of the effective array of a node; raises an error for values that the stage could not have made.
+
+        To know which it could, formulas are traced on types.
+        """
+        alike = self.alike(path, names), node.types
+        with locate_errors(f"{who} at {path!r}"):
+            if alike not in self._known:
+                self._known[alike] = call_remembered(facts_of, self.typical(path, names), node.types)
+            effective, expected = self._known[alike]
+            require_fit(node.types, expected)
+        return effective
+
+    @cached_property
+    def _known(self) -> dict[object, tuple[Any, Mapping[str, tuple[int, ...]] | None]]:
+        """What ``facts_of`` has said so far: a traced hyperparameter has no other cache."""
+        return {}
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         made, flat = types_of_result(init, tree), flatten(tree)
@@ -113,7 +150,14 @@ class OnArrays(OnRoles):
         def of(path: Names) -> tuple[Names, FollowedAxes]:
             source = path[: -3 if path[-2] == FIXED else -2]
             w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
-            return source, call_remembered(followed_axes, at, type_of_one(w))[path[-1]]
+            return source, call_remembered(followed_axes, at, types_under({"w": w}))[path[-1]]
 
         found = keep_origins(made)
         return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
+
+
+def _has_type(each: Candidate) -> bool:
+    """Whether a stage could have made the values at a place."""
+    with suppress(Exception):  # a formula may fail in any way on the values of another stage
+        return each.array() is not None
+    return False

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 from typing import Any
 
 from reparax._axes.misfit import Misfit
-from reparax._axes.names import AxisNames
 from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, words_to_numbers
 from reparax._axes.roles import INPUTS, STACKED, Role, axes_by_word
 from reparax._axes.stacked import one_stacked
 from reparax._core.algebra import compose
 from reparax._stage.selection import Selection
 from reparax._stage.varied import ByPath, by_path_or_one
+from reparax._stage.where import Candidate
 from reparax._tree.flat import Flat
 from reparax._tree.paths import Names
 from reparax._tree.raw import Slot
@@ -28,35 +28,36 @@ class OnRoles(Selection):
         paths = [slot.path for slot in slots.values()]
         stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked_axes(stage, slot, roles.get(at)))}
         chosen = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
-        asked = {place: _axes_at(self, slot, roles.get(place), names) for place, slot, names in chosen}
-        if parts := _split_by_axes(stage, [(slot, asked[place]) for place, slot, _ in chosen]):
+        asked = [(each.slot, _axes_at(self, each, roles.get(each.place))) for each in chosen]
+        if parts := _split_by_axes(stage, asked):
             return compose(tuple(type(self)(part).on(tree, roles) for part in parts))
         answers: dict[str, dict[str, Any]] = {}
-        for place, slot, _ in chosen:
-            for name, axes in asked[place].items():
+        for slot, found in asked:
+            for name, axes in found.items():
                 answers.setdefault(name, {})[slot.path] = axes
         for name, found in answers.items():
-            for _, slot, _ in chosen:
+            for slot, _ in asked:
                 found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
         new = _with_axes(stage, answers, paths, several=False)
-        if [at for at, *_ in type(self)(new).present("on", tree)] != [at for at, *_ in chosen]:
+        if [each.place for each in type(self)(new).present("on", tree)] != [each.place for each in chosen]:
             new = _with_axes(stage, answers, paths, several=True)
         return new
 
     def misfits(self, tree: Flat, roles: Roles) -> Iterator[Misfit]:
-        for place, slot, names in self.present("on", tree):
-            role = roles.get(place)
+        who = self.who("on")
+        for each in self.present("on", tree):
+            role, path, w = roles.get(each.place), each.slot.path, each.array()
             if role is None or role.why or role.ambiguous:
                 continue
-            at = self.taking(f"{self.who('on')} at {slot.path!r}", slot.path, tree.arrays[place], names)
+            at = self.taking(who, each)
             if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
-                yield Misfit(repr(self.stage), slot.path, "stacked", at.stacked, role.stacked, role)
+                yield Misfit(repr(self.stage), path, "stacked", at.stacked, role.stacked, role)
                 continue
-            numbers, one = axes_by_word(role, at.stacked), one_stacked(tree.arrays[place], at.stacked)
+            numbers, one = axes_by_word(role, at.stacked), one_stacked(w, at.stacked)
             for field, (axes, word) in at.one.axes_in_use(one).items():
                 got = tuple(axis - one.ndim for axis in axes)
                 if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
-                    yield Misfit(repr(self.stage), slot.path, field, got, numbers[word], role)
+                    yield Misfit(repr(self.stage), path, field, got, numbers[word], role)
 
 
 def _split_by_axes(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
@@ -119,25 +120,25 @@ def _stacked_axes(stage: Any, slot: Slot, role: Role | None) -> Any:
     return _one_or_tuple(role.stacked)
 
 
-def _axes_at(planner: Selection, slot: Slot, role: Role | None, names: AxisNames | None) -> dict[str, Any]:
+def _axes_at(planner: Selection, each: Candidate, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    found, stage = dict[str, Any](), planner.stage.at_path(slot.path)
+    path = each.slot.path
+    found, stage = dict[str, Any](), planner.stage.at_path(path)
     known = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         found["stacked"] = _one_or_tuple(known.stacked)
     if not (words := _fields_in_words(stage)):
         return found
-    who = f"{planner.who('on')} at {slot.path!r}"
-    stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, names)
+    stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, each.names)
     if why := _why_unusable(known, stacked):
-        raise ValueError(f"{who}: {why}, or leave it out with `where`.")
+        raise ValueError(f"{planner.who('on')} at {path!r}: {why}, or leave it out with `where`.")
     numbers = axes_by_word(known, stacked)
     for name, axes in words.items():
         found[name] = _one_or_tuple(words_to_numbers(axes, numbers))
         if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but the network has {len(found[name])} for it, {found[name]} of shape "
-                f"{known.shape}. Give one by number, or leave the array out with `where`."
+                f"{planner.who('on')} at {path!r}: {name} is one axis, but the network has {len(found[name])} for "
+                f"it, {found[name]} of shape {known.shape}. Give one by number, or leave the array out with `where`."
             )
     return found
 

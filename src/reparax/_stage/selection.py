@@ -1,8 +1,8 @@
 """Which arrays a stage acts on, and with which numbers and axes."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
@@ -24,7 +24,6 @@ from reparax._stage.where import (
 from reparax._tree.flat import Flat, nest
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, is_array
-from reparax._tree.raw import Slot
 
 
 class Selection(Planner):
@@ -36,47 +35,29 @@ class Selection(Planner):
         asks = callable(stage.where) and not isinstance(stage.where, Selected | AllBut)
         return asks or any(isinstance(getattr(stage, each.name), ByArray) for each in fields(stage))
 
-    def present(self, method: str, tree: Flat) -> list[tuple[Names, Slot, AxisNames | None]]:
-        """The place, the description and the axis names of each array of ``tree`` that the stage acts on."""
-        slots, names = tree.slots(bases=self.stage._takes_base), self.axis_names(tree)
-        present = {place: is_array(x) for place, x in tree.arrays.items()}
-        chosen = self.selected(method, tree, slots, names, present, lambda place: tree.arrays[place])
-        return [(place, slots[place], names[place]) for place in chosen]
+    def present(self, method: str, tree: Flat) -> list[Candidate]:
+        """The arrays of ``tree`` that the stage acts on."""
+        names, arrays = self.axis_names(tree), tree.arrays
+        slots = tree.slots(bases=self.stage._takes_base).items()
+        places = [Candidate(at, slot, names[at], is_array(arrays[at]), partial(arrays.get, at)) for at, slot in slots]
+        return self.selected(method, tree, places)
 
-    def selected(
-        self,
-        method: str,
-        tree: Flat,
-        slots: Mapping[Names, Slot],
-        names: Mapping[Names, AxisNames | None],
-        present: Mapping[Names, bool],
-        array: Callable[[Names], Any],
-        hidden: Collection[Names] = (),
-    ) -> list[Names]:
-        """The places on which the stage acts.
+    def selected(self, method: str, tree: Flat, places: Sequence[Candidate]) -> list[Candidate]:
+        """Those of the places of ``tree`` on which the stage acts."""
+        who, where, slots = self.who(method), self.stage.where, [each.slot for each in places]
 
-        ``array`` gives the array at a place, or its type; at ``hidden`` places, it is not the one that the model has.
-        """
-        who = self.who(method)
+        def by_default(each: Candidate) -> bool:
+            return tree.root(each.place) not in tree.frame.state and self._by_default(who, each)
 
-        def candidate(at: Names) -> Candidate:
-            def by_default() -> bool:
-                return self._by_default(who, None if at in hidden else array(at), slots[at], names[at])
-
-            return Candidate(slots[at], present[at], lambda: array(at), by_default)
-
-        require_known(who, self.stage.where, list(slots.values()), nest(tree))
-        candidates = list(map(candidate, slots))
-        chosen = choose(who, self.stage.where, candidates, [tree.root(at) in tree.frame.state for at in slots])
-        if not any(chosen) and not self.may_choose_nothing(candidates):
-            raise chose_nothing_error(who, self.stage.where, candidates, self.stage.stacked)
-        differ, paths = self.stage._varied | self._by_path, [slot.path for slot in slots.values()]
-        chosen = without_unmatched(who, differ, chosen, paths)
-        flags = zip(slots, chosen, candidates, strict=True)
-        found = [at for at, flag, each in flags if flag and not self.is_done(each)]
+        require_known(who, where, slots, nest(tree))
+        chosen = choose(who, where, places, by_default)
+        if not any(chosen) and not self.may_choose_nothing(places):
+            raise chose_nothing_error(who, where, places, self.stage.stacked)
+        chosen = without_unmatched(who, self.stage._varied | self._by_path, chosen, [slot.path for slot in slots])
+        found = [each for each, flag in zip(places, chosen, strict=True) if flag and not self.is_done(each)]
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and "stacked" not in self._by_path:
-            require_axes(who, "stacked", self.stage.stacked, [names[at] for at in found])
+            require_axes(who, "stacked", self.stage.stacked, [each.names for each in found])
         return found
 
     def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
@@ -93,8 +74,9 @@ class Selection(Planner):
         """The axis names of each array, if this stage needs any."""
         return names_of_places(tree) if self.stage._asks_names else dict.fromkeys(tree.arrays)
 
-    def _by_default(self, who: str, w: Any, slot: Slot, names: AxisNames | None) -> bool:
-        """Whether the stage takes an array of the type of ``w``; if that is None, it has taken the array already."""
+    def _by_default(self, who: str, each: Candidate) -> bool:
+        """Whether the stage takes an array by its name and type; of one that it has taken, the type is not known."""
+        slot, w = each.slot, None if each.taken else each.array()
         if (self.stage.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.stage.tables and is_table(slot)):
             return False
         if w is None:
@@ -102,7 +84,7 @@ class Selection(Planner):
         if (stage := self.stage.at_path(slot.path) if self._by_path else self.stage) is None:
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = find_axes(stage.stacked, names)
+            stacked = find_axes(stage.stacked, each.names)
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
     def alike(self, path: str, names: AxisNames | None) -> object:
@@ -141,17 +123,18 @@ class Selection(Planner):
         """The arrangements that are known so far, by what they depend on."""
         return {}
 
-    def taking(self, who: str, path: str, w: Any, names: AxisNames | None) -> Arrangement:
+    def taking(self, who: str, each: Candidate) -> Arrangement:
         """The stage at one array; raises an error if it cannot take the array."""
-        with locate_errors(who):
-            at = self.arranged(path, w, names)
-            if names is not None:  # the stage asks for names
-                require_names_fit(names, w)
+        w, where = each.array(), f"{who} at {each.slot.path!r}"
+        with locate_errors(where):
+            at = self.arranged(each.slot.path, w, each.names)
+            if each.names is not None:  # the stage asks for names
+                require_names_fit(each.names, w)
             reason, alone = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.one
             for one in each_stacked(w, at.stacked) if reason is None else ():
-                if why := alone._refuse(one):
+                if why := alone._why_refused(one):
                     reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why
                     break
         if reason is not None:
-            raise ValueError(f"{who}: {reason}")
+            raise ValueError(f"{where}: {reason}")
         return at

@@ -13,9 +13,10 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import register_static
 
+from reparax._axes.names import AxisNames
 from reparax._core.config import register_class
 from reparax._numerics.usage import takes
-from reparax._tree.paths import PyTree, describe, flatten_with_names, is_array, path_text
+from reparax._tree.paths import Names, PyTree, describe, flatten_with_names, is_array, path_text
 from reparax._tree.raw import Slot, empty_nodes, parameter_path
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
@@ -241,28 +242,28 @@ class Candidate:
     """A place in a tree, with everything that a selection may need.
 
     Attributes:
-      slot: The description of the place.
+      place: The place.
+      slot: Its description.
+      names: The axis names of the array.
       present: Whether there is an array.
       array: Returns the array, or its type.
-      by_default: Returns whether the stage takes it if no ``where`` is given.
+      taken: Whether the stage has taken the array already, and ``array`` may return another type than it had.
     """
 
+    place: Names
     slot: Slot
+    names: AxisNames | None
     present: bool
     array: Callable[[], Any]
-    by_default: Callable[[], bool]
+    taken: bool = False
 
 
-def choose(who: str, where: Where, places: Sequence[Candidate], state: Sequence[bool]) -> list[bool]:
-    """Whether each place is selected."""
+def choose(who: str, where: Where, places: Sequence[Candidate], by_default: Callable[[Candidate], bool]) -> list[bool]:
+    """Whether each place is selected; ``by_default`` says whether the stage takes it if no ``where`` is given."""
     if where is None or isinstance(where, AllBut):
         return [
-            _is_visible(where, place)
-            and place.slot.main
-            and not held
-            and not _is_left_out(where, place)
-            and place.by_default()
-            for place, held in zip(places, state, strict=True)
+            _is_visible(where, place) and place.slot.main and not _is_left_out(where, place) and by_default(place)
+            for place in places
         ]
     return [_is_visible(where, place) and _selects(who, where, place) for place in places]
 

@@ -108,7 +108,7 @@ def graft(method: str, raw: Flat, before: Flat, after: Flat, *, free: bool) -> F
 
 
 def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
-    """What stands below a place, as nest_below dicts."""
+    """What stands below a place, as nested dicts."""
     held: dict[Any, Any] = {}
     for names, x in arrays.items():
         if len(names) > len(place) and names[: len(place)] == place:
@@ -117,7 +117,7 @@ def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
 
 
 def _put(held: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
-    """Puts ``x`` at the end of ``keys`` in nest_below dicts."""
+    """Puts ``x`` at the end of ``keys`` in nested dicts."""
     for key in keys[:-1]:
         held = held.setdefault(key, {})
     held[keys[-1]] = x

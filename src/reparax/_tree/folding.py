@@ -43,16 +43,17 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
     """``lines``, where those that differ only in part ``i`` become one line, at the place of the first."""
     alike: dict[Hashable, list[tuple[int, int]]] = {}
-    for place, line in enumerate(lines):
+    for row, line in enumerate(lines):
         numbered = len(line.parts) > i
-        rest = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if numbered else place
-        alike.setdefault(rest, []).append((int(line.parts[i]) if numbered else 0, place))
+        key = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if numbered else row
+        alike.setdefault(key, []).append((int(line.parts[i]) if numbered else 0, row))
     found: dict[int, Line] = {}
-    for group in alike.values():
-        for _, run in groupby(enumerate(sorted(group)), key=lambda each: each[1][0] - each[0]):
-            places = [place for _, (_, place) in run]
-            found[min(places)] = _join_run(i, [lines[place] for place in places])
-    return [found[place] for place in sorted(found)]
+    for numbers in map(sorted, alike.values()):
+        runs = groupby(enumerate(numbers), key=lambda each: each[1][0] - each[0])
+        for _, run in runs:
+            rows = [row for _, (_, row) in run]
+            found[min(rows)] = _join_run(i, [lines[row] for row in rows])
+    return [found[row] for row in sorted(found)]
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:

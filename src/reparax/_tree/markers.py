@@ -5,13 +5,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax import Array, export
+from jax import Array
 
-from reparax._tree.paths import PyTree, describe, dtype_of, is_array, is_empty
+from reparax._tree.paths import PyTree, describe, is_array, is_empty, type_of
 from reparax._tree.raw import FIXED, OTHER_CHAIN, kind_of, marker, outer_markers
 from reparax._tree.values import OTHERS, Values
 
-Types = tuple[tuple[str, tuple[int, ...], Any], ...]
+Types = tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+"""The types of values, by their names: the items of a dict, which is not hashable."""
 
 
 def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
@@ -61,31 +62,21 @@ def _explain_other(value: Any) -> str:
     return OTHER_CHAIN
 
 
-def require_fit(held: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]] | None) -> None:
+def require_fit(types: Types, expected: Mapping[str, tuple[int, ...]] | None) -> None:
     """Requires the names and shapes that ``init`` would give, if they are known."""
     if expected is None:
         return
-    for name, shape, _ in types_under(held):
+    for name, x in types:
         if name not in expected:
             raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
-        if shape != expected[name]:
-            raise ValueError(f"expected {name} of shape {expected[name]}, got {shape}: {OTHER_CHAIN}")
+        if x.shape != expected[name]:
+            raise ValueError(f"expected {name} of shape {expected[name]}, got {x.shape}: {OTHER_CHAIN}")
 
 
 def types_under(held: Mapping[str, Any]) -> Types:
-    """Name, shape and dtype of each value under a marker."""
+    """The type of each value under a marker."""
     values = {**{name: x for name, x in held.items() if name != FIXED}, **held.get(FIXED, {})}
-    return tuple((name, tuple(x.shape), dtype_of(x)) for name, x in sorted(values.items()))
-
-
-def as_structs(types: Types) -> dict[str, jax.ShapeDtypeStruct]:
-    """Abstract values of these types."""
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape, dtype in types}
-
-
-def has_symbols(types: Types) -> bool:
-    """Whether an axis length is symbolic."""
-    return any(map(export.is_symbolic_dim, (n for _, shape, _ in types for n in shape)))
+    return tuple((name, type_of(x)) for name, x in sorted(values.items()))
 
 
 class WrongType(ValueError):

@@ -1,11 +1,12 @@
 """Trees as named leaves: a parameter has the same path, whichever library made the tree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.tree_util import (
     DictKey,
     FlattenedIndexKey,
@@ -35,6 +36,11 @@ def dtype_of(x: Any) -> Any:
 def type_of(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an array, and the dtype that JAX gives it."""
     return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
+
+
+def has_symbols(arrays: Iterable[Any]) -> bool:
+    """Whether a length of one of these arrays, or types, is symbolic."""
+    return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
 
 
 def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:

@@ -42,8 +42,8 @@ class Operands:
             self.labels.same(axes[0].label, axis.label)
         return Axis.joined(axes)
 
-    def products(self, sides: tuple[Axes, Axes], contracting: Pairs, batch: Pairs) -> Axes:
-        """The axes of a product of matrices: those of the batch, then the others of both sides."""
+    def join_in_product(self, sides: tuple[Axes, Axes], contracting: Pairs, batch: Pairs) -> Axes:
+        """The axes of a product of matrices, those of the batch first; what it sums over or shares becomes one axis."""
         a, b = sides
         for i, j in zip(*contracting, strict=True):
             self.joined((a[i], b[j]))

@@ -83,7 +83,7 @@ def rotate(params: PyTree, group: Group, matrix: Array) -> PyTree:
     return treedef.unflatten(arrays.values())
 
 
-def require_turning(who: str, groups: Iterable[Group]) -> None:
+def require_turnable(who: str, groups: Iterable[Group]) -> None:
     """Requires groups whose axes can be turned."""
     for group in groups:
         if group.why_not_turned:
@@ -108,7 +108,7 @@ def turn_axis(x: Array, axis: int, inner: int, matrix: Array) -> Array:
 
 def _fold_scales(who: str, params: PyTree, groups: list[Group]) -> tuple[dict[str, Any], Any]:
     """The arrays by their paths, with scales folded, and the structure of their tree."""
-    require_turning(who, groups)
+    require_turnable(who, groups)
     paths, leaves, treedef = flatten_with_names(params)
     arrays: dict[str, Any] = dict(zip(map(path_text, paths), leaves, strict=True))
     require_arrays(who, groups, {path: jnp.shape(x) for path, x in arrays.items()})

@@ -18,7 +18,7 @@ from reparax._numerics.arguments import check_whole, one_of
 from reparax._stage.joint import Joint, Leaves
 from reparax._tree.values import Values, fixed, main
 from reparax.geometry._groups import Group
-from reparax.geometry._rotate import members_to_turn, require_turning, turn_axis
+from reparax.geometry._rotate import members_to_turn, require_turnable, turn_axis
 
 TurnedGroup = tuple[int, tuple[tuple[str, int, int], ...]]
 """The size of a group, and of each of its members the path, the axis, and the entries of each index."""
@@ -29,7 +29,7 @@ def _check_groups(groups: Any, who: str, name: str) -> tuple[TurnedGroup, ...]:
     del name
     found = tuple(groups) if isinstance(groups, Iterable) else (groups,)
     given = [group for group in found if isinstance(group, Group)]
-    require_turning(who, given)
+    require_turnable(who, given)
     if len(given) == len(found) > 0:
         each = ((group.size, tuple((m.path, m.axis, m.inner) for m in members_to_turn(group))) for group in given)
         return tuple(each)

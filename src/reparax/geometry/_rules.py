@@ -67,14 +67,14 @@ def _axes_of_cumulative(view: reductions.Cumulative | reductions.Sort, operands:
 def _axes_of_dot(view: contractions.Dot, operands: Operands) -> list[Axes]:
     """Axes that are contracted, and those of a batch, are one axis of both operands."""
     a, b = operands.axes
-    return [operands.products((a, b), view.contracting, view.batch)]
+    return [operands.join_in_product((a, b), view.contracting, view.batch)]
 
 
 def _axes_of_ragged_dot(view: contractions.RaggedDot, operands: Operands) -> list[Axes]:
     """As a product of matrices, where sizes say which rows meet which group: the order of rows and of groups counts."""
     a, b, sizes, *rest = operands.axes
     a = tuple(operands.ordered(axis) if i == view.ragged else axis for i, axis in enumerate(a))
-    axes = operands.products((a, b), view.contracting, view.batch)
+    axes = operands.join_in_product((a, b), view.contracting, view.batch)
     if view.group is None:
         return [(operands.ordered(*sizes), *axes)]
     operands.ordered(b[view.group], *sizes, *(axis for each in rest for axis in each))

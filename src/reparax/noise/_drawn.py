@@ -43,7 +43,7 @@ class Drawn(Perturbation):
         """The settings that the draw depends on, besides the type of the array."""
         return ()
 
-    def merged(self, later: Any) -> Any:
+    def merged_with(self, later: Any) -> Any:
         """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
 
         Only the class that defines this method merges its noises; subclasses do not inherit it.

@@ -19,7 +19,7 @@ from reparax._core.calls import call_name, require_chains
 from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys, check_key
 from reparax._core.layers import Layer
-from reparax._core.plan import run
+from reparax._core.plan import close_all
 from reparax._core.planner import planner_of
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import is_inexact, widened
@@ -83,7 +83,7 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
     def before(values: dict[Names, Array]) -> Flat:
-        return run(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
+        return close_all(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
     seen = before(moving)
     arrays = {place: x if is_traceable(x) else None for place, x in seen.arrays.items()}

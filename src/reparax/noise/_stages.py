@@ -126,7 +126,7 @@ class VarNoise(Drawn):
             std = std * map_stacked(self._stack, self._size)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
-    def merged(self, later: Any) -> Any:
+    def merged_with(self, later: Any) -> Any:
         known = self.relative is None and later.relative is None and self.shared == later.shared
         return replace(self, std=_root_of_squares(self.std, later.std)) if known and self.rank is None else None
 
@@ -213,7 +213,7 @@ class WeightDropout(Drawn):
         x, keep = widened(w), _keep_probability(self.rate)
         return jnp.where(drawn < scalar(keep, drawn), x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
-    def merged(self, later: Any) -> Any:
+    def merged_with(self, later: Any) -> Any:
         if self.shared != later.shared:
             return None
         rates = self.rate, later.rate

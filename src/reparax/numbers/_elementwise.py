@@ -238,8 +238,8 @@ class Elementwise(_Map):
     forward: Function = argument(check_function)
     inverse: Function = argument(check_function)
 
-    def _refuse(self, w: Array) -> str | None:
-        why = super()._refuse(w)
+    def _why_refused(self, w: Array) -> str | None:
+        why = super()._why_refused(w)  # first, as `refuse_leaf` would come before the error for NaN in `w` itself
         if why is not None or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():

@@ -215,8 +215,8 @@ class Stored(Scaled):
     def refuse_leaf(self, w: Array) -> str | None:
         return super().refuse_leaf(w) or self._broken(w) or self._ungrouped(w)
 
-    def _refuse(self, w: Array) -> str | None:
-        return super()._refuse(w) or self._too_large(w)
+    def _why_refused(self, w: Array) -> str | None:
+        return super()._why_refused(w) or self._too_large(w)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         return self._init_values(w, None, seen)

@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
+from reparax._core.plan import close_raw
 from reparax._core.planner import planner_of
-from reparax._core.verbs import close_raw, mean_stages
+from reparax._core.verbs import mean_stages
 from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization
@@ -51,7 +52,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any(planner_of(stage).reads_grads for stage in stages_of(p))
+    reads = any("grad" in planner_of(stage).update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from reparax._tree.paths import PyTree, is_array
-from reparax._tree.unlike import Difference, TreeOf, first_difference
 from reparax.training._held import open_state
 from reparax.training._partition import partition
+from reparax.training._unlike import Difference, TreeOf, first_difference
 
 Update = Callable[..., tuple[PyTree, PyTree]]
 CALL = "Call `tx.update(grads, state, raw)`."

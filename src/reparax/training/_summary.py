@@ -102,7 +102,7 @@ class Summary:
         return "\n".join([self.chain, *map(line, table)])
 
     def __rich__(self) -> Group:
-        from reparax._tree.rich_table import titled_table
+        from reparax.training._rich_table import titled_table
 
         return titled_table(self.chain, self._table(), _LEFT)
 

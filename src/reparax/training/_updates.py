@@ -13,7 +13,7 @@ from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, flatten_with_names, path_text
 from reparax._tree.raw import FIXED, is_mark, kind_of, registered_kind
-from reparax._tree.unlike import TreeOf, first_difference
+from reparax.training._unlike import TreeOf, first_difference
 
 
 @shows_usage
