@@ -287,7 +287,7 @@ def test_apply_inside_of_a_scan_is_refused():
     def loss(raw, x):
         return jnp.sum(lax.scan(lambda h, _: (h @ p.apply(raw)["w"], None), x, length=2)[0])
 
-    with pytest.raises(ValueError, match="found an `apply` inside of a scan, or of a shard_map that splits"):
+    with pytest.raises(ValueError, match="found an `apply` inside a scan, or inside a shard_map that splits"):
         rpx.inputs(loss)(raw, X)
 
 
