@@ -43,7 +43,7 @@ REPEATS = {
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 
 
-RUNS = {"peers": 5, "tracing": 3, "overhead": 3, "local": 3}
+RUNS = {"peers": 5, "tracing": 3, "overhead": 3}
 """The scripts that run in more than one process."""
 
 
