@@ -167,11 +167,11 @@ def test_what_the_pictures_of_the_page_on_performance_are_said_to_show():
         return RESULTS.ratio("peers", title, way, against)
 
     norms, tasks = ("weight norm", "spectral norm"), ("noise", "weight norm and noise", "weight dropout")
-    assert "reparax takes about half for noise, dropout and norms, and about as long for orthogonal matrices" in text
-    assert all(0.4 < time(task, "reparax") < 0.65 for task in (*norms, *tasks))
-    assert 0.8 < time("orthogonal", "reparax") < 1.1
-    assert "torch takes longer than by hand in each" in text
-    assert all(time(task, "torch") > 1 for task in (*norms, *tasks, "orthogonal"))
+    assert "half to three quarters for noise, dropout and norms, and somewhat less for orthogonal matrices" in text
+    assert all(0.45 < time(task, "reparax") < 0.75 for task in (*norms, *tasks))
+    assert 0.7 < time("orthogonal", "reparax") < 0.95
+    assert "torch takes longer than by hand in each, but for orthogonal matrices" in text
+    assert all(time(task, "torch") > 1 for task in (*norms, *tasks)) and time("orthogonal", "torch") < 1
     assert "without protection against zeros, which takes about as long as reparax" in text
     assert all(0.85 < time(task, "reparax", "by hand, NaN at zero") < 1.15 for task in norms)
 
