@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from reparax._core.value import Static
 from reparax._numerics.usage import shows_usage
 from reparax._stage.where import is_bias_or_scale
-from reparax._tree.paths import PyTree, flatten_with_names, is_array, items, path_text
+from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
 from reparax._tree.raw import FIXED, flatten_slots
 from reparax._tree.state import state_flags
 
@@ -58,20 +58,20 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     Raises:
       ValueError: If the two have different structures, or if both hold a value at one place.
     """
-    (names, first, treedef), (_, second, other) = [flatten_with_names(tree, _is_none) for tree in (free, fixed)]
-    if treedef != other:
+    trees = with_names(free, _is_none), with_names(fixed, _is_none)
+    if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
         raise ValueError(
             f"combine takes the two halves of one raw tree, but got trees of different "
-            f"structures{_explain_difference(free, fixed)}. If `free` was saved alone, make its other half with "
+            f"structures{_explain_difference(*trees)}. If `free` was saved alone, make its other half with "
             f"`rpx.partition(p.init(params))[1]`."
         )
-    pairs = list(zip(first, second, strict=True))
-    if both := [path_text(path) for path, (a, b) in zip(names, pairs, strict=True) if not (a is None or b is None)]:
+    pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
+    if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
         raise ValueError(
             f"combine takes the two halves of one raw tree, but both of them hold a value at {both[0]!r}. Pass "
             f"`free, fixed = rpx.partition(raw)`, or updated versions of both."
         )
-    return treedef.unflatten([b if a is None else a for a, b in pairs])
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
