@@ -7,11 +7,15 @@ import re
 import tomllib
 from pathlib import Path
 
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from grids import mostly_thorough
 from jax.sharding import PartitionSpec
 from one_array import normal
@@ -118,6 +122,28 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     )
     assert f"# {free:,} new parameters train, the model's {fixed:,} do not" in second
     assert f"# from {before:.1f} to {float(noisy['value']):.2f}" in first
+
+
+def dense(x):
+    return hk.Linear(3)(x)
+
+
+@pytest.mark.parametrize(
+    ("row", "models"),
+    {
+        "flax linen": [nn.Dense(3)],
+        "flax nnx, equinox": [nnx.Linear(4, 3, rngs=nnx.Rngs(0)), eqx.nn.Linear(4, 3, key=jax.random.key(0))],
+        "haiku": [hk.transform(dense)],
+    }.items(),
+)
+def test_the_lines_of_the_readme_for_each_library_run(row, models):
+    (held, line) = re.findall(rf"^\| {row} \| `(.*)` \| `(.*)` \|$", README.read_text(), flags=re.MULTILINE)[0]
+    p, x, rng = rpx.VarNoise(0.1), jnp.ones(4), jax.random.key(0)
+    for model in models:
+        started = model.init(rng, x) if hasattr(model, "init") else None
+        names = {"model": model, "params": started, "variables": started}
+        names |= {"p": p, "x": x, "rng": rng, "key": jax.random.key(1), "raw": p.init(eval(held, dict(names)))}
+        assert eval(line, names).shape == (3,)
 
 
 def test_the_readme_is_short_and_names_both_commands():
