@@ -44,7 +44,7 @@ bench: $(VENV)/bench.stamp
 
 # What depends on the device, for a machine that is lent for minutes.
 bench-device: $(VENV)/bench.stamp
-	$(RUN) benchmarks memory draws peers overhead
+	$(RUN) benchmarks memory draws peers overhead steps rnn_blocks noisy_product
 
 # What is on file is not run again: delete a file of benchmarks/evidence/results, or run the module with --again.
 evidence: $(VENV)/evidence.stamp

@@ -39,6 +39,8 @@ REPEATS = {
     "hosted": 1,
     "experts": 1,
     "normality": 1000,
+    "steps": 10,
+    "noisy_product": 10,
 }
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 

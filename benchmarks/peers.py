@@ -9,12 +9,13 @@ same too, after three steps of descent. Then all calls of a table run in one pro
 Run: python benchmarks/peers.py [repeats]
 """
 
+import functools
 import importlib.util
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 
+import jax
 import numpy as np
 from common import peers_jax
 from common.peers_jax import Make, Step
@@ -27,6 +28,8 @@ RATE = 0.01
 STRENGTHS = {"noise": 0.075, "weight norm and noise": 0.075, "weight dropout": 0.1}
 SETTLING = 15
 """Steps without learning before losses are compared, in which power iteration comes to its end."""
+APART = {"cpu": 1e-3, "gpu": 1e-2}
+"""How far apart losses may be: a GPU multiplies in TF32, which has three digits."""
 
 Ways = dict[str, tuple[str, Callable[[], Make]]]
 """For each name the package that it needs, and a function that imports it and gives the way."""
@@ -53,7 +56,7 @@ def ours(task: str) -> dict[str, Make]:
     if task in STRENGTHS:
         ways["reparax, remat"] = peers_jax.ours(chains[task], rpx.remat)
     if task == "weight dropout":
-        ways["reparax, remat, masks kept"] = peers_jax.ours(chains[task], partial(rpx.remat, keep="masks"))
+        ways["reparax, remat, masks kept"] = peers_jax.ours(chains[task], functools.partial(rpx.remat, keep="masks"))
     return ways
 
 
@@ -116,11 +119,12 @@ def compare(task: str, steps: dict[str, Step]) -> None:
     """Raises where two ways do not come to the same loss."""
     start = {name: [step(0.0, 0.0) for _ in range(SETTLING)][-1] for name, step in steps.items()}
     trained = {name: [step(0.0, RATE) for _ in range(4)][-1] for name, step in steps.items()}
+    close = functools.partial(np.testing.assert_allclose, rtol=APART.get(jax.default_backend(), 1e-2))
     for name in steps:
         message = f"{task}: {name} and by hand differ"
-        np.testing.assert_allclose(start[name], start["by hand"], rtol=1e-3, err_msg=f"{message} at the start")
+        close(start[name], start["by hand"], err_msg=f"{message} at the start")
         if (task, name) not in OTHER_RAW_VALUES:
-            np.testing.assert_allclose(trained[name], trained["by hand"], rtol=1e-3, err_msg=f"{message} in training")
+            close(trained[name], trained["by hand"], err_msg=f"{message} in training")
 
 
 def timed(task: str, steps: dict[str, Step], repeats: int) -> Rows:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from .peers_jax import Arrays, Make, Step
 
 DEVICE = "cuda" if jax.default_backend() == "gpu" else "cpu"
+torch.backends.cuda.matmul.allow_tf32 = True  # as XLA multiplies by default on a GPU
 
 
 class Noise(torch.nn.Module):

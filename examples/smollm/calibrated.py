@@ -52,22 +52,33 @@ def leave(folder: Path, windows: int, length: int) -> Config:
 
 def measured(folder: Path, config: Config) -> dict[str, float]:
     """The most memory before the calibration and with it, the seconds, and the losses of new prose."""
-    treedef = jax.tree.structure(model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-
-    def read() -> Params:
-        leaves = (jnp.asarray(np.load(folder / f"{i}.npy")) for i in range(treedef.num_leaves))
-        return jax.block_until_ready(treedef.unflatten(leaves))
-
-    params = read()
+    params = weights_of(folder, config)
     learned, others = (np.load(folder / f"{name}.npy") for name in ("learned", "others"))
     size = sum(x.nbytes for x in jax.tree.leaves(params)) / MIB
     before, begin = held(), time.perf_counter()
     batches = [jnp.asarray(row[None]) for row in learned]
     raw = rpx.calibrate(STAGE, functools.partial(model.loss, config=config), params, batches, donate=True)
     took, most = time.perf_counter() - begin, held()
-    losses = {"after": jax.jit(STAGE.fold)(raw), "before": read()}
+    losses = {"after": jax.jit(STAGE.fold)(raw), "before": weights_of(folder, config)}
     found = {f"loss {when}": tuning.held_out(weights, others, config, len(others)) for when, weights in losses.items()}
     return {"model MiB": size, "before MiB": before, "most MiB": most, "seconds": took, **found}
+
+
+def at_once(folder: Path, config: Config) -> dict[str, float]:
+    """The loss of new prose where all layers start at once, from the original network on the same windows."""
+    params = weights_of(folder, config)
+    rows, others = (np.load(folder / f"{name}.npy") for name in ("learned", "others"))
+    inputs = jax.jit(rpx.inputs(functools.partial(model.loss, config=config), where=compression.KERNELS))
+    seen = functools.reduce(functools.partial(jax.tree.map, jnp.add), (inputs(params, row[None]) for row in rows))
+    weights = jax.jit(STAGE.fold)(jax.jit(STAGE.init)(params, seen=seen))
+    return {"loss at once": tuning.held_out(weights, others, config, len(others))}
+
+
+def weights_of(folder: Path, config: Config) -> Params:
+    """The weights that were left in a folder."""
+    treedef = jax.tree.structure(model.shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    leaves = (jnp.asarray(np.load(folder / f"{i}.npy")) for i in range(treedef.num_leaves))
+    return jax.block_until_ready(treedef.unflatten(leaves))
 
 
 def alone(run: Callable[..., Any], *args: Any) -> Any:
@@ -85,7 +96,7 @@ def main() -> None:
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     with tempfile.TemporaryDirectory() as name:
         config = alone(leave, Path(name), asked.windows, asked.length)
-        found = alone(measured, Path(name), config)
+        found = alone(measured, Path(name), config) | alone(at_once, Path(name), config)
     said = {"windows": asked.windows, "length": asked.length, **found}
     (RESULTS / "calibrated.json").write_text(json.dumps({"date": today, **machine(), **said}, indent=1) + "\n")
 
