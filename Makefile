@@ -60,7 +60,7 @@ example-experts: $(VENV)/examples.stamp
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto docs docs/_build/html
-	$(RUN) -m pytest -q -rs -o addopts= tests/site
+	$(RUN) -m pytest -q -rs -o addopts= -n auto --dist worksteal tests/site
 	@echo 'The home page is docs/_build/html/index.html.'
 
 # Merging streams is left to the script: where a page is written too, it says twice what comes in two parts.
@@ -73,7 +73,7 @@ dist: $(VENV)/dist.stamp
 	rm -rf dist
 	$(RUN) -m build
 	$(RUN) -m twine check --strict dist/*
-	$(RUN) -m pytest -q -rs -o addopts= tests/dist
+	$(RUN) -m pytest -q -rs -o addopts= -n auto --dist worksteal tests/dist
 
 lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check

@@ -43,22 +43,12 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture(scope="module", params=[420, 1400])
+@pytest.fixture(scope="module", params=[1400, 420])
 def window(browser, request) -> Iterator[Any]:
     opened = browser.new_page(viewport={"width": request.param, "height": 900})
     opened.route(re.compile("^https?:"), lambda route: route.abort())  # no page needs a network
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="module", params=["light", "dark"])
-def coloured(browser, request) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme=request.param)
-    context.add_init_script(f"for (const each of ['mode', 'theme']) localStorage.setItem(each, '{request.param}')")
-    opened = context.new_page()
-    opened.route(re.compile("^https?:"), lambda route: route.abort())
-    yield opened
-    context.close()
 
 
 @pytest.fixture(scope="module", params=OURS)
@@ -68,11 +58,13 @@ def in_window(window, request) -> Any:
     return window
 
 
-@pytest.fixture(scope="module", params=OURS)
-def in_colour(coloured, request) -> Any:
-    """A page, which is loaded once for all tests of it."""
-    coloured.goto((SITE / request.param).as_uri())
-    return coloured
+@pytest.fixture(params=["light", "dark"])
+def in_colour(in_window, request) -> Any:
+    """A page that follows the machine, which changes between day and night."""
+    in_window.emulate_media(color_scheme=request.param)
+    in_window.wait_for_function(f"document.documentElement.dataset.theme === '{request.param}'")
+    in_window.evaluate("document.getAnimations().forEach(each => each.finish())")
+    return in_window
 
 
 def answer(opened: Any, question: str) -> Any:
@@ -122,10 +114,12 @@ def test_text_in_pictures_is_large_enough(in_window):
             assert 8 / 72 * 100 * scale >= 11, address
 
 
+@pytest.mark.parametrize("window", [1400], indirect=True)
 def test_text_and_code_have_contrast_on_light_and_on_dark_pages(in_colour):
     assert answer(in_colour, "faint") == []
 
 
+@pytest.mark.parametrize("window", [1400], indirect=True)
 def test_charts_are_dark_on_dark_pages(in_colour):
     """A chart is drawn on white."""
     chart = in_colour.locator("article div.cell_output img").first
