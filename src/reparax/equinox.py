@@ -151,6 +151,8 @@ class _Bits(eqx.Module):
 
     def unpacked(self) -> Array:
         """The array of these bits; raises an error if something has cast them."""
+        if not is_array(self.bits):
+            return self.bits  # `eqx.tree_at` looks for the place alone
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
@@ -195,4 +197,8 @@ def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = like.parameters.values()
     takes = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
     passed = kwargs if takes else {name: x for name, x in kwargs.items() if name != "key"}
-    return {**like.bind_partial(*args, **passed).arguments, **kwargs}.get("key"), passed
+    try:
+        bound = like.bind_partial(*args, **passed).arguments
+    except TypeError:  # the call itself says which arguments the model takes
+        bound = {}
+    return {**bound, **kwargs}.get("key"), passed

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import mlp
 import numpy as np
 import optax
+import pytest
 from errors import raises
 from jax import Array
 
@@ -165,6 +166,24 @@ def test_a_key_by_position_is_the_key_of_the_noise(key: Array) -> None:
     got = jax.vmap(rpx.equinox.Parametrized(plain, NOISY), in_axes=(0, None, 0))(X, 0.5, keys)
     want = [NOISY.apply(NOISY.init(plain), k)(x, 0.5, k) for x, k in zip(X, keys, strict=True)]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_that_the_model_does_not_take_are_named_by_its_call(key: Array) -> None:
+    plain = model().l1
+    with pytest.raises(TypeError, match=r"Linear.__call__\(\) takes 2 positional arguments but 4 were given"):
+        rpx.equinox.Parametrized(plain, P)(X[0], key, 3)
+    with pytest.raises(ValueError, match=r"needs a stream, but got key=None\. Give one, `model\(x, key=key\)`"):
+        rpx.equinox.Parametrized(plain, NOISY)(X[0], key)
+
+
+def test_tree_at_finds_raw_values_that_train() -> None:
+    wrapped = rpx.equinox.Parametrized(model(), rpx.Freeze(where="l1/.*") >> P)
+    v = jnp.asarray(mlp.W2.T * 2, jnp.float32)
+    changed = eqx.tree_at(lambda m: m.raw.l2.weight["@weight_norm"]["v"], wrapped, v)
+    np.testing.assert_array_equal(changed.raw.l2.weight["@weight_norm"]["v"], v)
+    np.testing.assert_array_equal(changed.fold().l1.bias, np.float32(mlp.B1))
+    with pytest.raises(ValueError, match="must not depend on the leaves"):
+        eqx.tree_at(lambda m: m.raw.l1.bias["@freeze"]["@fixed"]["w"], wrapped, jnp.zeros(4))
 
 
 def test_copies_and_pickles_hold_the_same_values() -> None:
