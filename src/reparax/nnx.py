@@ -19,7 +19,7 @@ from reparax._wrapped.chains import (
     needs_stream_error,
     require_made_by,
 )
-from reparax._wrapped.modules import (
+from reparax._wrapped.nnx_modules import (
     WITH_RNGS,
     check_variable,
     expect_pytree,
