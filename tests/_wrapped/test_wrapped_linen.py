@@ -1,6 +1,7 @@
 """rpx.linen: a module that is its chain, in loops that own the loss."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -39,7 +40,7 @@ class MLP(nn.Module):
         return self.l2(self.hidden(x))
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, others: Any) -> Any:
     """The step of flax's guides, which knows of no chain."""
     TRACED.append(None)
