@@ -33,7 +33,8 @@ class Parametrized(eqx.Module):
 
     A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
     ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
-    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each.
+    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each. ``model.deterministic`` is
+    the model without noise; ``eqx.nn.inference_mode`` sets the flags of the model's own layers alone.
 
     Attributes of the model are those of the effective one. If the chain draws, read them from ``model.raw``,
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,

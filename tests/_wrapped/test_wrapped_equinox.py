@@ -226,3 +226,19 @@ def test_a_wrapped_part_is_part_of_a_plain_model_and_of_a_file(key: Array) -> No
     like = eqx.nn.Sequential([other, eqx.nn.Linear(3, 2, key=jax.random.key(9))])
     assert bool(eqx.tree_equal(eqx.tree_deserialise_leaves(file, like), whole))
     assert bool(eqx.tree_equal(other.replace(encoder.raw), encoder))
+
+
+def test_inference_mode_sets_the_flags_of_the_model_and_deterministic_those_of_the_noise(key: Array) -> None:
+    class Dropped(eqx.Module):
+        layer: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x: Array, key: Array | None = None) -> Array:
+            return self.dropout(self.layer(x), key=key)
+
+    plain = Dropped(model().l1, eqx.nn.Dropout(0.5))
+    still = eqx.nn.inference_mode(rpx.equinox.Parametrized(plain, NOISY))
+    want = NOISY.apply(NOISY.init(plain), key).layer(X[0])
+    assert np.abs(np.asarray(want - plain.layer(X[0]))).max() > 1e-2
+    np.testing.assert_allclose(still(X[0], key=key), want, rtol=1e-5)
+    np.testing.assert_allclose(still.deterministic(X[0]), plain.layer(X[0]), rtol=1e-5)
