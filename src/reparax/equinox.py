@@ -33,7 +33,8 @@ class Parametrized(eqx.Module):
 
     A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
     ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
-    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each.
+    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each. ``model.deterministic`` is
+    the model without noise; ``eqx.nn.inference_mode`` sets the flags of the model's own layers alone.
 
     Attributes of the model are those of the effective one. If the chain draws, read them from ``model.raw``,
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
@@ -151,6 +152,8 @@ class _Bits(eqx.Module):
 
     def unpacked(self) -> Array:
         """The array of these bits; raises an error if something has cast them."""
+        if not is_array(self.bits):
+            return self.bits  # `eqx.tree_at` looks for the place alone
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
                 f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
@@ -195,4 +198,8 @@ def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = like.parameters.values()
     takes = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
     passed = kwargs if takes else {name: x for name, x in kwargs.items() if name != "key"}
-    return {**like.bind_partial(*args, **passed).arguments, **kwargs}.get("key"), passed
+    try:
+        bound = like.bind_partial(*args, **passed).arguments
+    except TypeError:  # the call itself says which arguments the model takes
+        bound = {}
+    return {**bound, **kwargs}.get("key"), passed

@@ -12,7 +12,14 @@ from reparax._core.algebra import Parametrization
 from reparax._core.calls import needed_key
 from reparax._numerics.imported import import_library
 from reparax._tree.paths import PyTree
-from reparax._wrapped.chains import check_chain, has_fixed, needs_fixed_error, needs_stream_error, require_made_by
+from reparax._wrapped.chains import (
+    check_chain,
+    check_model,
+    has_fixed,
+    needs_fixed_error,
+    needs_stream_error,
+    require_made_by,
+)
 from reparax._wrapped.collections import join_collections, split_collections
 
 nn: Any = import_library("flax.linen", "rpx.linen", "flax")
@@ -48,7 +55,7 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       name: The name of the result inside another module, as for any module.
 
     Raises:
-      TypeError: If ``module`` is a chain, or ``p`` is not.
+      TypeError: If ``module`` is not a linen module, or ``p`` is not a chain.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
@@ -60,6 +67,7 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       (1, 2)
     """
     check_chain("rpx.linen.parametrized", module, p)
+    check_model("rpx.linen.parametrized", module, nn.Module, "nn.Module")
     return _make_class(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
 
 
@@ -71,21 +79,29 @@ class _Parametrized(nn.Module):
 
     def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
         """Variables of the plain module as raw variables."""
+        _check_variables(variables)
+        if "fixed" in variables:
+            raise ValueError(
+                "rpx.linen.parametrized puts values that do not train into the collection 'fixed', but there is one. "
+                "Start with the variables of the plain module, and give a collection of its own another name."
+            )
         return _set_raw(variables, self.p.init(variables["params"], key, seen=seen))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
         """These variables with the values of another raw tree."""
+        _check_variables(variables)
         return _set_raw(variables, require_made_by(self.p, raw))
 
     def raw(self, variables: PyTree) -> PyTree:
         """The raw tree of variables: both collections in one."""
+        _check_variables(variables)
         return join_collections(variables.get("params", {}), variables.get("fixed", {}))
 
     def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         """Variables of the plain module, of one draw."""
-        key = needed_key(self.p, key)
+        key, raw = needed_key(self.p, key), self.raw(variables)
         try:
-            return {**_other_collections(variables), "params": self.p.apply(self.raw(variables), key)}
+            return {**_other_collections(variables), "params": self.p.apply(raw, key)}
         except ValueError as error:
             if "fixed" in variables or not has_fixed(self.p):
                 raise
@@ -128,10 +144,16 @@ class _Parametrized(nn.Module):
     @nn.nowrap
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
+        if self.scope is None:
+            raise ValueError(
+                f"rpx.linen.parametrized cannot call {method!r} of {type(self.module).__name__} without variables. "
+                "Write `module.apply(variables, x)` or `module.bind(variables)(x)`."
+            )
         rngs, plain = self._rngs(), self.module.clone(parent=None)
         if self.is_initializing():
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=self.scope.mutable)
-            if not made.get("params", {}).keys() <= self.raw(self.variables).keys():  # else an earlier call made them
+            earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
+            if not made.get("params", {}).keys() <= earlier:
                 self._put_variables(self.start(made, rngs["params"] if self.p.random_start else None))
             return result
         if self.p.stochastic and "noise" not in rngs:
@@ -165,6 +187,15 @@ def _set_raw(variables: PyTree, raw: PyTree) -> dict[str, Any]:
 def _other_collections(variables: PyTree) -> dict[str, Any]:
     """The collections that a chain leaves as they are."""
     return {name: tree for name, tree in variables.items() if name not in ("params", "fixed")}
+
+
+def _check_variables(variables: PyTree) -> None:
+    """Refuses parameters in the place of variables."""
+    if variables and not {"params", "fixed"} & set(variables):
+        raise ValueError(
+            "rpx.linen.parametrized takes variables, which have the collection 'params', but got "
+            f'{", ".join(map(repr, variables))}. Write `{{"params": params}}`.'
+        )
 
 
 @functools.cache

@@ -9,16 +9,29 @@ import jax
 
 from reparax._core.algebra import Parametrization
 from reparax._numerics.imported import import_library
-from reparax._tree.paths import PyTree, items, path_text
+from reparax._tree.paths import PyTree
 from reparax._tree.raw import holds_markers
 from reparax._wrapped.attributes import find_attribute
-from reparax._wrapped.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
+from reparax._wrapped.chains import (
+    check_chain,
+    check_model,
+    needs_start_error,
+    needs_stream_error,
+    require_made_by,
+)
+from reparax._wrapped.nnx_modules import (
+    WITH_RNGS,
+    check_variable,
+    expect_pytree,
+    find_stream,
+    is_variable,
+    keep_changes,
+    refuse_value,
+    variables_of,
+)
 from reparax.training import labels
 
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
-
-
-_WITH_RNGS = "rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))"
 
 
 class Free(nnx.Param):
@@ -47,10 +60,12 @@ class Parametrized(nnx.Module):
 
     A chain with noise draws from a stream, as ``nnx.Dropout`` does: ``noise`` of ``rngs``, or the default one. As for
     ``nnx.Dropout``, ``model.deterministic`` switches it off; ``model.eval()`` and ``model.train()`` set it together
-    with the flags of the model's own layers.
+    with the flags of the model's own layers. An argument of a call, ``model(x, deterministic=True)``, is for the model
+    alone.
 
-    Attributes of the model are those of the effective one, made anew, so changes inside ``model.l1`` are lost: change
-    ``model.raw.l1``. To replace raw values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
+    Attributes with parameters are those of the effective model, made anew, so changes inside ``model.l1`` are lost, and
+    setting its parameters is refused: change ``model.raw.l1``. To replace raw values, use ``nnx.update(model.raw,
+    nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
@@ -63,7 +78,8 @@ class Parametrized(nnx.Module):
       raw: A result of ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)``, instead of a new start.
 
     Raises:
-      TypeError: If ``model`` is a chain or not a pytree, ``p`` is not a chain, or ``raw`` has another class than
+      TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,
+        ``rngs`` are not those of nnx, ``variable`` is not a parameter's type, or ``raw`` has another class than
         ``model``.
       ValueError: If a start is random and there are no ``rngs``, or ``p.init`` refuses the model.
 
@@ -94,11 +110,13 @@ class Parametrized(nnx.Module):
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
         self.p = check_chain("rpx.nnx.Parametrized", model, p)
-        _expect_pytree(model)
-        start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
+        check_model("rpx.nnx.Parametrized", model, nnx.Module, "nnx.Module")
+        expect_pytree(model)
+        check_variable(variable)
+        start, noise = find_stream(rngs, "params"), find_stream(rngs, "noise")
         if raw is None:
             if p.random_start and start is None:
-                raise needs_start_error(p, _WITH_RNGS)
+                raise needs_start_error(p, WITH_RNGS)
             key = start() if p.random_start else None
             raw = _map_parameters(lambda tree: p.init(tree, key, seen=seen), model)
         elif type(raw) is not type(model):
@@ -109,7 +127,7 @@ class Parametrized(nnx.Module):
             )
         else:
             raw = _map_parameters(lambda tree: require_made_by(p, _to_model_types(tree)), raw)
-            _keep_changes(model, raw)  # what is no parameter is the model's
+            keep_changes(model, raw)  # what is no parameter is the model's
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
         raw = _map_parameters(lambda tree: _with_types_by_training(tree, variable), raw)
@@ -121,8 +139,8 @@ class Parametrized(nnx.Module):
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
-        held, has_arrays = vars(self).get("raw"), lambda x: bool(_variables(x))
-        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._call_method, read=self.effective)
+        held, has_arrays = vars(self).get("raw"), lambda x: any(map(_is_parameter, variables_of(x)))
+        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._call_method, read=self._read)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
@@ -133,7 +151,7 @@ class Parametrized(nnx.Module):
         held = vars(self).get("raw")
         if held is None or name in vars(self) or name not in vars(held):
             super().__setattr__(name, value)
-        elif any(isinstance(x, nnx.Param) for x in _variables(value)):
+        elif any(map(_is_parameter, variables_of(value))):
             raise ValueError(
                 f"rpx.nnx.Parametrized holds raw values, so {name!r} cannot become {type(value).__name__}, which holds "
                 f"parameters. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
@@ -150,7 +168,7 @@ class Parametrized(nnx.Module):
         """
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
-            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+            raise needs_stream_error(p, "none", WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
         return _map_parameters(lambda tree: p.apply(_to_model_types(tree), key), self.raw)
 
@@ -166,7 +184,7 @@ class Parametrized(nnx.Module):
         """
         key = None if self.rngs is None else self.rngs()
         new = _map_parameters(lambda tree: self.p.update(_to_model_types(tree), key, grads), self.raw)
-        for variable, value in zip(_variables(self.raw), _variables(new), strict=True):
+        for variable, value in zip(variables_of(self.raw), variables_of(new), strict=True):
             if value is not variable and jax.tree.leaves(value):
                 variable[...] = value[...]
 
@@ -176,53 +194,24 @@ class Parametrized(nnx.Module):
             self.deterministic = deterministic
         return kwargs
 
+    def _read(self) -> Any:
+        """The effective model for attributes: setting its parameters raises an error, as it is made anew each time."""
+        effective = self.effective()
+        for variable in filter(_is_parameter, variables_of(effective)):
+            variable.set_metadata(on_set_value=refuse_value)
+        return effective
+
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the effective model, and keeps what it sets."""
         effective = self.effective()
         result = getattr(effective, name)(*args, **kwargs)
-        _keep_changes(effective, self.raw)
+        keep_changes(effective, self.raw)
         return result
 
 
-def _find_stream(rngs: Any, name: str) -> Any:
-    """The stream of a name, or the default one; None without either."""
-    if not isinstance(rngs, nnx.Rngs):
-        return rngs
-    return rngs[name] if name in rngs or "default" in rngs else None
-
-
-def _expect_pytree(model: Any) -> None:
-    """Refuses modules in which JAX sees no parameters."""
-    for names, leaf in items(model, is_leaf=_is_variable):
-        if isinstance(leaf, nnx.Module):
-            name, where = type(leaf).__name__, f" at {path_text(names)!r}" if names else ""
-            raise TypeError(
-                f"rpx.nnx.Parametrized takes modules that are pytrees, but got {name}{where}, whose class has "
-                f"`pytree=False`. Write `class {name}(nnx.Module)`."
-            )
-
-
-def _keep_changes(effective: Any, raw: Any) -> None:
-    """Gives the raw model what a call has set in the effective one: a cache, what `sow` records, a flag."""
-    made = dict(_modules(effective))
-    for path, module in _modules(raw):
-        for name, value in vars(made.get(path, module)).items():
-            own = vars(module)
-            if not name.startswith("_pytree__") and (name not in own or _is_set(value, own[name])):
-                setattr(module, name, value)
-
-
-def _modules(model: Any) -> list[tuple[Any, Any]]:
-    """The modules of a model by their paths. flax 0.12.0 has no ``nnx.iter_modules``, and later ones no such method."""
-    return [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Module)]
-
-
-def _is_set(value: Any, before: Any) -> bool:
-    """Whether an attribute is another one than before. Modules are compared by their own attributes."""
-    if isinstance(value, nnx.Module) or any(isinstance(x, nnx.Param) for x in _variables(value)):
-        return False
-    (nodes, treedef), (old, olddef) = (jax.tree.flatten(x, is_leaf=_is_variable) for x in (value, before))
-    return treedef != olddef or any(x is not y for x, y in zip(nodes, old, strict=True))
+def _is_parameter(x: object) -> bool:
+    """Whether a node is a parameter, raw or effective."""
+    return isinstance(x, nnx.Param | Fixed)
 
 
 _PLAIN = "plain"
@@ -236,19 +225,9 @@ class _Hidden:
         self.at = at
 
 
-def _is_variable(x: object) -> bool:
-    """Whether a node is a variable of nnx."""
-    return isinstance(x, nnx.Variable)
-
-
 def _is_place(x: object) -> bool:
     """Whether a node of a module is a parameter, raw or effective, or another variable."""
-    return _is_variable(x) or holds_markers(x) or isinstance(x, _Hidden)
-
-
-def _variables(tree: PyTree) -> list[Any]:
-    """The variables of a tree."""
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
+    return is_variable(x) or holds_markers(x) or isinstance(x, _Hidden)
 
 
 def _value_of(variable: Any) -> Any:
@@ -264,10 +243,10 @@ def _map_parameters(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
     """
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first: dict[Any, int] = {}
-    places = [first.setdefault(tuple(map(id, _variables(node))) or i, i) for i, node in enumerate(nodes)]
+    places = [first.setdefault(tuple(map(id, variables_of(node))) or i, i) for i, node in enumerate(nodes)]
 
     def is_state(node: Any) -> bool:
-        return _is_variable(node) and not isinstance(node, nnx.Param | Fixed)
+        return is_variable(node) and not _is_parameter(node)
 
     kept = [place == i and not is_state(node) for i, (place, node) in enumerate(zip(places, nodes, strict=True))]
     shown = [node if keep else _Hidden(at) for node, keep, at in zip(nodes, kept, places, strict=True)]
@@ -280,22 +259,22 @@ def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
     """A raw tree whose variables have types that say which of them train; :func:`_to_model_types` is the inverse."""
 
     def typed(node: Any, label: Any) -> Any:
-        if not _is_variable(node):
+        if not is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
         return kind.from_metadata(_value_of(node), {**node.get_metadata(), _PLAIN: type(node)})
 
-    return jax.tree.map(typed, raw, labels(raw), is_leaf=_is_variable)
+    return jax.tree.map(typed, raw, labels(raw), is_leaf=is_variable)
 
 
 def _to_model_types(raw: PyTree) -> PyTree:
     """The raw tree with variables of the model's own types."""
 
     def plain(node: Any) -> Any:
-        if not _is_variable(node):
+        if not is_variable(node):
             return node
         metadata = dict(node.get_metadata())
         own = nnx.Param if isinstance(node, Free | Fixed) else type(node)  # as `nnx.update` forgets metadata
         return metadata.pop(_PLAIN, own).from_metadata(_value_of(node), metadata)
 
-    return jax.tree.map(plain, raw, is_leaf=_is_variable)
+    return jax.tree.map(plain, raw, is_leaf=is_variable)

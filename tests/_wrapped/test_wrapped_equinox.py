@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import mlp
 import numpy as np
 import optax
+import pytest
 from errors import raises
 from jax import Array
 
@@ -167,6 +168,24 @@ def test_a_key_by_position_is_the_key_of_the_noise(key: Array) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_arguments_that_the_model_does_not_take_are_named_by_its_call(key: Array) -> None:
+    plain = model().l1
+    with pytest.raises(TypeError, match=r"Linear.__call__\(\) takes 2 positional arguments but 4 were given"):
+        rpx.equinox.Parametrized(plain, P)(X[0], key, 3)
+    with pytest.raises(ValueError, match=r"needs a stream, but got key=None\. Give one, `model\(x, key=key\)`"):
+        rpx.equinox.Parametrized(plain, NOISY)(X[0], key)
+
+
+def test_tree_at_finds_raw_values_that_train() -> None:
+    wrapped = rpx.equinox.Parametrized(model(), rpx.Freeze(where="l1/.*") >> P)
+    v = jnp.asarray(mlp.W2.T * 2, jnp.float32)
+    changed = eqx.tree_at(lambda m: m.raw.l2.weight["@weight_norm"]["v"], wrapped, v)
+    np.testing.assert_array_equal(changed.raw.l2.weight["@weight_norm"]["v"], v)
+    np.testing.assert_array_equal(changed.fold().l1.bias, np.float32(mlp.B1))
+    with pytest.raises(ValueError, match="must not depend on the leaves"):
+        eqx.tree_at(lambda m: m.raw.l1.bias["@freeze"]["@fixed"]["w"], wrapped, jnp.zeros(4))
+
+
 def test_copies_and_pickles_hold_the_same_values() -> None:
     wrapped = rpx.equinox.Parametrized(model(), rpx.Freeze(where="l1/.*") >> P)
     for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
@@ -207,3 +226,19 @@ def test_a_wrapped_part_is_part_of_a_plain_model_and_of_a_file(key: Array) -> No
     like = eqx.nn.Sequential([other, eqx.nn.Linear(3, 2, key=jax.random.key(9))])
     assert bool(eqx.tree_equal(eqx.tree_deserialise_leaves(file, like), whole))
     assert bool(eqx.tree_equal(other.replace(encoder.raw), encoder))
+
+
+def test_inference_mode_sets_the_flags_of_the_model_and_deterministic_those_of_the_noise(key: Array) -> None:
+    class Dropped(eqx.Module):
+        layer: eqx.nn.Linear
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x: Array, key: Array | None = None) -> Array:
+            return self.dropout(self.layer(x), key=key)
+
+    plain = Dropped(model().l1, eqx.nn.Dropout(0.5))
+    still = eqx.nn.inference_mode(rpx.equinox.Parametrized(plain, NOISY))
+    want = NOISY.apply(NOISY.init(plain), key).layer(X[0])
+    assert np.abs(np.asarray(want - plain.layer(X[0]))).max() > 1e-2
+    np.testing.assert_allclose(still(X[0], key=key), want, rtol=1e-5)
+    np.testing.assert_allclose(still.deterministic(X[0]), plain.layer(X[0]), rtol=1e-5)

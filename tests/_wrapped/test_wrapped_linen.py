@@ -1,6 +1,7 @@
 """rpx.linen: a module that is its chain, in loops that own the loss."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import mlp
 import numpy as np
 import optax
+import pytest
 from errors import raises
-from flax import serialization
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from jax import Array
 from jax.sharding import PartitionSpec
@@ -21,6 +23,7 @@ import reparax as rpx
 NAMES = "kernel", "bias"
 X, Y = mlp.data()
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+FROZEN = rpx.Freeze(where="l1/.*") >> mlp.P
 
 
 class MLP(nn.Module):
@@ -37,7 +40,7 @@ class MLP(nn.Module):
         return self.l2(self.hidden(x))
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: TrainState, others: Any) -> Any:
     """The step of flax's guides, which knows of no chain."""
     TRACED.append(None)
@@ -165,8 +168,60 @@ def test_a_method_may_be_given_as_a_function_of_the_class() -> None:
     assert list(made["params"]) == ["l1"]
 
 
+@pytest.mark.parametrize("method", ["start", "raw", "fold", "update", "replace"])
+def test_params_in_the_place_of_variables_are_refused(method: str) -> None:
+    module, p = rpx.linen.parametrized(MLP(), FROZEN), mlp.tree(*NAMES)
+    with raises(
+        ValueError,
+        "rpx.linen.parametrized takes variables, which have the collection 'params', but got 'l1', 'l2'. Write "
+        '`{"params": params}`.',
+    ):
+        getattr(module, method)(p, *([FROZEN.init(p)] if method == "replace" else []))
+
+
+class OwnFixed(nn.Module):
+    """A module with a wrapped part whose values do not train."""
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return nn.Dense(2)(rpx.linen.parametrized(nn.Dense(3, parent=None), rpx.Freeze())(x))
+
+
+def test_a_collection_of_the_name_of_ours_is_refused(key: Array) -> None:
+    write = (
+        "rpx.linen.parametrized puts values that do not train into the collection 'fixed', but there is one. Start "
+        "with the variables of the plain module, and give a collection of its own another name."
+    )
+    with raises(ValueError, write):
+        rpx.linen.parametrized(OwnFixed(), rpx.WeightNorm()).init(key, X)
+    module = rpx.linen.parametrized(MLP(), FROZEN)
+    with raises(ValueError, write):
+        module.start(module.start({"params": mlp.tree(*NAMES)}))
+
+
+def test_a_call_without_variables_says_how_to_pass_them() -> None:
+    with raises(
+        ValueError,
+        "rpx.linen.parametrized cannot call 'hidden' of MLP without variables. Write `module.apply(variables, x)` or "
+        "`module.bind(variables)(x)`.",
+    ):
+        rpx.linen.parametrized(MLP(), mlp.P).hidden(X)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [(MLP, "the class MLP"), (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "Linear first")]
+)
+def test_the_model_is_a_module_of_linen(given: Any, got: str) -> None:
+    with raises(
+        TypeError,
+        f"rpx.linen.parametrized takes a model that is a `nn.Module`, but got {got}. Write "
+        "`rpx.linen.parametrized(Model(...), p)`.",
+    ):
+        rpx.linen.parametrized(given, mlp.P)
+
+
 def test_params_without_their_fixed_values_are_refused() -> None:
-    module = rpx.linen.parametrized(MLP(), rpx.Freeze(where="l1/.*") >> mlp.P)
+    module = rpx.linen.parametrized(MLP(), FROZEN)
     variables = module.start({"params": mlp.tree(*NAMES)})
     for params in (variables["params"], mlp.tree(*NAMES)):
         with raises(

@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import mlp
@@ -211,6 +212,62 @@ def test_a_part_with_parameters_is_not_set_in_the_place_of_raw_values() -> None:
         "model and wrap it: `model = model.fold()`, `model.l2 = ...`, `model = rpx.nnx.Parametrized(model, p)`.",
     ):
         wrapped.l2 = nnx.Linear(4, 5, rngs=nnx.Rngs(1))
+
+
+def test_a_weight_that_is_set_for_reading_is_refused_as_it_would_be_lost() -> None:
+    wrapped = rpx.nnx.Parametrized(model(), rpx.Freeze(where="l2/.*") >> rpx.WeightNorm(where="l1/kernel"))
+    for layer in (wrapped.l1, wrapped.l2):
+        with raises(
+            ValueError,
+            "rpx.nnx.Parametrized made this Param from its raw values for reading, so what is set in it is lost. Set "
+            "raw values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then.",
+        ):
+            layer.kernel[...] = jnp.zeros(layer.kernel.shape)
+    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1 + mlp.B1, rtol=1e-5)
+    wrapped.raw.l1.bias[...] = jnp.zeros(4)
+    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1, rtol=1e-5)
+
+
+def test_a_part_without_parameters_is_that_of_the_raw_model() -> None:
+    wrapped = rpx.nnx.Parametrized(Shared(nnx.Rngs(0)), rpx.WeightNorm())
+    wrapped.dropout.rate = 0.0
+    wrapped.dropout.deterministic = True
+    assert (wrapped.raw.dropout.rate, wrapped.raw.dropout.deterministic) == (0.0, True)
+    assert wrapped.norm is not wrapped.raw.norm  # has parameters
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [(0, "int"), (jax.random.key(0), "PRNGKeyArray"), ({"noise": jax.random.key(0)}, "dict")]
+)
+def test_streams_are_those_of_nnx(given: Any, got: str) -> None:
+    with raises(
+        TypeError,
+        f"rpx.nnx.Parametrized takes `nnx.Rngs` or one of its streams as `rngs`, but got {got}. Write "
+        "`rpx.nnx.Parametrized(model, p, rngs=nnx.Rngs(0))`.",
+    ):
+        rpx.nnx.Parametrized(model(), NOISY, rngs=given)
+
+
+@pytest.mark.parametrize(("given", "got"), [(nnx.BatchStat, "BatchStat"), (rpx.nnx.Fixed, "Fixed"), ("lora", "'lora'")])
+def test_values_that_train_have_the_type_of_a_parameter(given: Any, got: str) -> None:
+    with raises(
+        TypeError,
+        f"rpx.nnx.Parametrized takes a subclass of `nnx.Param` as `variable`, but got {got}. Write "
+        "`variable=nnx.LoRAParam`, or a class of your own, `class Mine(nnx.Param)`.",
+    ):
+        rpx.nnx.Parametrized(model(), NOISY, variable=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [(MLP, "the class MLP"), (nn.Dense(2), "Dense first"), ({"w": jnp.ones((2, 2))}, "dict first")]
+)
+def test_the_model_is_a_module_of_nnx(given: Any, got: str) -> None:
+    with raises(
+        TypeError,
+        f"rpx.nnx.Parametrized takes a model that is a `nnx.Module`, but got {got}. Write "
+        "`rpx.nnx.Parametrized(Model(...), p)`.",
+    ):
+        rpx.nnx.Parametrized(given, mlp.P)
 
 
 class WithNames(nnx.Module):

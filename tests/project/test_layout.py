@@ -30,7 +30,7 @@ ALLOWED = {
     "geometry": set(FLOORS),
     "draws": {"_tree", "_reports", "_numerics", "_core", "_programs", "_weights", "memory"},
     "testing": {*FLOORS, "training", "geometry"},
-    "_wrapped": {"_tree", "_core", "training"},
+    "_wrapped": {"_tree", "_numerics", "_core", "training"},
     "_torch": {*FLOORS, *FAMILIES},
     "_peft": {*FLOORS, *FAMILIES, "_torch"},
 }

@@ -18,6 +18,13 @@ def check_chain(who: str, model: Any, p: Any) -> Parametrization:
     raise TypeError(f"{who} takes a model and then a chain, but got {got}. Write `{who}(model, rpx.WeightNorm())`.")
 
 
+def check_model(who: str, model: Any, kind: type[Any], name: str) -> None:
+    """Refuses what is not a model of the library; ``name`` is its class of models, as users write it."""
+    if not isinstance(model, kind):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} first"
+        raise TypeError(f"{who} takes a model that is a `{name}`, but got {got}. Write `{who}(Model(...), p)`.")
+
+
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """The error for a call of a chain that draws, without a stream to draw from."""
     return ValueError(
