@@ -100,7 +100,7 @@ def test_how_long_the_evidence_took_and_how_many_seeds_it_has():
 
 def test_how_many_claims_the_page_of_evidence_has_and_by_which_test():
     text = page("evidence")
-    assert f"{WORDS[len(CLAIMS)].capitalize()} claims, {WORDS[len(CLAIMS) - 1]} of papers and one of ours" in text
+    assert f"{WORDS[len(CLAIMS)].capitalize()} claims, {WORDS[len(CLAIMS) - 1]} from papers and one of our own" in text
     assert re.findall(r'report\(claims\["(\w+)"\]\)', text) == [*CLAIMS]
     assert f"over {WORDS[Size().seeds]} seeds with standard errors" in text
     assert f"(n = {Size().seeds}) gives p below {CONFIDENCE}," in text
@@ -211,7 +211,7 @@ def test_what_noise_and_norm_do_on_text():
         r"^(.+?) +([\d.]+) as trained, ([\d.]+) with noise of \S+, ([\d.]+) in 3 bits", printed("noise_text"), re.M
     )
     kept, noisy, few = ({name: float(row[n]) for name, *row in rows} for n in range(3))
-    assert "noise costs a little on unperturbed weights, and pays off as soon as weights are perturbed" in text
+    assert "noise costs a little on unperturbed weights, and pays off once weights are perturbed" in text
     assert kept["plain"] < kept["noise"] < kept["plain"] + 0.2
     assert noisy["noise"] < noisy["plain"]
     assert few["noise"] < few["plain"]
@@ -243,7 +243,7 @@ def test_what_the_page_on_a_language_model_says_of_the_run_is_what_it_printed():
 def test_the_settings_of_the_page_on_a_language_model():
     text, cells = page("notebooks/language_model"), found("tuning", report.RESULTS)
     lines = len((ROOT / "examples" / "smollm" / "model.py").read_text().splitlines())
-    assert f"The network is {lines} lines of plain JAX" in text
+    assert f"the network is {lines} lines of plain JAX" in text
     functions = len(texts._functions())
     assert (
         f"gradients of {functions - functions // 4} of its functions; the programs of {WORDS[functions // 4]} others"

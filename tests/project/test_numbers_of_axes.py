@@ -35,7 +35,9 @@ def units():
                 f"{times['cut'][0] / times['masked'][0]:.2f}",
             ]
         )
-    return markdown(["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, beside masks"], rows)
+    return markdown(
+        ["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, relative to masks"], rows
+    )
 
 
 def channels():
@@ -50,7 +52,14 @@ def channels():
         ]
         for name, cell in on_file("smaller", "cells").items()
     ]
-    head = ["channels left", "loss", "after 100 more steps", "digits right then", "KiB", "time of a step, beside masks"]
+    head = [
+        "channels left",
+        "loss",
+        "loss after 100 more steps",
+        "accuracy after them",
+        "KiB",
+        "time of a step, relative to masks",
+    ]
     return markdown(head, rows)
 
 
