@@ -38,8 +38,8 @@ STAGES: dict[str, rpx.Parametrization] = {
     **{f"50 %, {name}": rpx.MagnitudePrune(0.5, fit=fit, stacked=0) for name, fit in MASKS.items()},
     **{f"2:4, {name}": rpx.sparse.NofM(2, 4, along=0, fit=fit, stacked=0) for name, fit in MASKS.items()},
     "50 % and int4, in one pass": rpx.Stored("int4", block=64, fit="gptq", sparsity=0.5, stacked=0),
-    "50 % and int4, SparseGPT then rounding": rpx.MagnitudePrune(0.5, fit="sparsegpt", stacked=0)
-    >> rpx.Stored("int4", block=64, stacked=0),
+    "50 % and int4, SparseGPT then rounding": rpx.Stored("int4", block=64, stacked=0)
+    >> rpx.MagnitudePrune(0.5, fit="sparsegpt", stacked=0),
 }
 """All numbers have zeros, as in the papers. Kernels of all layers are one array, so stages say ``stacked=0``."""
 
