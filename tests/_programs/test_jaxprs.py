@@ -162,7 +162,7 @@ def test_dead_code_goes_also_from_the_body_of_a_loop():
         return jax.lax.scan(lambda c, x: ((c[0] * 2, c[1] + x @ w), None), (w[0], jnp.zeros(3)), x)[0]
 
     jaxpr = program(two, W, X)
-    first = jaxprs.live(jaxprs.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
+    first = jaxprs.without_dead_code(jaxprs.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
     (scan,) = [eqn for eqn in first.eqns if jaxprs.is_scan(eqn)]
     assert [v.aval.shape for v in scan.outvars] == [(3,)]
 
@@ -454,10 +454,10 @@ def newer(monkeypatch):
     """JAX is newer than those that were tested."""
     monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
     for rehearsal in (_rehearsal, _factored):
-        rehearsal.rehearse.cache_clear()
+        rehearsal.check_this_jax.cache_clear()
     yield
     for rehearsal in (_rehearsal, _factored):
-        rehearsal.rehearse.cache_clear()
+        rehearsal.check_this_jax.cache_clear()
 
 
 @pytest.mark.usefixtures("newer")

@@ -77,7 +77,7 @@ def unreadable(what: str) -> RuntimeError:
     )
 
 
-def rehearse(works: Callable[[], bool]) -> None:
+def check_this_jax(works: Callable[[], bool]) -> None:
     """Raises an error if JAX is newer than the tested versions and ``works`` fails or returns False."""
     if is_tested():
         return
@@ -194,7 +194,7 @@ def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
 
 
-def live(jaxpr: Jaxpr) -> Jaxpr:
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The program without the equations that no output needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
@@ -397,7 +397,7 @@ def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     return lambda *args: function.call_wrapped(*args), operands
 
 
-def own_parameters(eqn: JaxprEqn) -> Env:
+def params_of_our_equation(eqn: JaxprEqn) -> Env:
     """The parameters of an equation of our own, for the module that wrote them."""
     return eqn.params
 

@@ -176,7 +176,7 @@ def _values_of_constants(consts: Collection[Any]) -> list[Value]:
 def _as_number(v: Any, value: Value) -> Value:
     """A value, which is linear in itself if it is a number without data."""
     traces, alone = value
-    if not traces or not alone or jaxprs.type_of(v).shape or not dependence.smooth(v):
+    if not traces or not alone or jaxprs.type_of(v).shape or not dependence.has_tangent(v):
         return value
     return dict.fromkeys(traces, Dependence.NUMBER), True
 
@@ -193,7 +193,7 @@ def _dependence_on(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, al
     """How the outputs of an equation depend on an array on which some of its operands depend."""
     places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
     if all(inputs[i][0][each] is Dependence.NUMBER for i in places):
-        is_smooth = all(map(dependence.smooth, eqn.outvars))
+        is_smooth = all(map(dependence.has_tangent, eqn.outvars))
         return Dependence.NUMBER if is_smooth and _is_linear(kind_of(eqn), places) else Dependence.ARRAY
     return Dependence.MOVED if not alone and _is_moved(eqn, places) else Dependence.ARRAY
 

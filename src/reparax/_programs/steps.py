@@ -244,7 +244,7 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts."""
     names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
     alone = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
-    if value is None or alone.invars != eqn.invars or not all(map(dependence.smooth, (*names, *eqn.outvars))):
+    if value is None or alone.invars != eqn.invars or not all(map(dependence.has_tangent, (*names, *eqn.outvars))):
         return None
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in names]
 

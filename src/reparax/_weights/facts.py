@@ -47,7 +47,7 @@ def combined_facts(facts: Sequence[Facts]) -> Facts:
 def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
     found = combined_facts(facts)
-    stops = found.known and (kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars)))
+    stops = found.known and (kind_of(eqn) is StopGradient or not any(map(dependence.has_tangent, eqn.outvars)))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
     differs = found.differs
     if differs or not eqn.invars:
@@ -81,6 +81,6 @@ def facts_of_inputs(program: Jaxpr, chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
     flags = with_roots(program, chosen)
     return [
-        Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
+        Facts(flag, not dependence.has_tangent(v), frozenset((i,) if flag else ()))
         for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
     ]

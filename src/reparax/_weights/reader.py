@@ -1,5 +1,6 @@
 """Evaluates a program; weights stay sums of products wherever the equations that read them are linear."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,15 +23,18 @@ Outs = tuple[list[Any], list[Facts]]
 # Equations of other kinds pass nothing on unchanged, and what is known of one output holds for all.
 _ASKED = {Jit, Checkpoint, StopGradient}
 
-AS_IS: Outs = ([], [])
-"""Instead of outputs: the equation is this way's own, and is evaluated unchanged. None says that it is not."""
+
+class Answer(enum.Enum):
+    """What a way says of an equation in place of outputs; None says that the equation is not its own."""
+
+    UNCHANGED = "its own, and evaluated unchanged"
 
 
 class Way(Protocol):
     """What a reader does with weights: where they start, and what happens where they are read.
 
-    For each equation, with what is known of its outputs, the reader asks ``taken_first``; then, if it holds no program
-    and moves no weight, ``made`` and ``used``; and ``formed`` for each weight that is needed as an array.
+    For each equation, with what is known of its outputs, the reader asks ``take_instead``; then, if it holds no program
+    and moves no weight, ``start`` and ``multiply``; and ``form`` for each weight that is needed as an array.
 
     Attributes:
       state: Arrays that go through the program, into the bodies of loops too, and change on the way.
@@ -42,26 +46,26 @@ class Way(Protocol):
         """Whether weights may start in an equation that reads none."""
         ...
 
-    def taken_first(
+    def take_instead(
         self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
+    ) -> Outs | Answer | None:
         """The outputs of an equation that this way takes before its bodies are opened or its weights moved.
 
         ``alone`` says whether only the first output is read.
         """
         ...
 
-    def made(
+    def start(
         self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
-    ) -> Outs | None:
+    ) -> Outs | Answer | None:
         """The outputs of an equation that makes a weight."""
         ...
 
-    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         """The array of a product with a weight; None if the equation is no such product."""
         ...
 
-    def formed(self, reader: "Reader", x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: "Reader", x: Sum, eqn: JaxprEqn | None) -> Any:
         """The array of a weight, for an equation that needs it; None for the result of a program."""
         ...
 
@@ -94,7 +98,7 @@ class Reader:
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
         """``x`` as an array."""
-        return self.way.formed(self, x, eqn) if isinstance(x, Sum) else x
+        return self.way.form(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Reader":
         """The reader for a body of an equation, which runs several times."""
@@ -179,19 +183,19 @@ class _Run:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
         alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        found = reader.way.taken_first(reader, eqn, args, facts, own, alone=alone)
+        found = reader.way.take_instead(reader, eqn, args, facts, own, alone=alone)
         if found is not None:
-            return _none_if_as_is(found)
+            return _outs_of(found)
         body = bodies.rule(eqn)
         if body is not None:
             return body(reader, eqn, args, facts)
         moved = moves.move_sum(eqn, args)
         if moved is not None:
             return moved, [own for _ in moved]
-        made = reader.way.made(reader, eqn, args, facts, own)
+        made = reader.way.start(reader, eqn, args, facts, own)
         if made is not None:
-            return _none_if_as_is(made)
-        used = reader.way.used(reader, eqn, args, facts, own)
+            return _outs_of(made)
+        used = reader.way.multiply(reader, eqn, args, facts, own)
         return None if used is None else ([used], [own])
 
     def _evaluate_waiting(self) -> None:
@@ -221,6 +225,6 @@ class _Run:
         return self._formed[v]
 
 
-def _none_if_as_is(outs: Outs) -> Outs | None:
-    """The outputs; None where they are ``AS_IS``, so that the equation is evaluated unchanged."""
-    return None if outs is AS_IS else outs
+def _outs_of(answer: Outs | Answer) -> Outs | None:
+    """The outputs that a way answers; None for an equation that is evaluated unchanged."""
+    return None if isinstance(answer, Answer) else answer

@@ -63,7 +63,7 @@ class Drawing:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
         return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
-    def taken_first(
+    def take_instead(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
     ) -> Outs | None:
         view = view_of(eqn)
@@ -79,7 +79,7 @@ class Drawing:
         product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
         return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, own))], [own]
 
-    def made(
+    def start(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> Outs | None:
         others = _others(args, facts)
@@ -89,7 +89,7 @@ class Drawing:
         made = makers.select_sum(args) if kind_of(eqn) is Select else makers.make_sum(eqn, args, facts)
         return None if made is None else ([replace(made, root=_noise_origin(eqn, own))], [own])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         others = _others(args, facts)
         if len(others) != len(args) - 1 or all(each.known for each in others):
             return None
@@ -106,7 +106,7 @@ class Drawing:
         self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
         return result.astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(NoisyRead(eqn, x.root, is_own=False))
         return formed(x)
 

@@ -31,13 +31,13 @@ class Local(Reports):
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rehearse()
+        check_this_jax()
         traced, program, consts = self.rewritten(Drawing(), args, kwargs)
         # A draw that nothing reads is not drawn.
-        return traced.restore(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
+        return traced.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *traced.inputs]))
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
-        rehearse()
+        check_this_jax()
         way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced, *_ = self.rewritten(way, args, kwargs)
         return explained(way.reads, paths_of(arguments, traced), lines_by_origin(traced.program))
@@ -118,9 +118,9 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _own_draws() == [True, True, True])
+    jaxprs.check_this_jax(lambda: _own_draws() == [True, True, True])
 
 
 def _own_draws() -> list[bool]:

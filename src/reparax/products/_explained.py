@@ -15,7 +15,7 @@ from reparax._tree.paths import describe
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
-from reparax.products._factored import plan_sums, rehearse
+from reparax.products._factored import check_this_jax, plan_sums
 from reparax.products._plan import SumPlan, SumRead
 
 
@@ -90,7 +90,7 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     under_jit = getattr(fun, "__wrapped__", None)
     if isinstance(under_jit, Reports):
         return under_jit.explained(args, kwargs)
-    rehearse()
+    check_this_jax()
     arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
     traced = arguments.trace()
     plan = plan_sums(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))

@@ -68,7 +68,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
-        rehearse()
+        check_this_jax()
         traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
         facts = facts_of_inputs(traced.program, traced.chosen)
         plan = plan_sums(traced.program, traced.inputs, facts)
@@ -78,9 +78,9 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _products_of(lambda a, b, x: network(a @ b, x)) == [3])
+    jaxprs.check_this_jax(lambda: _products_of(lambda a, b, x: network(a @ b, x)) == [3])
 
 
 def _products_of(function: Callable[..., Array]) -> list[int]:

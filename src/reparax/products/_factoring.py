@@ -12,7 +12,7 @@ from reparax._programs.equations.kinds import kind_of
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, makers, moves, multiply
 from reparax._weights.facts import Facts, combined_facts
-from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.reader import Answer, Outs, Reader
 from reparax._weights.sums import Sum
 from reparax.products import _declared, _uses
 from reparax.products._plan import Record, SumPlan, SumRead
@@ -34,9 +34,9 @@ class Factoring:
             return False
         return (own.known and makers.may_make(eqn)) if bodies.rule(eqn) is None else _may_make_inside(eqn)
 
-    def taken_first(
+    def take_instead(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
+    ) -> Outs | Answer | None:
         if isinstance(args[0], Sum) and kind_of(eqn) is Gather:
             return self._look_up(reader, eqn, args[0], args[1:], facts)
         declares = alone and own.known and _declared.declares(eqn)
@@ -44,18 +44,20 @@ class Factoring:
         if found is None:
             return None
         made = self._start_sum(reader, eqn, args, facts, own, found)
-        return AS_IS if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
+        return (
+            Answer.UNCHANGED if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
+        )
 
-    def made(
+    def start(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
-    ) -> Outs | None:
+    ) -> Outs | Answer | None:
         made = makers.make_if_smaller(eqn, args, facts) if own.known else None
         if made is None:
             return None
         made = self._start_sum(reader, eqn, args, facts, own, made)
-        return AS_IS if made is None else ([made], [own])
+        return Answer.UNCHANGED if made is None else ([made], [own])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         del own
         if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
             pairs = zip(args, facts, strict=True)
@@ -68,7 +70,7 @@ class Factoring:
         self.plan.reads(use.weight, SumRead(eqn, reader.times, reader.in_formula, *use.costs()))
         return stand_in(eqn.outvars[0])
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
         return multiply.array_of_sum(x)
 

@@ -33,7 +33,7 @@ from reparax._programs.call import Arguments, check_call
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, is_box, path_text, types_of_result
-from reparax.seen._inputs import collect, first_look, rehearse
+from reparax.seen._inputs import check_this_jax, collect, first_look
 from reparax.seen._kept import Folder, checksum, describe_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
 
@@ -106,7 +106,7 @@ def calibrate(
       Arai and Ichikawa, *Quantization Error Propagation: Revisiting Layer-Wise Post-Training Quantization*, 2025.
     """
     require_chains("calibrate(p, loss, params, batches)", p)
-    rehearse()
+    check_this_jax()
     who = check_call("calibrate", loss, 0)
     share = check_known_number(error_propagation, who, "error_propagation")
     if not 0 <= share <= 1:

@@ -37,7 +37,7 @@ class Inputs(Reports):
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        rehearse()
+        check_this_jax()
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         traced = arguments.trace()
         first = first_look(traced, self.moments)
@@ -181,9 +181,9 @@ def collect(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *, 
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _axes_read() == {(0,), (1,)})
+    jaxprs.check_this_jax(lambda: _axes_read() == {(0,), (1,)})
 
 
 def _axes_read() -> set[tuple[int, ...]]:
@@ -210,7 +210,7 @@ def _evaluate(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
     """Runs the program, in which the named arrays are followed."""
     facts = facts_of_inputs(traced.program, traced.chosen)
     followed = [
-        way.start(i, x) if flag and jnp.issubdtype(x.dtype, jnp.inexact) else x
+        way.follow(i, x) if flag and jnp.issubdtype(x.dtype, jnp.inexact) else x
         for i, (x, flag) in enumerate(zip(inputs, traced.chosen, strict=True))
     ]
     return Reader(way).arrays(traced.program, followed, facts)

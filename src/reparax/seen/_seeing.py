@@ -25,7 +25,7 @@ from reparax._programs.roots import holds_apply, is_apply, mark_of
 from reparax._programs.sources import describe_read
 from reparax._weights import moves, multiply
 from reparax._weights.facts import Facts, facts_of_outputs
-from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.reader import Answer, Outs, Reader
 from reparax._weights.sums import Factor, Label, Product, Sum
 from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
 from reparax.seen._taps import Taps, tap_gradient
@@ -147,7 +147,7 @@ class Seeing:
         self.why: dict[Any, dict[str, None]] = {}
         self.counted: dict[tuple[int, ...], Counted] = {}
 
-    def start(self, root: Any, x: Any) -> Sum:
+    def follow(self, root: Any, x: Any) -> Sum:
         """An array, to be followed."""
         self.types[root] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         x = x if self.taps is None or root not in self.taps.arrays else x + self.taps.arrays[root]
@@ -162,9 +162,9 @@ class Seeing:
         del own
         return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
 
-    def taken_first(
+    def take_instead(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
+    ) -> Outs | Answer | None:
         del alone
         view, out = view_of(eqn), facts_of_outputs(eqn, facts, own)
         if is_apply(eqn):
@@ -175,15 +175,15 @@ class Seeing:
             return [_scale_array(view, *args)], out
         if isinstance(view, Multiply) and isinstance(args[1], Sum) and _is_number(args[0]):
             return [_scale_array(view, *args[::-1])], out
-        return AS_IS if isinstance(view, ShardMap) and not view.check_vma else None
+        return Answer.UNCHANGED if isinstance(view, ShardMap) and not view.check_vma else None
 
-    def made(
+    def start(
         self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
     ) -> Outs | None:
         del reader, eqn, args, facts, own
         return None
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
         (weight,) = [x for x in args if isinstance(x, Sum)][:1]
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         totals: Totals = AllRows()
@@ -212,7 +212,7 @@ class Seeing:
             y, place, totals, lambda slope: _rows_as_matrices(rows(slope), product, groups), differs
         )
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
         unchecked = eqn is not None and kind_of(eqn) is ShardMap
         reason = describe_read(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
@@ -233,7 +233,7 @@ class Seeing:
         outs = jaxprs.evaluate(jaxpr, [*consts, *map(_as_array, args)])
         roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
         followed = [
-            self.start(Root(place), x) if _is_inexact(x) else x for place, x in zip(mark.made, outs, strict=True)
+            self.follow(Root(place), x) if _is_inexact(x) else x for place, x in zip(mark.made, outs, strict=True)
         ]
         roots |= dict(zip(mark.made, followed, strict=True))
         self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
