@@ -321,7 +321,7 @@ def test_the_types_of_a_scan_tell_constants_carries_and_steps(name):
     f, args, expected = SCANS[name]
     eqn = equation("scan", f, *args)
     assert jaxprs.is_scan(eqn)
-    assert jaxprs.counts(eqn) == expected
+    assert jaxprs.scan_counts(eqn) == expected
 
 
 def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
@@ -329,7 +329,7 @@ def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
         return jax.jvp(lambda w: carried(w, X)[0], (w,), (w,))
 
     # The constant and what is carried, each with its tangent.
-    assert jaxprs.counts(equation("scan", pushed, W)) == (2, 2)
+    assert jaxprs.scan_counts(equation("scan", pushed, W)) == (2, 2)
 
 
 def again(eqn, args, body=None):

@@ -94,7 +94,7 @@ def _known_outputs_of(eqn: JaxprEqn, known_operands: Flags) -> Flags:
 
 def steady_inputs(scan: JaxprEqn, known_inputs: Flags) -> Flags:
     """Which inputs of a scan's body are known at every step, if ``known_inputs`` are known before the first."""
-    n_consts, n_carry = jaxprs.counts(scan)
+    n_consts, n_carry = jaxprs.scan_counts(scan)
     while True:
         carried = known_inputs[n_consts : n_consts + n_carry]
         outs = _known_outputs(jaxprs.inner(scan)[0], known_inputs)[:n_carry]

@@ -51,14 +51,16 @@ def narrows(dtype: Any, new: Any) -> bool:
 
 def product_dtype(dtype: Any, result: Any) -> Any:
     """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
-    chosen = (result, dtype, jnp.float32, jnp.complex64)
-    return next(each for each in chosen if holds_exactly(each, dtype) and holds_exactly(each, result))
+    candidates = (result, dtype, jnp.float32, jnp.complex64)
+    return next(
+        candidate for candidate in candidates if holds_exactly(candidate, dtype) and holds_exactly(candidate, result)
+    )
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
     """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
-    whole = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if whole and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:

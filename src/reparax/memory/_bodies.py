@@ -51,7 +51,7 @@ def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> Equati
         jaxpr, consts = jaxprs.body(eqn)
         known_inputs = with_roots(jaxpr, [True for _ in consts] + known_inputs)
         if jaxprs.is_scan(eqn):
-            jaxpr, new_consts = _read_by_steps(jaxpr, known_inputs, len(consts) + sum(jaxprs.counts(eqn)))
+            jaxpr, new_consts = _read_by_steps(jaxpr, known_inputs, len(consts) + sum(jaxprs.scan_counts(eqn)))
             consts, known_inputs = [*new_consts, *consts], [True for _ in new_consts] + known_inputs
         if not _mixes(jaxpr, known_inputs):
             return None

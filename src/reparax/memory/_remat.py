@@ -78,7 +78,7 @@ def remat(
                 f"function, and return its value together with the loss."
             )
         return traced.restore(
-            recomputing_function(traced.program, traced.chosen, keeps_masks=keep == "masks")(*traced.inputs)
+            recomputing_function(traced.program, traced.is_chosen, keeps_masks=keep == "masks")(*traced.inputs)
         )
 
     return function

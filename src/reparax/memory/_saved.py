@@ -137,13 +137,15 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
     names = ["closed over" for _ in consts] + arguments.paths
-    known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.chosen
+    known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
     return Saved(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
 
 
 def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
     """The indices of the arrays whose gradients are taken."""
-    return [i for i, x in enumerate(arrays) if arguments.chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return [
+        i for i, x in enumerate(arrays) if arguments.is_chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
 
 
 def _residuals(loss_jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:

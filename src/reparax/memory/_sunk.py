@@ -53,19 +53,19 @@ class _Scan:
     @classmethod
     def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, is_known: Known) -> "_Scan | None":
         """The scan changed; None if it reads nothing that its body can compute."""
-        sliced_operands = jaxprs.variables(eqn.invars[sum(jaxprs.counts(eqn)) :])
+        sliced_operands = jaxprs.variables(eqn.invars[sum(jaxprs.scan_counts(eqn)) :])
         weights = [v for v in sliced_operands if is_known[v] and _is_worth_sinking(jaxpr, v)]
         if not weights:
             return None
         plan = steps.plan(jaxpr, [(v, 0) for v in weights])
-        other_operands = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.counts(eqn)) or v not in weights]
+        other_operands = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.scan_counts(eqn)) or v not in weights]
         return cls(eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)]), eqn, plan)
 
     def run(self, *args: Any) -> Sequence[Any]:
         """The outputs, from the operands of ``eqn``."""
         eqn, parts = self.old, self.plan.parts
         jaxpr, consts = jaxprs.body(eqn)
-        start, weights = sum(jaxprs.counts(eqn)), [v for v, _ in self.plan.wanted]
+        start, weights = sum(jaxprs.scan_counts(eqn)), [v for v, _ in self.plan.outputs]
         arrays = list(args[len(args) - len(parts) :])
         operands = args[: len(args) - len(parts)]
         slices = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(arrays, parts, strict=True) if axis is not None]

@@ -70,7 +70,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     def function(*args: Any, **kwargs: Any) -> Any:
         check_this_jax()
         traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        facts = facts_of_inputs(traced.program, traced.chosen)
+        facts = facts_of_inputs(traced.program, traced.is_chosen)
         plan = plan_sums(traced.program, traced.inputs, facts)
         return traced.restore(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
 

@@ -21,7 +21,7 @@ class Taps:
     slopes: Mapping[Any, Array]
 
 
-def tap_gradient(y: Array, zeros: Array, held: Any, moments: Callable[[Array, Any], Array]) -> Array:
+def tap_gradient(y: Array, zeros: Array, arrays: Any, moments: Callable[[Array, Any], Array]) -> Array:
     """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y`` and of arrays.
 
     The arrays in ``held`` go along, as those of a step of a loop may not be closed over.
@@ -40,7 +40,7 @@ def tap_gradient(y: Array, zeros: Array, held: Any, moments: Callable[[Array, An
         return slope, moments(slope, held), None
 
     tap.defvjp(forward, backward)
-    return tap(y, zeros, held)
+    return tap(y, zeros, arrays)
 
 
 jax.tree_util.register_pytree_node(
