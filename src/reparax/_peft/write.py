@@ -175,9 +175,9 @@ def _sort_places(
 
 def _node_at(lineage: Lineage, place: Names) -> Marked | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
-    if place not in lineage.made:
+    if place not in lineage.makers:
         return lineage.raw.arrays[place]
-    made = lineage.made[place]
+    made = lineage.makers[place]
     return Marked(made.stage, {name: _node_at(lineage, at) for name, at in made.values.items()})
 
 

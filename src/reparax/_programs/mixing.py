@@ -83,8 +83,8 @@ class Mixing:
         """Starts with nothing found.
 
         Args:
-          counted_operands: The products that are known already, by the equations whose bodies hold them and their own, and
-            which of their operands is the array.
+          counted_operands: The products that are known already, by the equations whose bodies hold them and their own,
+            and which of their operands is the array.
           new_arrays_of: For an equation of which each output is an array to be followed: what it is called.
         """
         self.found: dict[Hashable, dict[int, JaxprEqn]] = {}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.lineage import Made
+from reparax._core.lineage import Maker
 from reparax._torch.entries import Entry, unstack_stage
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
@@ -92,11 +92,11 @@ class Naming:
     """Torch's names for the values of a chain.
 
     Attributes:
-      made: How each array is made that stages compute, by its place.
+      makers: How each array is made that stages compute, by its place.
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    made: Mapping[Names, Made]
+    makers: Mapping[Names, Maker]
     by_hook: Callable[[str, Twin], bool]
 
     def held(self, place: Names, entry: Entry) -> Iterator[StageValues]:
@@ -115,22 +115,22 @@ class Naming:
 
     def _within(self, place: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
         """The stages of ``tensor``, which may be the original of the list of parametrizations ``within``."""
-        if place not in self.made:
+        if place not in self.makers:
             yield None, {"": place}, {"": tensor}
             return
         stage, twin = self._known(place)
         listed = self._is_listed(twin, tensor, within)
         base = (within or _parametrization_list(tensor)) if listed else tensor
         names = self._names(twin, base, place) if listed else {x: base + end for x, end in twin.hooked.items()}
-        own = dict(self.made[place].values)
-        for x in [x for x, at in own.items() if at in self.made]:
+        own = dict(self.makers[place].values)
+        for x in [x for x, at in own.items() if at in self.makers]:
             alone = listed and twin.listed[x] == "original"
             yield from self._within(own.pop(x), names[x], base if alone else None)
         yield stage, own, {x: names[x] for x in own}
 
     def _known(self, place: Names) -> tuple[Parametrization, Twin]:
         """The stage that makes the array at ``place``, and its names."""
-        stage = self.made[place].stage
+        stage = self.makers[place].stage
         if type(stage) not in TWINS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
@@ -149,9 +149,9 @@ class Naming:
 
     def _inside(self, place: Names) -> int:
         """The number of parametrizations of the same list that make the original of one."""
-        listed, values = self._known(place)[1].listed, self.made[place].values
+        listed, values = self._known(place)[1].listed, self.makers[place].values
         originals = [values[value] for value, name in listed.items() if name == "original" and value in values]
-        inner = [place for place in originals if place in self.made and self._known(place)[1].listed]
+        inner = [place for place in originals if place in self.makers and self._known(place)[1].listed]
         return sum(1 + self._inside(place) for place in inner)
 
 

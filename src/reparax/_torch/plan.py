@@ -82,7 +82,7 @@ def make_plan(
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
-    naming, held, tied = Naming(lineage.made, by_hook), list[StageValues](), list[Entry]()
+    naming, held, tied = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
     for entry in list_entries(lineage.effective, names, layouts, roles):
         place = lineage.places[entry.path]
         if lineage.has_values(place):

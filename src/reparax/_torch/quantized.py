@@ -262,7 +262,7 @@ def to_quantized(
     found: dict[str, np.ndarray] = {}
     for entry in entries:
         place, shape = lineage.places[entry.path], permute(entry.shape, entry.layout)
-        made = lineage.made.get(place)
+        made = lineage.makers.get(place)
         is_own = made is not None and isinstance(made.stage, Stored) and made.stage.format == format
         codes = made.values if made is not None and is_own else {}
         if len(shape) == 2 and codes and "channel" not in codes:  # no file can hold factors of inputs

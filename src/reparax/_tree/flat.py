@@ -57,7 +57,7 @@ class Flat:
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         return dict(zip(places, describe_places(places, bases=bases), strict=True))
 
-    def swapped(self, swaps: Sequence[Swap]) -> "Flat":
+    def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
         new = {old[0]: made for old, made in swaps}
         gone = {place for old, _ in swaps for place in old}

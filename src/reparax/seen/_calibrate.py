@@ -329,8 +329,8 @@ class _Calibration:
             if len(axes) != 1:
                 raise ValueError(
                     f"{self.who}: {path_text(place)!r} has shape {raw_type.shape} for all steps of a scan and "
-                    f"{x.shape} for one, so steps cannot start one after the other. Write the axis that the scan slices as "
-                    f"`stacked` in the stage that makes it."
+                    f"{x.shape} for one, so steps cannot start one after the other. Write the axis that the scan "
+                    f"slices as `stacked` in the stage that makes it."
                 )
             array = raw_values[place] if place in raw_values else jnp.zeros(raw_type.shape, raw_type.dtype)
             raw_values[place] = _write_step(array, x, axes[0], index)

@@ -235,7 +235,7 @@ class Seeing:
         jaxpr, consts = jaxprs.body(eqn)
         mark = mark_of(eqn)
         operands = args[len(args) - mark.size :] if mark else []
-        if mark is None or len(mark.made) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
+        if mark is None or len(mark.new_outputs) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
             raise ValueError(
                 "rpx.inputs found an `apply` inside a scan, or inside a shard_map that splits its weights, so it "
                 "cannot match effective arrays. Call `apply` outside, or pass a loss of the effective tree: "
@@ -244,9 +244,10 @@ class Seeing:
         outs = jaxprs.evaluate(jaxpr, [*consts, *map(_as_array, args)])
         roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
         weights = [
-            self.follow(Root(place), x) if _is_inexact(x) else x for place, x in zip(mark.made, outs, strict=True)
+            self.follow(Root(place), x) if _is_inexact(x) else x
+            for place, x in zip(mark.new_outputs, outs, strict=True)
         ]
-        roots |= dict(zip(mark.made, weights, strict=True))
+        roots |= dict(zip(mark.new_outputs, weights, strict=True))
         self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
         return weights
 
@@ -524,7 +525,7 @@ def _index_of(*numbers: Array | None) -> tuple[Any, ...]:
 def leaves_of(eqn: JaxprEqn) -> list[Root] | None:
     """What the outputs of an ``apply`` are; None for other equations."""
     mark = mark_of(eqn)
-    return None if mark is None else [Root(place) for place in mark.made]
+    return None if mark is None else [Root(place) for place in mark.new_outputs]
 
 
 def _is_inexact(x: Any) -> bool:

@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._core.algebra import Parametrization
 from reparax._core.config import changed_arguments
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_whole
@@ -33,13 +33,13 @@ PlacesByName = dict[str, Names]
 class _Cell(Site):
     """The arrays of one cell."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key, seen
         stage, sizes = self.stage, dict(self.stage.sizes)
         stored = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
         return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
         return self.stage._effective(values)
 
@@ -63,9 +63,9 @@ class _Cells(Planner):
             own = {path: nodes[place] for path, place in places.items()}
             with locate_errors(_who_at(who, cell)):
                 for node in own.values():
-                    if node.held is not None:  # some formats store an empty node so
+                    if node.content_below is not None:  # some formats store an empty node so
                         node.require_values()
-                types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
+                types = jax.eval_shape(self.stage._effective, {path: node.content_below for path, node in own.items()})
             spots = {path: node.spot(types[path]) for path, node in own.items()}
             copies = {_path_below(cell, path): _path_below(cell, held) for path, held in self.stage._copies.items()}
             sites.append(_Cell(self.stage, _quote_cell(cell), spots, copies=copies))

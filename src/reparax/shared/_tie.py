@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from reparax._core.algebra import Parametrization
 from reparax._core.config import code
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
 from reparax._stage.nodes import Node, find_nodes
@@ -35,11 +35,11 @@ class _Tied(Site):
 
     transform: Transform = field(kw_only=True)
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key, seen
         return {name: {} for name in arrays}
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
         return {"w": self.transform(values["source"][""])}
 
@@ -90,7 +90,7 @@ class _Ties(Planner):
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             with locate_errors(f"{who} at {slots[target].path!r}"):
-                if tied[target].held is not None:  # some formats store an empty node so
+                if tied[target].content_below is not None:  # some formats store an empty node so
                     tied[target].require_values()
         return self.layer(method, self._sites(slots, places, tree.arrays))
 
@@ -215,7 +215,7 @@ class Tie(Parametrization):
 def _find_tied(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
     """The description of each array and of each place that a tie of this kind has taken; and the nodes there."""
     nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
-    closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
+    closed = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
     slots = {at: slot for at, slot in closed.slots().items() if at in nodes or is_array(closed.arrays[at])}
     return slots, nodes
 

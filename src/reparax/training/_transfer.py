@@ -86,7 +86,7 @@ def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tupl
             if not spot.mark and _all_within(kept, spot.place):
                 stay[spot.place] = {spot.place: read.before(own, spot.place, array)}
             elif spot.mark and (values := read.values(own, spot.place, array, kept)) is not None:
-                stay[spot.place] = spot.opened(values, own.raw_values)
+                stay[spot.place] = spot.place_values(values, own.raw_values)
                 kept.update([_path_without_numbers(spot.place)] if _all_within(kept, spot.place) else [])
         tree = _place(_open_new(layer, tree, keys, stay.keys()), stay)
     return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(read.effective), nest(tree)), kept
@@ -112,7 +112,7 @@ def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
     for at in tree.arrays:
         for place in (at[:n] for n in range(len(at) + 1) if at[:n] in inside):
             inside[place].append(at)
-    return tree.swapped([(inside[place], made) for place, made in values.items()])
+    return tree.swap([(inside[place], made) for place, made in values.items()])
 
 
 @dataclass(frozen=True)
