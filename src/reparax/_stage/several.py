@@ -24,8 +24,8 @@ def require_start(
 ) -> None:
     """Requires that raw values are those that the class declares, and give arrays of the types of ``arrays``.
 
-    ``close`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array may
-    stand with another.
+    ``close`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array
+    may stand with another.
     """
     start, back = formulas
     require_names(start, "the values of", values, arrays)
