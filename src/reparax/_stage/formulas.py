@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
-from reparax._numerics.terms import with_terms_recorded
+from reparax._numerics.terms import record_terms
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.remembered import call_once_per_type, call_remembered
 from reparax._tree.markers import Types, require_named_arrays, require_type, types_under
@@ -79,7 +79,7 @@ def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
 def apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
     declares_terms = stage._declares_terms
-    return with_terms_recorded(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
 def _init_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:

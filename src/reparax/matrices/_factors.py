@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._numerics.lengths import is_zero, unit
-from reparax._numerics.linalg import divided, no_rank, product, undivided
+from reparax._numerics.linalg import as_blocks, no_rank, product, why_not_divisible
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
@@ -132,7 +132,7 @@ class Kronecker(RowsAndColumns, Constraint):
     shape: tuple[int, int] = argument(check_two)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided(self.shape, w)
+        return why_not_divisible(self.shape, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._reshape_factors(w, LowRank(1).init_leaf(self._arranged(w)))
@@ -152,7 +152,7 @@ class Kronecker(RowsAndColumns, Constraint):
 
     def _arranged(self, w: Array) -> Array:
         """W rearranged, with the entries of A as rows and those of B as columns; of rank 1 on the image."""
-        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
+        blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 

@@ -10,7 +10,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import adjoint, no_square, oriented, polar, product
+from reparax._numerics.linalg import adjoint, no_square, polar, product, without_reflection
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
@@ -140,7 +140,7 @@ class SpecialOrthogonal(_Orthonormal):
 
     def nearest(self, w: Array) -> Array:
         left, _, right = jnp.linalg.svd(w)
-        return product(oriented(left, right), right)
+        return product(without_reflection(left, right), right)
 
 
 class Stiefel(_Orthonormal):

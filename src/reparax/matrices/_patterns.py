@@ -12,7 +12,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import divided, identity, no_square, undivided
+from reparax._numerics.linalg import as_blocks, identity, no_square, why_not_divisible
 from reparax._numerics.terms import Term
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
@@ -325,10 +325,10 @@ class BlockDiagonal(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided((self.blocks, self.blocks), w)
+        return why_not_divisible((self.blocks, self.blocks), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        diagonal = jnp.diagonal(divided(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
+        diagonal = jnp.diagonal(as_blocks(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
         return {"x": jnp.moveaxis(diagonal, -1, -3)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

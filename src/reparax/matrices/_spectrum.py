@@ -17,10 +17,10 @@ from reparax._numerics.linalg import (
     adjoint,
     no_rank,
     no_square,
-    oriented,
     polar,
     product,
     resolution,
+    without_reflection,
 )
 from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
@@ -212,7 +212,7 @@ class SpecialLinear(_SingularValues):
         return no_square(w)
 
     def turned(self, left: Array, right: Array) -> Array:
-        return oriented(left, right)
+        return without_reflection(left, right)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether the determinant is 1, up to rounding.

@@ -78,7 +78,7 @@ def _round_in_known_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Arr
             moments[order][:, order],
             plan,
             nearest,
-            given=given,
+            row_data=given,
             **_compensation_settings(stage, _rows_of_block(stage)),
         )
         rounded = jnp.where(kept, rounded, 0 * rounded)[jnp.argsort(order)]

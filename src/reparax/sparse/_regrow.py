@@ -49,16 +49,16 @@ class _Regrow(Constraint):
         return self._masking(w, jnp.abs(widened(w)))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        drawn = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
-        return self._masking(w, jnp.where(w == 0, drawn - 0.5, drawn))  # zeros first
+        noise = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
+        return self._masking(w, jnp.where(w == 0, noise - 0.5, noise))  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
-        kept = largest(scores, _amount.count_left(self, w.size))
-        return mask_values(jnp.where(kept, w, jnp.zeros_like(w)), kept)
+        mask = largest(scores, _amount.count_left(self, w.size))
+        return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
@@ -68,10 +68,10 @@ class _Regrow(Constraint):
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
-        dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
-        kept = largest(jnp.where(active, size, hidden), count - dropped)
-        grown = largest(jnp.where(kept, hidden.astype(scores.dtype), scores), dropped)
-        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), kept | grown)
+        n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
+        survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
+        grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
+        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), survivors | grown)
 
 
 class RigL(_Regrow):
