@@ -43,7 +43,7 @@ def round_with_compensation(
       moments: The moments of its inputs, of shape ``(K, K)``.
       plan: What ``nearest`` needs for each row of a block of ``size`` rows, as arrays with one entry for each of them:
         ``plan(block, diagonal, row_data)``, where the block has the errors of all blocks before it made up for,
-        ``diagonal`` is that of U, and ``row_data`` the block's part of ``row_data``. The last block is filled up with zeros.
+        ``diagonal`` is that of U, and ``row_data`` the part of the block. The last block is filled up with zeros.
       nearest: What a row is rounded to, ``nearest(row, planned)``.
       size: The rows of a block.
       percdamp: What is added to the diagonal of the moments, in units of its mean.
