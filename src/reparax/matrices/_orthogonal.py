@@ -52,7 +52,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         """The matrix that the values stand for; a wide one is transposed, computed, and transposed back."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
-        return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
+        return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
 
     def refuse_shape(self, w: Array) -> str | None:
         """Why a matrix of this shape is refused, or None."""
@@ -63,7 +63,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         """The point of the image nearest to ``w``."""
         return polar(w)
 
-    def reached(self, base: Array, x: Array) -> Array:
+    def move(self, base: Array, x: Array) -> Array:
         """The matrix that ``x`` reaches from ``base``; both have at least as many rows as columns."""
         return _MAPS[self.map](base, x)
 
@@ -216,5 +216,5 @@ class Grassmann(_Orthonormal):
             return None
         return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
 
-    def reached(self, base: Array, x: Array) -> Array:
-        return super().reached(base, x - product(base, product(adjoint(base), x)))
+    def move(self, base: Array, x: Array) -> Array:
+        return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -145,7 +145,7 @@ def _sum_alike(
 
     def add(total: list[Array], members: tuple[Array, Array]) -> tuple[list[Array], None]:
         noise = jax.vmap(draw_member)(members[0])
-        parts = [stage.summed(like, members[1], noise[i]) for i, (stage, like) in enumerate(pairs)]
+        parts = [stage.sum_members(like, members[1], noise[i]) for i, (stage, like) in enumerate(pairs)]
         return [t + part for t, part in zip(total, parts, strict=True)], None
 
     # The last member fills the last step, and counts once.
@@ -175,7 +175,7 @@ class _Full:
     def draw(self, like: Array, key: Array) -> Array:
         return self.stage.draw(like, key)
 
-    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, drawn: Array) -> Array:
         """The sum over members of their noise times their fitness."""
         return jnp.tensordot(fitness.astype(like.dtype), drawn, 1, precision="highest")
 
@@ -196,12 +196,12 @@ class _LowRank(_Full):
         factors = self.stage._factors(widened(like), key)
         return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
-    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, drawn: Array) -> Array:
         a, b = self._factor_types(like)
         first_factors, second_factors = jnp.split(drawn, [math.prod(a.shape)], axis=1)
         weighted = first_factors.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
         pairs = jnp.einsum("n...ir,n...rj->...ij", weighted, second_factors.reshape(-1, *b.shape), precision="highest")
-        return self.stage._unfolded(pairs, like)
+        return self.stage._unfold(pairs, like)
 
 
 def _zero_gradient(x: Any) -> Any:

@@ -116,8 +116,8 @@ class VarNoise(Drawn):
             return random.normal(key, like)
         a, b = self._factors(like, key)
         if key.ndim == 0:
-            return self._unfolded(product(a, b), like)
-        return jnp.stack([self._unfolded(product(*pair), like) for pair in zip(a, b, strict=True)])
+            return self._unfold(product(a, b), like)
+        return jnp.stack([self._unfold(product(*pair), like) for pair in zip(a, b, strict=True)])
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
@@ -155,7 +155,7 @@ class VarNoise(Drawn):
         a = random.normal(first_key, jnp.zeros((*stack, rows, rank), like.dtype))
         return a, random.normal(second_key, jnp.zeros((*stack, rank, columns), like.dtype))
 
-    def _unfolded(self, matrices: Array, like: Array) -> Array:
+    def _unfold(self, matrices: Array, like: Array) -> Array:
         """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
         places = self._stack
         order = (*places, *(axis for axis in range(like.ndim) if axis not in places))

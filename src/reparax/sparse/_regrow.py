@@ -60,7 +60,7 @@ class _Regrow(Constraint):
         mask = largest(scores, _amount.count_left(self, w.size))
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
-    def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
+    def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
         w, active = values["w"], values["mask"] != 0
         size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
@@ -122,7 +122,7 @@ class RigL(_Regrow):
     kind: ClassVar[str] = "rigl"
 
     def update_leaf(self, values: dict[str, Array], grad: Array) -> dict[str, Array]:
-        return self._regrown(values, jnp.abs(widened(grad)))
+        return self._regrow(values, jnp.abs(widened(grad)))
 
 
 class SET(_Regrow):
@@ -158,4 +158,4 @@ class SET(_Regrow):
     """
 
     def update_leaf(self, values: dict[str, Array], key: Array) -> dict[str, Array]:
-        return self._regrown(values, jax.random.uniform(key, values["w"].shape))
+        return self._regrow(values, jax.random.uniform(key, values["w"].shape))
