@@ -50,7 +50,7 @@ class TorchPlan:
         return replace(self, raw_values=raw_values, tied=tuple(entries[stage_values] for stage_values in self.tied))
 
     def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
-        """The state dict of a raw tree, concrete or abstract; ``with_base`` if orthogonal matrices have a base there."""
+        """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
         arrays, state = dict(items(raw)), dict[str, Array]()
         for stage_values in self.raw_values:
             with locate_errors(repr(stage_values.entry.path)):
