@@ -156,8 +156,8 @@ def start(p: rpx.Parametrization, params: PyTree) -> State:
 def advance(p: rpx.Parametrization, data: Digits, states: State, inputs: Steps) -> State:
     """One training step for each column of ``inputs``; each state uses its own row."""
 
-    def advance_one(state: State, drawn: Steps) -> State:
-        return jax.lax.scan(lambda state, step_inputs: (step(p, data, state, step_inputs), None), state, drawn)[0]
+    def advance_one(state: State, own_inputs: Steps) -> State:
+        return jax.lax.scan(lambda state, step_inputs: (step(p, data, state, step_inputs), None), state, own_inputs)[0]
 
     return jax.vmap(advance_one)(states, inputs)
 

@@ -96,13 +96,13 @@ def merge_noise(layers: Sequence[Any]) -> list[Any]:
     return [replace(layer, sites=sites, absorbed=seeds) for layer, sites, seeds in parts]
 
 
-def _join_noises(first: Any, second: Any) -> Any:
+def _join_noises(earlier_site: Any, later_site: Any) -> Any:
     """The first site with the noise of both, or None if each needs a draw of its own.
 
     A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
     """
-    noise, other_noise = first.stage, second.stage
+    noise, other_noise = earlier_site.stage, later_site.stage
     if type(noise) is not type(other_noise) or "merged_with" not in vars(type(noise)):
         return None
     joined = noise.merged_with(other_noise)
-    return None if joined is None else replace(first, stage=joined)
+    return None if joined is None else replace(earlier_site, stage=joined)

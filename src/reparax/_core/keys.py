@@ -84,8 +84,8 @@ def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two keys whose draws are independent; for a batch of keys two batches."""
     if key.ndim == 0:
-        first, second = split_key(key, (2,))
-        return first, second
+        key_a, key_b = split_key(key, (2,))
+        return key_a, key_b
     pairs = jnp.stack([split_key(key[i], (2,)) for i in range(key.size)])
     return pairs[:, 0], pairs[:, 1]
 

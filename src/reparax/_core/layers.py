@@ -198,7 +198,7 @@ class Layer:
             ]
         return tree.swap(swaps)
 
-    def sights_after_open(self, seen: Sights, before: Flat, after: Flat) -> Sights:
+    def sights_after_open(self, seen: Sights, effective: Flat, raw: Flat) -> Sights:
         """What values are multiplied with on which earlier stages act: those with the axes of their array, as it is.
 
         A base is one of them, so in ``Stored(fit="gptq") >> LoRA(8)`` what is rounded learns from data.
@@ -208,7 +208,7 @@ class Layer:
         for spot in spots:
             for place in ((*spot.node, *folder, name) for name in declarations for folder in ((), (FIXED,))):
                 value = value_of(declarations, place[-1])
-                has_same_shape = place in after.arrays and after.arrays[place].shape == before.arrays[spot.place].shape
+                has_same_shape = place in raw.arrays and raw.arrays[place].shape == effective.arrays[spot.place].shape
                 if (value.base or (value.main and value.aligned)) and has_same_shape:
                     sights[place] = seen[spot.place]
         return sights

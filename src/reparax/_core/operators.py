@@ -25,14 +25,14 @@ def _make_refusal(symbol: str, *, is_reflected: bool) -> Any:
     return refuse
 
 
-def other_than_stages_error(left: Any, symbol: str, right: Any) -> TypeError:
+def other_than_stages_error(lhs: Any, symbol: str, rhs: Any) -> TypeError:
     """The error for ``first >> second``, or another operator, where they are not two stages joined by ``>>``."""
-    text = f"{_as_code(left)} {symbol} {_as_code(right)}"
-    if non_stages := [x for x in (left, right) if not isinstance(x, Static)]:
+    text = f"{_as_code(lhs)} {symbol} {_as_code(rhs)}"
+    if non_stages := [x for x in (lhs, rhs) if not isinstance(x, Static)]:
         return TypeError(f"{text}: expected a stage, but got {describe_non_stage(non_stages[0])}")
     return TypeError(
         f"{text}: stages are joined by `>>`, first the one that acts on the raw values. Write "
-        f"`{_as_code(left)} >> {_as_code(right)}`."
+        f"`{_as_code(lhs)} >> {_as_code(rhs)}`."
     )
 
 

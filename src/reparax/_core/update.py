@@ -42,9 +42,9 @@ def _pull_back(who: str, later_stages: Callable[[Flat], PyTree], tree: Flat, gra
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
     def effective(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
-        paths, made, _ = flatten_with_names(later_stages(replace(tree, arrays={**tree.arrays, **arrays})))
-        places = inexact_places(made)
-        return [made[i] for i in places], [path_text(paths[i]) for i in places]
+        paths, leaves, _ = flatten_with_names(later_stages(replace(tree, arrays={**tree.arrays, **arrays})))
+        places = inexact_places(leaves)
+        return [leaves[i] for i in places], [path_text(paths[i]) for i in places]
 
     effective_leaves, pullback, paths = jax.vjp(effective, moving, has_aux=True)
     grads_of_moving = pullback(_match_grads(who, paths, effective_leaves, grads))[0]

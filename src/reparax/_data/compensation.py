@@ -73,11 +73,11 @@ def round_with_compensation(
         pivots = jnp.diagonal(upper)
         row_plans = plan(block, pivots, part)
 
-        def one_row(found: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        def one_row(errors: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
             j, row, column, pivot, how = inputs
-            row = row - product(column, found)
+            row = row - product(column, errors)
             error = row - nearest(row, how)
-            return found.at[j].set(error / pivot), (row, row - error)
+            return errors.at[j].set(error / pivot), (row, row - error)
 
         _, (rows, near) = jax.lax.scan(
             one_row, jnp.zeros_like(block), (jnp.arange(size), block, adjoint(upper), pivots, row_plans)

@@ -57,8 +57,8 @@ class LoKrMethod(Method):
             sizes = [_require_matrix(tensors[end]) if end in tensors else (0, 0) for end in ends]
             shapes |= dict(zip(ends, ((sizes[0][0], rank), (rank, sizes[1][1])), strict=True))
             require({end: x for end, x in tensors.items() if end in ends}, {end: shapes[end] for end in ends})
-            left, right = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
-            factors = (left, right) if target.out == 0 else (left.T, right.T)
+            lhs, rhs = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
+            factors = (lhs, rhs) if target.out == 0 else (lhs.T, rhs.T)
             low.append(LowRank(rank, where=f"/.*@kronecker/{name}"))
             values |= {f"{place}/{name}/@low_rank/{end}": x for end, x in zip("uv", factors, strict=True)}
         require(tensors, shapes)
@@ -83,9 +83,9 @@ class LoKrMethod(Method):
                 continue
             low = kronecker.inner(name, LowRank)
             u, v = low.values["u"], low.values["v"]
-            left, right = (u, v) if target.out == 0 else (v.T, u.T)
-            tensors |= {f"{tensor_name}_a": left, f"{tensor_name}_b": right}
-            sizes.append((left.shape[0], right.shape[1]))
+            lhs, rhs = (u, v) if target.out == 0 else (v.T, u.T)
+            tensors |= {f"{tensor_name}_a": lhs, f"{tensor_name}_b": rhs}
+            sizes.append((lhs.shape[0], rhs.shape[1]))
             ranks.append(u.shape[-1])
         products = ("lokr_w1_a" in tensors, "lokr_w2_a" in tensors)
         full_rank = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on, PEFT stores full factors

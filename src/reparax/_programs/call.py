@@ -72,8 +72,10 @@ class Arguments:
 
         def of_arrays(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
-            results.append(_Result(treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}))
-            return [out for out in outs if isinstance(out, Tracer)]
+            results.append(
+                _Result(treedef, {i: output for i, output in enumerate(outs) if not isinstance(output, Tracer)})
+            )
+            return [output for output in outs if isinstance(output, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
 

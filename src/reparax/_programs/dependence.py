@@ -132,5 +132,5 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
                 else without_dead_code(part(jaxpr, [eqn], needed_outputs)).eqns
             )
             eqns += reversed(to_run)
-            needed.update(v for inner in to_run for v in variables(inner.invars) if is_known[v])
+            needed.update(v for eqn_to_run in to_run for v in variables(eqn_to_run.invars) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)

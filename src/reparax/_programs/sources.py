@@ -22,8 +22,8 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
     for eqn in program.eqns:
         line = line_of(eqn) or outside
         line_of_origin[jaxprs.origin(eqn)] = line
-        for inner in jaxprs.inner(eqn):
-            line_of_origin |= lines_by_origin(inner, line)
+        for inner_program in jaxprs.inner(eqn):
+            line_of_origin |= lines_by_origin(inner_program, line)
     return line_of_origin
 
 

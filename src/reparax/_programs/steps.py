@@ -144,10 +144,10 @@ def _part_of_elementwise(view: Pointwise, axis: int) -> PartRule | None:
 
 def _part_of_broadcast(view: Broadcast, axis: int) -> PartRule | None:
     """The same entries of the operand, or all of it if it is repeated along the axis."""
-    shape, places = view.shape, view.broadcast_dimensions
+    shape, dimensions = view.shape, view.broadcast_dimensions
     if len(view.operands) > 1:
         return None
-    operand_axis = places.index(axis) if axis in places else None
+    operand_axis = dimensions.index(axis) if axis in dimensions else None
     if operand_axis is not None and _shape_of(view.operands[0])[operand_axis] == 1:
         operand_axis = None
     return [operand_axis], _same_equation(view, shape=_with_one(shape, axis))

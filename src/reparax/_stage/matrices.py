@@ -129,7 +129,9 @@ class RowsAndColumns(MatrixAxes):
                 result = formula(merged_values, *further)
             else:
                 groups = self.axes_of(x.ndim)
-                further = tuple(each.as_matrix(*groups) if isinstance(each, Seen) else each for each in further)
+                further = tuple(
+                    argument.as_matrix(*groups) if isinstance(argument, Seen) else argument for argument in further
+                )
                 result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
             if isinstance(result, Mapping):
                 return {name: self._parted_value(name, value, groups, sizes) for name, value in result.items()}

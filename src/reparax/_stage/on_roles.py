@@ -69,9 +69,9 @@ def _split_by_axes(stage: Any, axes_of_slots: Iterable[tuple[Slot, Mapping[str, 
 
     Axes by path are those of arrays, and both factors of one, for example, have its path.
     """
-    differing, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Slot]]()
+    axes_of_path, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Slot]]()
     for slot, axes in axes_of_slots:
-        known_axes = differing.setdefault(slot.path, [])
+        known_axes = axes_of_path.setdefault(slot.path, [])
         if axes not in known_axes:
             known_axes.append(axes)
         parts.setdefault(known_axes.index(axes), []).append(slot)

@@ -46,8 +46,8 @@ class Selection(Planner):
         """Those of the places of ``tree`` on which the stage acts."""
         who, where, slots = self.who(method), self.stage.where, [candidate.slot for candidate in places]
 
-        def by_default(each: Candidate) -> bool:
-            return tree.root(each.place) not in tree.frame.state and self._by_default(who, each)
+        def by_default(candidate: Candidate) -> bool:
+            return tree.root(candidate.place) not in tree.frame.state and self._by_default(who, candidate)
 
         require_known(who, where, slots, nest(tree))
         flags = choose(who, where, places, by_default)

@@ -176,9 +176,10 @@ def without_unmatched(
         for i, path in enumerate(paths):
             matching = by_path.matching(path) if flags[i] else []
             if len(matching) > 1:
-                first, second = (by_path.patterns[place] for place in matching[:2])
+                pattern, other_pattern = (by_path.patterns[place] for place in matching[:2])
                 raise ValueError(
-                    f"{who} got {name} for {path!r} from {first!r} and from {second!r}. Narrow one of the expressions."
+                    f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
+                    f"expressions."
                 )
             flags[i] = bool(matching)
             matched.update(matching)

@@ -67,19 +67,19 @@ def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[
         )
 
 
-def _list_value_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+def _list_value_differences(base: str, held: dict[str, str], want: dict[str, str]) -> list[str]:
     """A line for each value that one parameter lacks, has in excess, or has in another type."""
 
     def line(path_below: str) -> str:
         path = f"{base}/{path_below}" if path_below else base
-        if path_below not in got:
+        if path_below not in held:
             return f"{path}: missing, expected {want[path_below]}"
         if path_below not in want:
-            return f"{path}: unexpected, holds {got[path_below]}"
-        return f"{path}: expected {want[path_below]}, got {got[path_below]}"
+            return f"{path}: unexpected, holds {held[path_below]}"
+        return f"{path}: expected {want[path_below]}, got {held[path_below]}"
 
     return [
         line(path_below)
-        for path_below in sorted(got.keys() | want.keys())
-        if got.get(path_below) != want.get(path_below)
+        for path_below in sorted(held.keys() | want.keys())
+        if held.get(path_below) != want.get(path_below)
     ]

@@ -103,11 +103,11 @@ def scale_sum(x: Sum, number: Any, *, still: bool) -> Sum:
 
     def change(product: Product) -> Product:
         numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
-        others = [factor for factor in product.factors if factor.labels or factor.draw is not None]
+        other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
         array, is_still = number, still
         for factor in numbers:
             array, is_still = array * factor.array.astype(x.dtype), is_still and factor.still
-        return replace(product, factors=(*others, Factor(array, (), is_still)))
+        return replace(product, factors=(*other_factors, Factor(array, (), is_still)))
 
     return replace(x, products=tuple(map(change, x.products)))
 
@@ -185,7 +185,9 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Calla
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if each is label else each for each in factor.labels))
+        return replace(
+            factor, array=array, labels=tuple(new if own_label is label else own_label for own_label in factor.labels)
+        )
 
     axes = tuple(((new,) if size != 1 else ()) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)

@@ -52,10 +52,10 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
         )
-        others = [factor for k, factor in enumerate(factors) if k not in (i, j)]
-        keep = out_labels.union(*(factor.labels for factor in others))
+        other_factors = [factor for k, factor in enumerate(factors) if k not in (i, j)]
+        keep = out_labels.union(*(factor.labels for factor in other_factors))
         factors = [
-            *others,
+            *other_factors,
             multiply_pair(a, b, keep, how)
             if which is None
             else multiply_pair_in_groups(a, b, keep, how, which, out_labels),
@@ -108,15 +108,15 @@ def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link
         return 0.0, ()
 
     def multiply_first(pair: tuple[int, int]) -> tuple[float, tuple[CostKind, ...]]:
-        others = [factors[k] for k in range(len(factors)) if k not in pair]
+        other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
-        keep = out_labels.union(*(factor.labels for factor in others))
+        keep = out_labels.union(*(factor.labels for factor in other_factors))
         loop_labels = a.labels | b.labels
         loop_labels, result_labels = (
             (loop_labels, loop_labels & keep) if link is None else link.spans(loop_labels, keep)
         )
         return _cost_of_pair(a, b, loop_labels, result_labels), (
-            *others,
+            *other_factors,
             CostKind(result_labels, frozenset(), a.still and b.still),
         )
 

@@ -56,14 +56,14 @@ def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[l
     if not segments:
         return list(factors), None
     (which,) = segments
-    others = [factor for factor in factors if factor is not which]
+    other_factors = [factor for factor in factors if factor is not which]
     *leading, rows, group = which.labels
-    other_labels = frozenset(label for factor in others for label in factor.labels)
+    other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*others, Factor(which.array.inside(), (*leading, rows), still=True)], None
+        return [*other_factors, Factor(which.array.inside(), (*leading, rows), still=True)], None
     # Without a factor that has the rows no pair would bring rows and groups together.
     return (
-        (others, which)
+        (other_factors, which)
         if rows in other_labels and (rows in out_labels) != (group in out_labels)
         else (list(factors), None)
     )

@@ -84,8 +84,8 @@ def _start_normal(x: Array, rank: int, factor: Array, key: Array) -> Factors:
 def _start_principal(x: Array, rank: int, factor: Array, unused: None = None) -> Factors:
     """The factors of the largest singular values."""
     del unused
-    left, singular, right = _singular_directions(x, slice(rank))
-    return _balance(left, singular, right, factor)
+    u, singular, vh = _singular_directions(x, slice(rank))
+    return _balance(u, singular, vh, factor)
 
 
 def _start_triangular(x: Array, rank: int, factor: Array, unused: None) -> Factors:
@@ -112,17 +112,17 @@ def _start_weighted(x: Array, rank: int, factor: Array, moments: Array) -> Facto
 def _start_spared(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
     """The same with the smallest singular values."""
     regular, inverse = _regularize(moments)
-    left, singular, right = _singular_directions(product(regular, x), slice(-rank, None))
-    a, b = _balance(left, singular, right, factor)
+    u, singular, vh = _singular_directions(product(regular, x), slice(-rank, None))
+    a, b = _balance(u, singular, vh, factor)
     return product(inverse, a), b
 
 
 def _start_descending(x: Array, rank: int, factor: Array, gradient: Array) -> Factors:
     """The first directions of the gradient on the side of the rows, and the next ones on that of the columns."""
     del factor
-    left, _, right = _singular_directions(gradient, slice(2 * rank))
+    u, _, vh = _singular_directions(gradient, slice(2 * rank))
     size = x.shape[1] ** 0.25 / GAMMA**0.5
-    return size * left[:, :rank], size * right[rank:]
+    return size * u[:, :rank], size * vh[rank:]
 
 
 def _zero_outputs(x: Array, rank: int) -> Array:
@@ -132,16 +132,16 @@ def _zero_outputs(x: Array, rank: int) -> Array:
 
 def _singular_directions(x: Array, which: slice) -> tuple[Array, Array, Array]:
     """Some of the singular vectors, as columns and as rows, and their singular values."""
-    left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-    return left[:, which], singular[which], right[which]
+    u, singular, vh = jnp.linalg.svd(x, full_matrices=False)
+    return u[:, which], singular[which], vh[which]
 
 
-def _balance(left: Array, singular: Array, right: Array, factor: Array) -> Factors:
+def _balance(u: Array, singular: Array, vh: Array, factor: Array) -> Factors:
     """Factors of equal norms whose product, times ``factor``, has these singular values."""
     root = jnp.sqrt(singular / jnp.abs(factor))
     nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
-    a = left * (jnp.sign(factor) * root).astype(left.dtype)[None]
-    return a, nonzero_root.astype(right.dtype)[:, None] * right
+    a = u * (jnp.sign(factor) * root).astype(u.dtype)[None]
+    return a, nonzero_root.astype(vh.dtype)[:, None] * vh
 
 
 def _regularize(moments: Array) -> tuple[Array, Array]:

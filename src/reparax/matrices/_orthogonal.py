@@ -139,8 +139,8 @@ class SpecialOrthogonal(_Orthonormal):
         return no_square(w)
 
     def nearest(self, w: Array) -> Array:
-        left, _, right = jnp.linalg.svd(w)
-        return product(without_reflection(left, right), right)
+        u, _, vh = jnp.linalg.svd(w)
+        return product(without_reflection(u, vh), vh)
 
 
 class Stiefel(_Orthonormal):

@@ -41,8 +41,8 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x, rank = widened(w), self.rank_of(w)
-        left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-        u, v = self.left_vectors(left, right)[..., :rank], adjoint(right)[..., :rank]
+        left_vectors, singular, right_vectors = jnp.linalg.svd(x, full_matrices=False)
+        u, v = self.left_vectors(left_vectors, right_vectors)[..., :rank], adjoint(right_vectors)[..., :rank]
         s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
         free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
         return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}
@@ -64,10 +64,10 @@ class _SingularValues(RowsAndColumns, Constraint):
         """The number of singular values."""
         return min(w.shape[-2:])
 
-    def left_vectors(self, left: Array, right: Array) -> Array:
+    def left_vectors(self, u: Array, vh: Array) -> Array:
         """The left singular vectors at the start."""
-        del right
-        return left
+        del vh
+        return u
 
     @abstractmethod
     def spectrum(self, s: Array) -> Array:
@@ -211,8 +211,8 @@ class SpecialLinear(_SingularValues):
     def refuse_leaf(self, w: Array) -> str | None:
         return no_square(w)
 
-    def left_vectors(self, left: Array, right: Array) -> Array:
-        return without_reflection(left, right)
+    def left_vectors(self, u: Array, vh: Array) -> Array:
+        return without_reflection(u, vh)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether the determinant is 1, up to rounding.

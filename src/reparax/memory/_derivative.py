@@ -35,11 +35,11 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
     def function(*args: Any) -> list[Any]:
         program, consts = _bodies.with_apply_inlined(jaxpr, args)
-        inputs, known = [*consts, *args], [True for _ in consts] + known_args
+        inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
         for rewrite in (sink_weights, store_masks_in_bits) if keeps_masks else (sink_weights,):
-            program, consts = rewrite(program, inputs, known)
-            inputs, known = [*consts, *inputs], [True for _ in consts] + known
-        return recomputed_call(Piece(program, known, keeps_masks=keeps_masks), inputs)
+            program, consts = rewrite(program, inputs, is_known)
+            inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
+        return recomputed_call(Piece(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function
 
@@ -66,7 +66,7 @@ def _jvp(piece: Piece, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple
     dots = list(moving.values())
     outs, residuals = linearization.forward(dots)
     out_tangents = linearization.tangents(residuals, dots)
-    return outs, [out_tangents.get(i, _zero_tangent(out)) for i, out in enumerate(outs)]
+    return outs, [out_tangents.get(i, _zero_tangent(output)) for i, output in enumerate(outs)]
 
 
 def _zero_tangent(output: Any) -> ad.Zero:
@@ -85,8 +85,8 @@ def _jvp_without_linearization(piece: Piece, primals: Sequence[Any], moving: Env
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
-        dot if dependence.has_tangent(v) else _zero_tangent(out)
-        for v, out, dot in zip(program.outvars, outs, out_tangents, strict=True)
+        dot if dependence.has_tangent(v) else _zero_tangent(output)
+        for v, output, dot in zip(program.outvars, outs, out_tangents, strict=True)
     ]
 
 

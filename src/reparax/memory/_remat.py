@@ -71,14 +71,14 @@ def remat(
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         check_this_jax()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        if jaxprs.has_refs(traced.program):
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        if jaxprs.has_refs(call.program):
             raise TypeError(
                 f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
                 f"function, and return its value together with the loss."
             )
-        return traced.restore(
-            recomputing_function(traced.program, traced.is_chosen, keeps_masks=keep == "masks")(*traced.inputs)
+        return call.restore(
+            recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
         )
 
     return function

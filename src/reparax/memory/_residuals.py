@@ -50,10 +50,10 @@ class Linearized:
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
             env = dict(zip(program.invars, args, strict=True))
-            early_outs, early_residuals, first = _linearize_half(early, env, wrt, lambda eqn: None)
+            early_outs, early_residuals, early_part = _linearize_half(early, env, wrt, lambda eqn: None)
             env |= dict(zip(early.outvars, early_outs, strict=True))
-            outs, late_residuals, second = _linearize_half(late, env, [*wrt, *first.moved], rule)
-            linear_parts.append((first, second))
+            outs, late_residuals, late_part = _linearize_half(late, env, [*wrt, *early_part.moved], rule)
+            linear_parts.append((early_part, late_part))
             return outs, [*early_residuals, *late_residuals]
 
         linearized_program, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))

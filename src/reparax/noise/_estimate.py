@@ -175,9 +175,9 @@ class _Full:
     def draw(self, like: Array, key: Array) -> Array:
         return self.stage.draw(like, key)
 
-    def sum_members(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, noise: Array) -> Array:
         """The sum over members of their noise times their fitness."""
-        return jnp.tensordot(fitness.astype(like.dtype), drawn, 1, precision="highest")
+        return jnp.tensordot(fitness.astype(like.dtype), noise, 1, precision="highest")
 
 
 class _LowRank(_Full):
@@ -196,9 +196,9 @@ class _LowRank(_Full):
         factors = self.stage._factors(widened(like), key)
         return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
-    def sum_members(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, noise: Array) -> Array:
         a, b = self._factor_types(like)
-        first_factors, second_factors = jnp.split(drawn, [math.prod(a.shape)], axis=1)
+        first_factors, second_factors = jnp.split(noise, [math.prod(a.shape)], axis=1)
         weighted = first_factors.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
         pairs = jnp.einsum("n...ir,n...rj->...ij", weighted, second_factors.reshape(-1, *b.shape), precision="highest")
         return self.stage._unfold(pairs, like)

@@ -69,10 +69,10 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
         check_this_jax()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        facts = facts_of_inputs(traced.program, traced.is_chosen)
-        plan = plan_sums(traced.program, traced.inputs, facts)
-        return traced.restore(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        facts = facts_of_inputs(call.program, call.is_chosen)
+        plan = plan_sums(call.program, call.inputs, facts)
+        return call.restore(Reader(Factoring(plan)).arrays(call.program, call.inputs, facts))
 
     return function
 

@@ -75,7 +75,7 @@ def _round_in_known_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Arr
 
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
-        row_data = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
+        row_data = jax.tree.map(lambda x_or_flags: x_or_flags[order], (entries, jnp.ones(len(x), bool)))
         rounded_rows, (_, keep) = round_with_compensation(
             x[order],
             moments[order][:, order],

@@ -448,11 +448,11 @@ class _Calibration:
             pairs = {path: jnp.stack([originals[path], arrays[path]]) for path in originals}
             other_arrays = {**other_leaves, **arrays}
 
-            def pair(own: PyTree, *args: Any) -> Any:
+            def pair(pairs_of_arrays: PyTree, *args: Any) -> Any:
                 def loss_of_one(own: PyTree) -> Any:
                     return self.loss(self.model.tree({**other_arrays, **_Model.of(own).arrays}), *args)
 
-                return jax.vmap(loss_of_one)(own)
+                return jax.vmap(loss_of_one)(pairs_of_arrays)
 
             args = batch if type(batch) is tuple else (batch,)
             arguments = Arguments.of(self.who, pair, 0, (self.model.tree(pairs), *args), {})

@@ -65,12 +65,12 @@ Unit = tuple[Turn, int | None]
 """A turn, and the step of the scan that slices its arrays."""
 
 
-def first_reads(counted: Mapping[tuple[int, ...], Counted], alike: Alike) -> dict[Any, First]:
+def first_reads(counted: Mapping[tuple[int, ...], Counted], names: Alike) -> dict[Any, First]:
     """How each array is read first, in the order of the program."""
     reads_of: dict[Any, list[First]] = {}
     for path, product in counted.items():
-        data = tuple(name for i, name in enumerate(alike.read[path]) if i != product.operand)
-        slicing = [(scan, *alike.sliced[scan]) for scan in path if scan in alike.sliced]
+        data = tuple(name for i, name in enumerate(names.read[path]) if i != product.operand)
+        slicing = [(scan, *names.sliced[scan]) for scan in path if scan in names.sliced]
         loops = [Loop(scan, reverse) for scan, names, reverse in slicing if product.root in names]
         in_one_loop = len(loops) == len(product.steps) == 1
         read = First(data, loops[0], product.steps[0]) if in_one_loop else First(data, None, None)

@@ -248,10 +248,10 @@ def rounding(*trees: PyTree) -> float:
 
 def equal(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold the same bits at the same paths."""
-    left, right = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
-    return [path for path, _ in left] == [path for path, _ in right] and all(
+    bits_of_a, bits_of_b = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
+    return [path for path, _ in bits_of_a] == [path for path, _ in bits_of_b] and all(
         (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
-        for (_, x), (_, y) in zip(left, right, strict=True)
+        for (_, x), (_, y) in zip(bits_of_a, bits_of_b, strict=True)
     )
 
 
@@ -290,8 +290,8 @@ def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
 
 def move_randomly(raw: PyTree, key: Array) -> PyTree:
     """The raw tree with random changes to free values: a generic point, unlike many a start."""
-    moving, rest = trainable(raw)
-    return combine(move_along(moving, normal(moving, key), 0.1), rest)
+    moving, still = trainable(raw)
+    return combine(move_along(moving, normal(moving, key), 0.1), still)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:

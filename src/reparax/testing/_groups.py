@@ -57,7 +57,7 @@ def check_groups(
         return _distance(compute(jax.tree.leaves(permute(treedef.unflatten(noisy), group, order))), want)
 
     def counts(path: str) -> bool:
-        changed = [_add_noise(w, random) if each == path else w for each, w in zip(paths, noisy, strict=True)]
+        changed = [_add_noise(w, random) if own_path == path else w for own_path, w in zip(paths, noisy, strict=True)]
         return _distance(compute(changed), want) > ROUNDING
 
     for group in groups:

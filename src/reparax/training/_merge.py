@@ -243,18 +243,18 @@ def _keys_by_path(key: Any, paths: Sequence[str], count: int) -> list[Any]:
 
 def _common_leaf(path: str, leaves: Sequence[Any]) -> Any:
     """What all models have where nothing can be averaged."""
-    first, *rest = leaves
+    leaf_of_first, *other_leaves = leaves
     if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
-            f"merge cannot check under tracing whether {describe(first)} at {path!r} is equal in all models. "
+            f"merge cannot check under tracing whether {describe(leaf_of_first)} at {path!r} is equal in all models. "
             f"Merge `rpx.partition(model)[0]` of each, or outside of `jax.jit`."
         )
-    if any(not _equal(first, leaf) for leaf in rest):
+    if any(not _equal(leaf_of_first, leaf) for leaf in other_leaves):
         raise ValueError(
-            f"merge got different values of {describe(first)} at {path!r}, which have no mean. Merge effective trees, "
-            f"`[p.fold(raw) for raw in raws]`, or give each model the same."
+            f"merge got different values of {describe(leaf_of_first)} at {path!r}, which have no mean. Merge effective "
+            f"trees, `[p.fold(raw) for raw in raws]`, or give each model the same."
         )
-    return first
+    return leaf_of_first
 
 
 def _equal(x: Any, y: Any) -> bool:

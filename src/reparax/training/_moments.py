@@ -72,9 +72,9 @@ def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Ar
     return flags_of
 
 
-def _activated_by_mask(before: PyTree, after: PyTree) -> dict[Names, Array]:
+def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
     """For the path of each node with a mask, where the mask changes from 0 to 1."""
-    old, new = _masks_by_node(before), _masks_by_node(after)
+    old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
     if not new:
         raise ValueError(
             "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only their "

@@ -76,8 +76,8 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
         if role is None or slot.parameter not in parameters or not (slot.main and slot.decays):
             return None
         apart = role.heads if per_head else ()
-        found = [tuple(axis for axis in axes if axis not in apart) for axes in (role.inputs, role.outputs)]
-        return numbers(*found) if _is_matrix(role, found) else None
+        axes_of_sides = [tuple(axis for axis in axes if axis not in apart) for axes in (role.inputs, role.outputs)]
+        return numbers(*axes_of_sides) if _is_matrix(role, axes_of_sides) else None
 
     dimensions = [sides(slot) if free else None for slot, free in zip(slots, are_free(raw), strict=True)]
     return treedef.unflatten(dimensions)

@@ -150,11 +150,13 @@ class _Old:
                     )
 
     def values(
-        self, stage: Parametrization, place: Names, array: Array, kept: AbstractSet[Names]
+        self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]
     ) -> Mapping[str, Array] | None:
         """The old values for an array that a new stage opens, if the same stage made both."""
         node = (
-            self._nodes.get(_path_without_numbers(place)) if _all_within(kept, place) else self._base_of(place, array)
+            self._nodes.get(_path_without_numbers(place))
+            if _all_within(kept_nodes, place)
+            else self._base_of(place, array)
         )
         fits = node is not None and _act_alike(stage, node.stage) and array.shape == node.array.shape
         return node.values if node is not None and fits else None
