@@ -110,7 +110,7 @@ def _matrices_of_rotations(node: Marked) -> Array:
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
     skew = (x.mT - x) / 2
     if not jnp.array_equal(base, identity(base)):
-        one_stage, ones = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
-        rotations = jnp.stack([one_stage.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
-        skew = product(ones[None] - rotations, jnp.linalg.inv(ones[None] + rotations))
+        stage_for_one, eye = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
+        rotations = jnp.stack([stage_for_one.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
+        skew = product(eye[None] - rotations, jnp.linalg.inv(eye[None] + rotations))
     return skew[:, *np.triu_indices(size, 1)]

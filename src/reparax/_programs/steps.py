@@ -58,7 +58,7 @@ class StepPlan:
     steps: list[tuple[Part, JaxprEqn, PartRule]]
 
     def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
-        """The wanted parts at step ``i``, from the parts that are read."""
+        """The parts ``outputs`` at step ``i``, from the parts that are read."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
         for part, eqn, (axes, function) in self.steps:
             pairs = zip(eqn.invars, axes, strict=True)

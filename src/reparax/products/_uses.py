@@ -93,20 +93,20 @@ def _use_in_product(
         return None
     weight: Sum = x if isinstance(x, Sum) else y
 
-    def with_data(weights: Sequence[Product]) -> list[Product] | None:
+    def multiply_with_data(weights: Sequence[Product]) -> list[Product] | None:
         lhs = weights if x is weight else [Product.of(x, still=False)]
         rhs = weights if y is weight else [Product.of(y, still=False)]
         return all_or_none([product(a, b) for a in lhs for b in rhs])
 
-    products, of_array = with_data(weight.products), with_data([_as_one_factor(weight)])
-    if products is None or of_array is None:
+    products, products_of_array = multiply_with_data(weight.products), multiply_with_data([_as_one_factor(weight)])
+    if products is None or products_of_array is None:
         return None
     how = How(weight.dtype, product_dtype(weight.dtype, output.dtype), precision)
 
     def array() -> Any:
         return array_of_products(products, output.shape, how).astype(output.dtype)
 
-    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, of_array))), array)
+    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))), array)
 
 
 # ---- matrices that an index chooses, and rows of a table
@@ -142,30 +142,30 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     rows = [output.shape[i] for i in leading]
     count = math.prod(rows)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    own_mode = lax.GatherScatterMode.CLIP if fills else mode
+    gather_mode = lax.GatherScatterMode.CLIP if fills else mode
 
-    def take(array: Any, place: int) -> Any:
+    def take_rows(array: Any, place: int) -> Any:
         front = jnp.moveaxis(array, place, 0)
         numbers = lax.GatherDimensionNumbers(
             offset_dims=tuple(range(len(rows), len(rows) + front.ndim - 1)),
             collapsed_slice_dims=(0,),
             start_index_map=(0,),
         )
-        rows_found = lax.gather(front, places, numbers, (1, *front.shape[1:]), mode=own_mode, **view.hints)
-        return jnp.moveaxis(rows_found.reshape(count, *front.shape[1:]), 0, place)
+        rows_of_array = lax.gather(front, places, numbers, (1, *front.shape[1:]), mode=gather_mode, **view.hints)
+        return jnp.moveaxis(rows_of_array.reshape(count, *front.shape[1:]), 0, place)
 
-    def count_type(array: Any, place: int) -> Any:
+    def type_of_rows(array: Any, place: int) -> Any:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
-    def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
+    def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
         return all_or_none([moves.change_axis_of_product(product, axis, count, change) for product in weight.products])
 
-    costs = of_rows(count_type)
-    if costs is None:
+    products_of_types = products_of_rows(type_of_rows)
+    if products_of_types is None:
         return None
 
     def array() -> Any:
-        products = [product.transpose([axis, *other_axes]) for product in of_rows(take) or []]
+        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(take_rows) or []]
         shape = [weight.shape[i] for i in other_axes]
         x = array_of_products(products, [count, *shape], How(weight.dtype, output.dtype, weight.precision))
         if mode != lax.GatherScatterMode.CLIP:
@@ -173,7 +173,7 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _stop_gradient_beyond(x, inside)
         return jnp.moveaxis(x.reshape(*rows, *shape), range(output.ndim), [*leading, *offset])
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, output.shape, costs), array)
+    return WeightUse(weight, lambda: _costs_of_entries(weight, output.shape, products_of_types), array)
 
 
 def _in_counting_dtype(places: Any) -> Any:

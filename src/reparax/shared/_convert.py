@@ -54,8 +54,8 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
             raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
         values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in new.values() for name in value_names(block)]
-        back = {name: -number for name, number in _added_by_cell(target).items()}
-        return _nest(write_arrays(new, _add_to_values(_match_biases(values, names), back), dict(sizes)))
+        offsets = {name: -number for name, number in _added_by_cell(target).items()}
+        return _nest(write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes)))
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:

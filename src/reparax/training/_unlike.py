@@ -46,9 +46,9 @@ class Difference:
         return f"expected {self.wanted} at {self.path!r}, got {self.got}"
 
 
-def first_difference(tree: PyTree, like: PyTree) -> Difference | None:
+def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
-    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (tree, like))
+    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
     for path in expected_shapes:
         if path in shapes and (difference := _stage_difference(path, shapes[path], expected_shapes[path])) is not None:
             return difference
