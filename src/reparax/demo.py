@@ -112,17 +112,17 @@ def initial(key: Array) -> list[dict[str, Array]]:
 
 def logits(params: Sequence[Mapping[str, Array]], images: Array) -> Array:
     """What the network says of each image, before the softmax."""
-    *hidden, last = params
+    *hidden, output_layer = params
     x = images
     for layer in hidden:
         x = jax.nn.relu(x @ layer["kernel"] + layer["bias"][None])
-    return x @ last["kernel"] + last["bias"][None]
+    return x @ output_layer["kernel"] + output_layer["bias"][None]
 
 
 def loss(raw: PyTree, p: rpx.Parametrization, key: Array, batch: Digits) -> Array:
     """Cross-entropy of the model that reads the effective weights."""
-    read = logits(p.apply(raw, key), batch.images)
-    return optax.softmax_cross_entropy_with_integer_labels(read, batch.labels).mean()
+    scores = logits(p.apply(raw, key), batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch.labels).mean()
 
 
 def draw(key: Array, seeds: int, steps: int, n: int) -> Steps:
@@ -132,10 +132,10 @@ def draw(key: Array, seeds: int, steps: int, n: int) -> Steps:
     return Steps(jax.random.split(weight_key, (seeds, steps)), rows)
 
 
-def step(p: rpx.Parametrization, data: Digits, state: State, drawn: Steps) -> State:
+def step(p: rpx.Parametrization, data: Digits, state: State, inputs: Steps) -> State:
     """One step of the optimizer, with a new minibatch and new random numbers for the weights."""
-    batch = Digits(data.images[drawn.rows], data.labels[drawn.rows])
-    gradients = jax.grad(loss)(state.raw, p, drawn.keys, batch)
+    batch = Digits(data.images[inputs.rows], data.labels[inputs.rows])
+    gradients = jax.grad(loss)(state.raw, p, inputs.keys, batch)
     with jax.numpy_dtype_promotion("standard"):  # optax.adam raises a float to an integer power
         updates, moments = OPTIMIZER.update(gradients, state.moments)
     return State(optax.apply_updates(state.raw, updates), moments)
@@ -145,55 +145,55 @@ def step(p: rpx.Parametrization, data: Digits, state: State, drawn: Steps) -> St
 def start(p: rpx.Parametrization, params: PyTree) -> State:
     """The states before training, from parameters with a leading axis for the seeds."""
 
-    def one(params: PyTree) -> State:
+    def start_one(params: PyTree) -> State:
         raw = p.init(params)
         return State(raw, OPTIMIZER.init(raw))
 
-    return jax.vmap(one)(params)
+    return jax.vmap(start_one)(params)
 
 
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # as compiling takes longer than training
-def advance(p: rpx.Parametrization, data: Digits, states: State, drawn: Steps) -> State:
-    """One training step for each column of ``drawn``; each state uses its own row."""
+def advance(p: rpx.Parametrization, data: Digits, states: State, inputs: Steps) -> State:
+    """One training step for each column of ``inputs``; each state uses its own row."""
 
-    def one(state: State, drawn: Steps) -> State:
-        return jax.lax.scan(lambda state, each: (step(p, data, state, each), None), state, drawn)[0]
+    def advance_one(state: State, own_inputs: Steps) -> State:
+        return jax.lax.scan(lambda state, step_inputs: (step(p, data, state, step_inputs), None), state, own_inputs)[0]
 
-    return jax.vmap(one)(states, drawn)
+    return jax.vmap(advance_one)(states, inputs)
 
 
-def train(p: rpx.Parametrization, params: PyTree, data: Digits, drawn: Steps, track: Track = iter) -> PyTree:
+def train(p: rpx.Parametrization, params: PyTree, data: Digits, inputs: Steps, track: Track = iter) -> PyTree:
     """Trains one model for each seed, side by side.
 
     Args:
       p: The parametrization of the models' weights.
       params: The initial parameters, with a leading axis for the seeds.
       data: The training images.
-      drawn: A row for each seed and a column for each step.
+      inputs: A row for each seed and a column for each step.
       track: Wraps the loop over chunks of steps, for example in a progress bar.
 
     Returns:
       The trained parameters as plain weights, with the structure of ``params``.
     """
     states = start(p, params)
-    for first in track(range(0, drawn.keys.shape[1], CHUNK)):
-        chunk = Steps(drawn.keys[:, first : first + CHUNK], drawn.rows[:, first : first + CHUNK])
+    for start_step in track(range(0, inputs.keys.shape[1], CHUNK)):
+        chunk = Steps(inputs.keys[:, start_step : start_step + CHUNK], inputs.rows[:, start_step : start_step + CHUNK])
         states = jax.block_until_ready(advance(p, data, states, chunk))
     return jax.jit(jax.vmap(p.fold))(states.raw)
 
 
-def accuracy(read: Array, labels: Array) -> Array:
+def accuracy(scores: Array, labels: Array) -> Array:
     """The share of rows, in percent, in which the label has the largest logit."""
-    return 100 * jnp.mean(jnp.argmax(read, axis=-1) == labels, dtype=jnp.float32)
+    return 100 * jnp.mean(jnp.argmax(scores, axis=-1) == labels, dtype=jnp.float32)
 
 
 def perturbed_accuracy(params: PyTree, std: float | Array, key: Array, data: Digits) -> Array:
     """Accuracy with noise on every weight and bias, averaged over ``DRAWS`` draws of it."""
 
-    def one(key: Array) -> Array:
+    def accuracy_of_draw(key: Array) -> Array:
         return accuracy(logits(rpx.VarNoise(std).apply(params, key), data.images), data.labels)
 
-    return jnp.mean(jax.lax.map(one, jax.random.split(key, DRAWS)))
+    return jnp.mean(jax.lax.map(accuracy_of_draw, jax.random.split(key, DRAWS)))
 
 
 def quantized_accuracy(params: PyTree, data: Digits) -> Array:
@@ -205,11 +205,11 @@ def quantized_accuracy(params: PyTree, data: Digits) -> Array:
 def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
     """The scores of models stacked along a leading axis, each with its own key for the noise."""
 
-    def one(params: PyTree, key: Array) -> Scores:
+    def evaluate_one(params: PyTree, key: Array) -> Scores:
         perturbed = jax.lax.map(lambda std: perturbed_accuracy(params, std, key, data), jnp.array(STDS))
         return Scores(perturbed, quantized_accuracy(params, data))
 
-    return jax.lax.map(lambda pair: one(*pair), (params, keys))
+    return jax.lax.map(lambda pair: evaluate_one(*pair), (params, keys))
 
 
 def columns(scores: Mapping[str, Scores]) -> dict[str, dict[str, Array]]:
@@ -242,11 +242,11 @@ def apart(a: Array, b: Array) -> bool:
 def verdict(heading: str, column: Mapping[str, Array]) -> str:
     """A sentence on whether a column of the table differs from plain training."""
     plain = column["plain"]
-    others = [f"{name} ({cell(values)})" for name, values in column.items() if apart(values, plain)]
+    differing = [f"{name} ({cell(values)})" for name, values in column.items() if apart(values, plain)]
     difference = f"difference from plain ({cell(plain)}) beyond the spread over seeds"
-    if not others:
+    if not differing:
         return f"{heading.capitalize()} accuracy shows no {difference}."
-    return f"{heading.capitalize()} accuracy shows a {difference}: {', '.join(others)}."
+    return f"{heading.capitalize()} accuracy shows a {difference}: {', '.join(differing)}."
 
 
 def caption() -> str:
@@ -257,14 +257,14 @@ def caption() -> str:
     )
 
 
-def table(shown: Mapping[str, Mapping[str, Array]]) -> Table:
+def table(columns_shown: Mapping[str, Mapping[str, Array]]) -> Table:
     """A row for each configuration."""
     title = "Test accuracy in percent, mean ± standard deviation over the seeds"
     grid = Table("trained with", title=title, caption=caption(), caption_justify="left")
-    for heading in shown:
+    for heading in columns_shown:
         grid.add_column(heading, justify="right")
     for name in CONFIGURATIONS:
-        grid.add_row(name, *(cell(column[name]) for column in shown.values()))
+        grid.add_row(name, *(cell(column[name]) for column in columns_shown.values()))
     return grid
 
 
@@ -289,14 +289,14 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="training steps of each model (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=8, help="models of each configuration (default: %(default)s)")
     parser.add_argument("--plot", type=Path, default=Path("demo.png"), help="PNG to write (default: %(default)s)")
-    chosen = parser.parse_args(arguments)
-    if chosen.steps < 1:
-        parser.error(f"--steps must be at least 1, got {chosen.steps}.")
-    if chosen.seeds < 2:
-        parser.error(f"--seeds must be at least 2, for a standard deviation, got {chosen.seeds}.")
-    if not chosen.plot.parent.is_dir():
-        parser.error(f"--plot: there is no directory {str(chosen.plot.parent)!r}.")
-    return chosen
+    namespace = parser.parse_args(arguments)
+    if namespace.steps < 1:
+        parser.error(f"--steps must be at least 1, got {namespace.steps}.")
+    if namespace.seeds < 2:
+        parser.error(f"--seeds must be at least 2, for a standard deviation, got {namespace.seeds}.")
+    if not namespace.plot.parent.is_dir():
+        parser.error(f"--plot: there is no directory {str(namespace.plot.parent)!r}.")
+    return namespace
 
 
 def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[str, PyTree]:
@@ -306,32 +306,34 @@ def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[
     """
     init_key, step_key = jax.random.split(jax.random.key(0))
     params = jax.vmap(initial)(jax.random.split(init_key, seeds))
-    drawn = draw(step_key, seeds, steps, len(data.labels))
+    inputs = draw(step_key, seeds, steps, len(data.labels))
 
-    def one(name: str) -> PyTree:
+    def train_one(name: str) -> PyTree:
         bar = partial(progress.track, description=f"{name:31}")
-        return train(CONFIGURATIONS[name], params, data, drawn, bar)
+        return train(CONFIGURATIONS[name], params, data, inputs, bar)
 
     with ThreadPoolExecutor(2) as threads:
-        return dict(zip(CONFIGURATIONS, threads.map(one, CONFIGURATIONS), strict=True))
+        return dict(zip(CONFIGURATIONS, threads.map(train_one, CONFIGURATIONS), strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains every configuration, prints the table and what it shows, and writes the plot."""
-    chosen, console = options(arguments), Console(highlight=False)
+    settings, console = options(arguments), Console(highlight=False)
     training, test = load()
     began = time.perf_counter()
     with Progress(console=console) as progress:
-        models = train_all(training, chosen.seeds, chosen.steps, progress)
+        models = train_all(training, settings.seeds, settings.steps, progress)
     seconds = time.perf_counter() - began
-    keys = jax.random.split(jax.random.key(1), chosen.seeds)
+    keys = jax.random.split(jax.random.key(1), settings.seeds)
     scores = {name: evaluate(params, keys, test) for name, params in models.items()}
-    shown = columns(scores)
-    console.print(table(shown), *(verdict(heading, column) for heading, column in shown.items()), sep="\n")
-    console.print(f"{chosen.seeds} seeds, {chosen.steps} steps each, {seconds:.0f} seconds of training.")
+    columns_shown = columns(scores)
+    console.print(
+        table(columns_shown), *(verdict(heading, column) for heading, column in columns_shown.items()), sep="\n"
+    )
+    console.print(f"{settings.seeds} seeds, {settings.steps} steps each, {seconds:.0f} seconds of training.")
     console.print("One small data set, and nothing is tuned: do not read this as a ranking of the methods.")
-    plot(scores).savefig(chosen.plot, format="png", dpi=150)
-    console.print(f"Plot: {chosen.plot}")
+    plot(scores).savefig(settings.plot, format="png", dpi=150)
+    console.print(f"Plot: {settings.plot}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def rounded(w, moments, size):
         return given * jnp.ones_like(diagonal)
 
     return compensation.round_with_compensation(
-        w, moments, plan, nearest, size=size, percdamp=0.01, given=jnp.full(len(w), 0.3)
+        w, moments, plan, nearest, size=size, percdamp=0.01, row_data=jnp.full(len(w), 0.3)
     )
 
 

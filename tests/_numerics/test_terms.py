@@ -7,7 +7,7 @@ import pytest
 from errors import raises
 
 import reparax as rpx
-from reparax._numerics.terms import Spec, specs_of, with_terms_recorded
+from reparax._numerics.terms import Spec, record_terms, specs_of
 
 A, B, G, D = (
     np.random.default_rng(i).standard_normal(s).astype("f") for i, s in enumerate([(3, 2), (2, 4), (4,), (3,)])
@@ -54,10 +54,10 @@ def test_a_formula_tells_its_terms_where_it_is_traced():
         return [rpx.stage.Term("ir,rj->ij", a, b), rpx.stage.Term("i->ii", a[:, 0])]
 
     a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
-    (eqn,) = jax.make_jaxpr(lambda a, b: with_terms_recorded(formula, terms, a, b))(a, b).jaxpr.eqns
+    (eqn,) = jax.make_jaxpr(lambda a, b: record_terms(formula, terms, a, b))(a, b).jaxpr.eqns
     assert specs_of(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
     assert len(eqn.outvars) == 5
-    np.testing.assert_array_equal(with_terms_recorded(formula, terms, a, b), formula(a, b))
+    np.testing.assert_array_equal(record_terms(formula, terms, a, b), formula(a, b))
     assert specs_of("_where") is None
 
 

@@ -55,7 +55,7 @@ KNOWN = {
 def test_what_comes_from_the_weights_alone(name):
     f, expected = KNOWN[name]
     jaxpr = program(f, W, X)
-    assert dependence.flags(dependence.known(jaxpr, [True, False]), jaxpr.outvars) == expected
+    assert dependence.are_known(dependence.known_variables(jaxpr, [True, False]), jaxpr.outvars) == expected
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -76,7 +76,7 @@ def test_the_halves_together_are_the_program(name):
 
 def test_known_values_are_made_again_without_the_data():
     jaxpr = program(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda: (w * 2, x * 2), lambda: (w, x)), W, X)
-    known = dependence.known(jaxpr, [True, False])
+    known = dependence.known_variables(jaxpr, [True, False])
     again = dependence.recomputing_program(jaxpr, [v for v in jaxpr.outvars if known[v]], known)
     assert jaxpr.invars[1] not in again.invars
     assert [v.aval.shape for v in again.invars if v not in jaxpr.invars] == [()]  # which branch

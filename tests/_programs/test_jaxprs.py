@@ -162,7 +162,7 @@ def test_dead_code_goes_also_from_the_body_of_a_loop():
         return jax.lax.scan(lambda c, x: ((c[0] * 2, c[1] + x @ w), None), (w[0], jnp.zeros(3)), x)[0]
 
     jaxpr = program(two, W, X)
-    first = jaxprs.live(jaxprs.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
+    first = jaxprs.without_dead_code(jaxprs.part(jaxpr, jaxpr.eqns, jaxpr.outvars[:1]))
     (scan,) = [eqn for eqn in first.eqns if jaxprs.is_scan(eqn)]
     assert [v.aval.shape for v in scan.outvars] == [(3,)]
 
@@ -321,7 +321,7 @@ def test_the_types_of_a_scan_tell_constants_carries_and_steps(name):
     f, args, expected = SCANS[name]
     eqn = equation("scan", f, *args)
     assert jaxprs.is_scan(eqn)
-    assert jaxprs.counts(eqn) == expected
+    assert jaxprs.scan_counts(eqn) == expected
 
 
 def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
@@ -329,7 +329,7 @@ def test_the_types_of_the_scans_of_a_derivative_tell_the_same():
         return jax.jvp(lambda w: carried(w, X)[0], (w,), (w,))
 
     # The constant and what is carried, each with its tangent.
-    assert jaxprs.counts(equation("scan", pushed, W)) == (2, 2)
+    assert jaxprs.scan_counts(equation("scan", pushed, W)) == (2, 2)
 
 
 def again(eqn, args, body=None):
@@ -454,10 +454,10 @@ def newer(monkeypatch):
     """JAX is newer than those that were tested."""
     monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
     for rehearsal in (_rehearsal, _factored):
-        rehearsal.rehearse.cache_clear()
+        rehearsal.check_this_jax.cache_clear()
     yield
     for rehearsal in (_rehearsal, _factored):
-        rehearsal.rehearse.cache_clear()
+        rehearsal.check_this_jax.cache_clear()
 
 
 @pytest.mark.usefixtures("newer")

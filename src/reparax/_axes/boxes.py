@@ -26,8 +26,8 @@ class PartNames(tuple[Any, ...]):
     whole: Any
 
     def __eq__(self, other: object) -> bool:
-        same_whole = not isinstance(other, PartNames) or self.whole == other.whole
-        return tuple.__eq__(self, other) and same_whole
+        same_entries = not isinstance(other, PartNames) or self.whole == other.whole
+        return tuple.__eq__(self, other) and same_entries
 
     __hash__ = tuple.__hash__
 
@@ -42,7 +42,7 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
         return raw
     boxes = {path_text(path): node for path, node in items(params, is_box) if is_box(node)}
     entries = {path: _name_each_axis(box) for path, box in boxes.items() if _stated_entries(box) is not None}
-    taken = inherit_entries(follow, params, entries) if entries else {}
+    entries_of_raw = inherit_entries(follow, params, entries) if entries else {}
 
     def around_each(path: Names, box: Any) -> PyTree:
         if not jax.tree.leaves(box):
@@ -50,7 +50,7 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
         ends, values, inside = flatten_with_names(_value_in(box))
         if _stated_entries(box) is None:
             return inside.unflatten([box.replace(value) for value in values])
-        names = [PartNames(taken[*path, *end]) for end in ends]
+        names = [PartNames(entries_of_raw[*path, *end]) for end in ends]
         for part in names:
             part.whole = _stated_entries(box)
         return inside.unflatten([_rebox(box, *part) for part in zip(values, names, strict=True)])

@@ -20,8 +20,8 @@ def stated_axes(box: Any) -> Any:
 
 def name_keywords(variable: Any) -> list[str]:
     """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
-    found = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
-    return found or ["out_sharding"]
+    keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
+    return keywords or ["out_sharding"]
 
 
 def axis_names(box: Any) -> AxisNames | None:
@@ -36,9 +36,9 @@ def axis_names(box: Any) -> AxisNames | None:
 def names_of_places(tree: Flat) -> dict[Names, AxisNames | None]:
     """For each place, the axis names of its parameter's box, if it has the axes of the parameter."""
     nodes = jax.tree.leaves(tree.frame.skeleton, is_leaf=is_box)
-    own = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
-    known = dict(zip(tree.frame.places, own, strict=True))
-    return {place: known[tree.root(place)] if is_aligned(place) else None for place in tree.arrays}
+    names_of_leaves = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
+    names_at = dict(zip(tree.frame.places, names_of_leaves, strict=True))
+    return {place: names_at[tree.root(place)] if is_aligned(place) else None for place in tree.arrays}
 
 
 def require_names_fit(names: AxisNames, w: Any) -> None:

@@ -77,10 +77,10 @@ def check_channels(axes: Any, who: str, name: str) -> Axes | None:
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
     """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
-    found = check_axes(axes, who, name)
-    if any(axis < 0 for axis in _as_tuple(found) if isinstance(axis, int)):
+    checked_axes = check_axes(axes, who, name)
+    if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
         raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
-    return found
+    return checked_axes
 
 
 AXIS_CHECKS = (
@@ -118,13 +118,13 @@ def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | N
     Raises:
       ValueError: If arrays have axis names, and none has the name of an axis.
     """
-    there = {name: None for each in names for name in each or ()}
+    known_names = {name: None for array_names in names for name in array_names or ()}
     for axis in _as_tuple(axes):
-        if isinstance(axis, str) and there and axis not in there:
-            known = ", ".join(repr(name) for name in there if name is not None) or "none"
+        if isinstance(axis, str) and known_names and axis not in known_names:
+            list_of_names = ", ".join(repr(name) for name in known_names if name is not None) or "none"
             raise ValueError(
                 f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The names there "
-                f"are: {known}. Correct the name, or give the axis by number."
+                f"are: {list_of_names}. Correct the name, or give the axis by number."
             )
 
 
@@ -186,9 +186,9 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
             return axis
         _refuse_word(axis)
         if names is None or names.count(axis) != 1:
-            got = "no axis names" if names is None else f"axes named {names}"
+            what = "no axis names" if names is None else f"axes named {names}"
             raise ValueError(
-                f"expected one axis named {axis!r}, got {got}. "
+                f"expected one axis named {axis!r}, got {what}. "
                 f"Give the axis by number, or leave the array out with `where`."
             )
         return names.index(axis) - len(names)
@@ -259,11 +259,11 @@ def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
       >>> rpx.stage.other_axes(-1, jnp.ones((2, 3, 4)))
       (0, 1)
     """
-    kept = () if features is None else count_from_front(features, w)
-    return tuple(axis for axis in range(w.ndim) if axis not in kept)
+    feature_axes = () if features is None else count_from_front(features, w)
+    return tuple(axis for axis in range(w.ndim) if axis not in feature_axes)
 
 
 def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
     """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w`` counted from the front."""
-    own = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
-    return tuple(sorted(own[axis] for axis in list_axes(axes)))
+    unstacked_axes = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
+    return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))

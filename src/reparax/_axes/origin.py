@@ -41,8 +41,8 @@ def inherit_entries(
     """
 
     def of(source: Names, places: FollowedAxes) -> tuple[Any, ...]:
-        given = entries.get(path_text(source))
-        return tuple(None if given is None or place is None else given[place] for place in places)
+        axis_entries = entries.get(path_text(source))
+        return tuple(None if axis_entries is None or place is None else axis_entries[place] for place in places)
 
     return {path: of(*origin) for path, origin in follow(params)[1].items()}
 
@@ -58,8 +58,8 @@ def compose_origins(origins: Origins, earlier: Origins) -> Origins:
     def of(source: Names, places: FollowedAxes) -> tuple[Names, FollowedAxes]:
         if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
             return source, (None,) * len(places)
-        first, axes = earlier[source]
-        return first, tuple(None if place is None else axes[place] for place in places)
+        root, axes = earlier[source]
+        return root, tuple(None if place is None else axes[place] for place in places)
 
     return {path: of(*origin) for path, origin in origins.items()}
 
@@ -67,16 +67,16 @@ def compose_origins(origins: Origins, earlier: Origins) -> Origins:
 def probe_origins(init: Init, tree: PyTree) -> Origins:
     """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
     traces = list(_trace_doublings(init, tree))
-    before, after = ([trace[i] for trace in traces] for i in range(2))
-    own = {path: _growth_of_axes(before, path) for path in before[0]}
-    main = {parameter_path(path): path for path in reversed(own)}
+    param_shapes, raw_shapes = ([trace[i] for trace in traces] for i in range(2))
+    growths = {path: _growth_of_axes(param_shapes, path) for path in param_shapes[0]}
+    main = {parameter_path(path): path for path in reversed(growths)}
 
     def of(path: Names) -> tuple[Names, FollowedAxes]:
-        within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in own]
+        within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in growths]
         source = within[0] if within else main.get(parameter_path(path), ())
-        return source, _match_growths(own.get(source, []), _growth_of_axes(after, path))
+        return source, _match_growths(growths.get(source, []), _growth_of_axes(raw_shapes, path))
 
-    return {path: of(path) for path in after[0]}
+    return {path: of(path) for path in raw_shapes[0]}
 
 
 def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
@@ -89,14 +89,14 @@ def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
     return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
 
 
-def _match_growths(own: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
+def _match_growths(param_growths: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
     """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
     places: list[int | None] = []
     for axis, growth in enumerate(axes):
-        found = [place for place, other in enumerate(own) if other == growth != (1,)]
-        if len(own) == len(axes) and axis in found:
-            found = [axis]
-        places.append(found[0] if len(found) == 1 and found[0] not in places else None)
+        matches = [place for place, param_growth in enumerate(param_growths) if param_growth == growth != (1,)]
+        if len(param_growths) == len(axes) and axis in matches:
+            matches = [axis]
+        places.append(matches[0] if len(matches) == 1 and matches[0] not in places else None)
     return tuple(places)
 
 
@@ -104,24 +104,24 @@ def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shape
     """The shapes of parameters and raw arrays: the original ones, and those after each doubling that works."""
     leaves, treedef = jax.tree.flatten(params)
 
-    def trace(doubled: Collection[Length]) -> tuple[Shapes, Shapes]:
-        grown = treedef.unflatten([_double(x, doubled) if is_array(x) else x for x in leaves])
+    def trace(lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
+        grown = treedef.unflatten([_double(x, lengths) if is_array(x) else x for x in leaves])
         return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
 
-    first = trace(())
-    yield first
-    doubled: list[Length] = []
+    original = trace(())
+    yield original
+    working: list[Length] = []
     waiting: list[Length] = []
-    for length in sorted({length for shape in first[0].values() for length in _lengths(shape)}, reverse=True):
+    for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
         for together in ([*waiting, length], [length]) if waiting else ([length],):
             try:
-                traced = trace([*doubled, *together])
+                shapes = trace([*working, *together])
             except Exception:  # a stage may refuse such a shape with any exception
                 continue
-            if _ranks(traced) == _ranks(first):
-                yield traced
-                doubled += together
-                waiting = [other for other in waiting if other not in together]
+            if _ranks(shapes) == _ranks(original):
+                yield shapes
+                working += together
+                waiting = [candidate for candidate in waiting if candidate not in together]
                 break
         else:
             waiting.append(length)
@@ -132,9 +132,9 @@ def _lengths(shape: Sequence[int]) -> list[Length]:
     return [(n, shape[:axis].count(n)) for axis, n in enumerate(shape)]
 
 
-def _double(x: Any, doubled: Collection[Length]) -> jax.ShapeDtypeStruct:
+def _double(x: Any, lengths: Collection[Length]) -> jax.ShapeDtypeStruct:
     """The type of ``x`` with these of its lengths doubled."""
-    sizes = (2 * length[0] if length in doubled else length[0] for length in _lengths(x.shape))
+    sizes = (2 * length[0] if length in lengths else length[0] for length in _lengths(x.shape))
     return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
 
@@ -143,6 +143,6 @@ def _shapes_of(tree: PyTree) -> Shapes:
     return {path: x.shape for path, x in items(tree) if is_array(x)}
 
 
-def _ranks(traced: tuple[Shapes, Shapes]) -> dict[Names, int]:
+def _ranks(shapes: tuple[Shapes, Shapes]) -> dict[Names, int]:
     """The number of axes of each raw array of a trace."""
-    return {path: len(shape) for path, shape in traced[1].items()}
+    return {path: len(shape) for path, shape in shapes[1].items()}

@@ -89,29 +89,29 @@ class Role:
         inputs, and an input of the one with outputs.
         """
 
-        def own(axes: Numbers) -> Numbers:
+        def follow(axes: Numbers) -> Numbers:
             return tuple(i for i, place in enumerate(places) if place is not None and place in axes)
 
-        inputs, outputs, stacked = own(self.inputs), own(self.outputs), own(self.stacked)
+        inputs, outputs, stacked = follow(self.inputs), follow(self.outputs), follow(self.stacked)
         between = tuple(i for i, place in enumerate(places) if place is None)
         if inputs and not outputs:
             outputs = between
         elif outputs and not inputs:
             inputs = between
-        known = {"inputs": inputs, "outputs": outputs, "stacked": stacked, "heads": own(self.heads)}
-        return replace(self, **known, shape=shape, dtype=dtype)
+        value_axes = {"inputs": inputs, "outputs": outputs, "stacked": stacked, "heads": follow(self.heads)}
+        return replace(self, **value_axes, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
         """The axes of more than one index whose role is unknown."""
-        known = {*self.inputs, *self.outputs, *self.stacked}
-        return tuple(i for i, n in enumerate(self.shape) if i not in known and n != 1)
+        known_axes = {*self.inputs, *self.outputs, *self.stacked}
+        return tuple(i for i, n in enumerate(self.shape) if i not in known_axes and n != 1)
 
 
 def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
     """For each word the axes of an array without its ``stacked`` axes, counted from the back."""
-    own = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
+    unstacked_axes = [axis for axis in range(len(role.shape)) if axis not in set(stacked)]
     inputs, outputs, stacks = (
-        tuple(own.index(axis) - len(own) for axis in axes if axis in own)
+        tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
         for axes in (role.inputs, role.outputs, role.stacked)
     )
     uncut, vectors = tuple(sorted((*outputs, *inputs[:-1]))), outputs if role.is_table else inputs

@@ -28,10 +28,10 @@ def shardings_of_raw(
         path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
         for path, x in _specs_by_path(who, specs, arrays).items()
     }
-    taken = inherit_entries(follow, params, cuts)
+    entries_of_raw = inherit_entries(follow, params, cuts)
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
     kinds = [memory if FIXED in path else None for path in paths]
-    fits = [_even_spec(taken[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
+    fits = [_even_spec(entries_of_raw[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
     return treedef.unflatten(
         [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]
     )
@@ -64,25 +64,25 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
       P(None, 'model')
     """
     shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
-    known = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
+    sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
     if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
         raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
-    if lacking := sorted(shapes.keys() - known.keys()):
+    if lacking := sorted(shapes.keys() - sharding_of.keys()):
         raise ValueError(
             f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
             f"and the result of `p.shardings` for it."
         )
-    whole = NamedSharding(next(iter(known.values())).mesh, PartitionSpec())
+    replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
 
     def of(path: Names, x: Any) -> NamedSharding | None:
         if not is_array(x):
             return None
         ends = (path[i:] for i in range(len(path) + 1))
-        if (own := next((end for end in ends if end in shapes), None)) is not None:
-            return known[own] if shapes[own] == x.shape else whole
+        if (raw_path := next((end for end in ends if end in shapes), None)) is not None:
+            return sharding_of[raw_path] if shapes[raw_path] == x.shape else replicated
         within = (path[i:j] for i in range(len(path)) for j in range(len(path), i, -1))
-        own = next((part for part in within if part in shapes), None)
-        return whole if own is None else _sharding_of_codes(known[own], shapes[own], x)
+        raw_path = next((part for part in within if part in shapes), None)
+        return replicated if raw_path is None else _sharding_of_codes(sharding_of[raw_path], shapes[raw_path], x)
 
     paths, leaves, treedef = flatten_with_names(state)
     return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
@@ -98,27 +98,27 @@ def _sharding_of_codes(sharding: NamedSharding, shape: tuple[int, ...], x: Any) 
 
 def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of ``specs`` for each array, by path."""
-    found = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
-    if found and not arrays:
+    spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
+    if spec_of and not arrays:
         raise ValueError(
             f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
         )
-    if "" in found and "" not in arrays:
+    if "" in spec_of and "" not in arrays:
         raise ValueError(
             f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
             f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
         )
-    if marked := next((path for path in arrays if "/@" in f"/{path}"), None):
+    if raw_path := next((path for path in arrays if "/@" in f"/{path}"), None):
         raise ValueError(
-            f"{who} got the raw tree as `like`: it holds {marked!r}. Pass the model's parameters, or their shapes."
+            f"{who} got the raw tree as `like`: it holds {raw_path!r}. Pass the model's parameters, or their shapes."
         )
-    for path in sorted(arrays.keys() ^ found.keys()):
-        holder, other = ("parameters", "specs") if path in arrays else ("specs", "parameters")
+    for path in sorted(arrays.keys() ^ spec_of.keys()):
+        holder, lacker = ("parameters", "specs") if path in arrays else ("specs", "parameters")
         raise ValueError(
-            f"{who}: the {holder} hold {path!r}, the {other} do not. Give one PartitionSpec for each array; "
+            f"{who}: the {holder} hold {path!r}, the {lacker} do not. Give one PartitionSpec for each array; "
             f"PartitionSpec() replicates it on every device."
         )
-    return found
+    return spec_of
 
 
 def _spec_of(x: Any) -> PartitionSpec | None:
@@ -127,23 +127,23 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
 
 
-def _checked_entries(who: str, given: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
+def _checked_entries(who: str, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
     """The entry of a spec for each axis of ``x``, after checking that it fits."""
-    spec = _spec_of(given)
+    spec = _spec_of(leaf)
     if spec is None:
         raise ValueError(
-            f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(given)} without a mesh. "
+            f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(leaf)} without a mesh. "
             f"Give the specs, and the parameters as `like`."
         )
     if len(spec) > x.ndim:
         raise ValueError(f"{who}: {spec} has {len(spec)} entries, but {describe(x)} has {x.ndim} axes. Shorten it.")
-    used = [name for entry in spec for name in _mesh_axes(entry)]
-    for name in used:
+    mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
+    for name in mesh_axes:
         if name not in mesh.shape:
             raise ValueError(
                 f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
             )
-        if used.count(name) > 1:
+        if mesh_axes.count(name) > 1:
             raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
     for axis, entry in enumerate(spec):
         if x.shape[axis] % _count_parts(entry, mesh):

@@ -24,19 +24,19 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
     """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
     if not stacked:
         return formula
-    each = formula
+    mapped_formula = formula
     for _ in stacked:
-        each = jax.vmap(each)
+        mapped_formula = jax.vmap(mapped_formula)
 
-    def mapped(*args: Any) -> Any:
+    def map_over_stack(*args: Any) -> Any:
         fronts = jax.tree.map(partial(_move_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return jax.tree.map(partial(_move_back, stacked), each(*fronts))
+        return jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts))
 
-    return mapped
+    return map_over_stack
 
 
 def stacked_sizes(w: Any, stacked: AxisNumbers) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
     """The positions of the stacked axes in a value of ``ndim`` axes."""
     if ndim < len(stacked):
         raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
-    found: list[int] = []
-    for left, place in zip(range(ndim, 0, -1), reversed(stacked), strict=False):
-        found.insert(0, min(place, left - 1))
-    return tuple(found)
+    positions: list[int] = []
+    for n_left, place in zip(range(ndim, 0, -1), reversed(stacked), strict=False):
+        positions.insert(0, min(place, n_left - 1))
+    return tuple(positions)

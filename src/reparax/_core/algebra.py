@@ -66,10 +66,10 @@ class Parametrization(Static, ABC):
                 f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint or Together "
                 f"for one on several."
             )
-        if whole := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
+        if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
-                f"{cls.__name__} defines {whole[0]}, which a chain never calls for one of its stages. Write its "
-                f"formula: {whole[0]}_leaf on one array, or a Joint or Together on several."
+                f"{cls.__name__} defines {verbs[0]}, which a chain never calls for one of its stages. Write its "
+                f"formula: {verbs[0]}_leaf on one array, or a Joint or Together on several."
             )
         super().__init_subclass__(**kwargs)
 
@@ -104,14 +104,14 @@ class Parametrization(Static, ABC):
                 f"`p.init(params, jax.random.key(0))`."
             )
         require_no_references(self, "init", params)
-        then = "Call `init` once, with the whole chain, and pass its result to `apply`."
-        require_no_raw(call_name(self, "init"), params, then)
-        checked, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
+        advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
+        require_no_raw(call_name(self, "init"), params, advice)
+        typed_key, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
         sights = seen_by_place(call_name(self, "init"), tree, seen)
         return spread_boxes(
             functools.partial(follow_axes, self._parts),
             params,
-            nest(open_all(self._parts, tree, Keys(checked), sights)),
+            nest(open_all(self._parts, tree, Keys(typed_key), sights)),
         )
 
     @verb
@@ -293,7 +293,14 @@ class Parametrization(Static, ABC):
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
         return compose(
-            tuple(visit_with_roles(call_name(self, "on"), self._parts, roles, lambda own, *given: own.on(*given)))
+            tuple(
+                visit_with_roles(
+                    call_name(self, "on"),
+                    self._parts,
+                    roles,
+                    lambda planner, *tree_and_roles: planner.on(*tree_and_roles),
+                )
+            )
         )
 
     @verb
@@ -306,11 +313,11 @@ class Parametrization(Static, ABC):
         """
         return self.deterministic.apply(raw)
 
-    def __rshift__(self, later: Parametrization) -> Parametrization:
-        got: Any = later
-        if not isinstance(got, Parametrization):
-            raise other_than_stages_error(self, ">>", got)
-        return compose((self, got))
+    def __rshift__(self, other: Parametrization) -> Parametrization:
+        right: Any = other
+        if not isinstance(right, Parametrization):
+            raise other_than_stages_error(self, ">>", right)
+        return compose((self, right))
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -416,11 +423,11 @@ class Chain(Parametrization):
     random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
 
     def __post_init__(self) -> None:
-        got: Any = self.stages
-        if not isinstance(got, tuple):
-            shown = repr(got) if isinstance(got, Static | list) else "a value"
+        stages: Any = self.stages
+        if not isinstance(stages, tuple):
+            text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
-                f"Chain takes a tuple of parametrizations, but got {shown} of type {type(got).__name__}. "
+                f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
                 f"{self._instead}"
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))

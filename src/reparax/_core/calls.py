@@ -69,9 +69,9 @@ def parts_of(part: Any) -> tuple[Any, ...]:
     return stage._parts
 
 
-def require_chains(usage: str, *got: object) -> None:
+def require_chains(usage: str, *arguments: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
-    for x in got:
+    for x in arguments:
         if not isinstance(x, Static):
             name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
             if isinstance(x, type):
@@ -88,8 +88,8 @@ def describe_non_stage(x: Any) -> str:
             "a function. Make a stage of it, `rpx.numbers.Elementwise(function, its_inverse)`, or call it on the "
             "weights."
         )
-    shown = f"{x!r} of type" if isinstance(x, bool | int | float | str | None) else "a value of type"
-    return f"{shown} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
+    text = f"{x!r} of type" if isinstance(x, bool | int | float | str | None) else "a value of type"
+    return f"{text} {type(x).__name__}. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
 
 
 def verb(method: Callable[P, R]) -> Callable[P, R]:

@@ -73,10 +73,10 @@ def _package_of(module: str) -> str:
 
 def _find_public(module: str, name: str) -> Any:
     """The public array function or scalar type of that name in a module, or None."""
-    found = vars(sys.modules[module]).get(name)
-    is_other_class = isinstance(found, type) and not isinstance(found, type(jnp.float32))
+    attribute = vars(sys.modules[module]).get(name)
+    is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
     hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
-    return found if callable(found) and not hidden else None
+    return attribute if callable(attribute) and not hidden else None
 
 
 def function_name(function: Callable[..., Any]) -> str | None:
@@ -110,9 +110,9 @@ def expression(stage: object) -> str:
     """Code that builds ``stage``."""
 
     def text(name: str, value: object) -> str:
-        return code(value) if name in named else f"{name}={code(value)}"
+        return code(value) if name in positional else f"{name}={code(value)}"
 
-    named = required_arguments(stage)
+    positional = required_arguments(stage)
     return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in changed_arguments(stage).items())})"
 
 
@@ -175,12 +175,12 @@ def find_function(name: str) -> Any:
         )
     try:
         importlib.import_module(module)
-        found = _find_public(module, attribute)
+        function = _find_public(module, attribute)
     except ImportError:
-        found = None
-    if found is None:
+        function = None
+    if function is None:
         raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
-    return found
+    return function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +193,11 @@ class _Name:
 def name_functions(value: Any) -> Any:
     """``value`` with each JAX function in it replaced by its name."""
 
-    def named(item: Any) -> Any:
+    def name_function(item: Any) -> Any:
         name = function_name(item) if callable(item) else None
         return item if name is None else _Name(name)
 
-    return map_nested(named, value)
+    return map_nested(name_function, value)
 
 
 def find_functions(value: Any) -> Any:
@@ -226,10 +226,10 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
 
 def _explain_wrong_names(cls: Any, arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with the argument names; None if they fit."""
-    taken = [field.name for field in declared_fields(cls)]
-    if unknown := [name for name in arguments if name not in taken]:
-        return f"it takes {', '.join(taken)}, but not {unknown[0]}"
-    missing = [name for name in taken if name in required_arguments(cls) and name not in arguments]
+    field_names = [field.name for field in declared_fields(cls)]
+    if unknown := [name for name in arguments if name not in field_names]:
+        return f"it takes {', '.join(field_names)}, but not {unknown[0]}"
+    missing = [name for name in field_names if name in required_arguments(cls) and name not in arguments]
     return f"it needs {missing[0]} too" if missing else None
 
 

@@ -30,27 +30,29 @@ def draw_for_sites(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[
     for i in counting:
         if layer.sites[i].is_random:
             groups.setdefault(_group_key(i, layer.sites[i], arrays), []).append(i)
-    found: dict[int, Array] = {}
+    draw_of_site: dict[int, Array] = {}
     for number in sorted(set(numbers.values())):
-        own = [[i for i in group if numbers[i] == number] for group in groups.values()]
-        batch = keys.of_arrays(layer.stage.kind, number, [layer.sites[i].seed for group in own for i in group])
+        groups_of_number = [[i for i in group if numbers[i] == number] for group in groups.values()]
+        batch = keys.of_arrays(
+            layer.stage.kind, number, [layer.sites[i].seed for group in groups_of_number for i in group]
+        )
         start = 0
-        for group in filter(None, own):
+        for group in filter(None, groups_of_number):
             assert batch is not None
-            each = jax.lax.slice_in_dim(batch, start, start + len(group))
-            found |= zip(group, _draw_group([layer.sites[i] for i in group], arrays, each), strict=True)
+            group_keys = jax.lax.slice_in_dim(batch, start, start + len(group))
+            draw_of_site |= zip(group, _draw_group([layer.sites[i] for i in group], arrays, group_keys), strict=True)
             start += len(group)
-    return found
+    return draw_of_site
 
 
 def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> list[Array]:
     """The keys of sites that draw alike, or their noise: in a loop, if there are several."""
-    first, array = group[0].stage, arrays[group[0].spots["w"].place] if group[0].is_noise else None
+    stage, array = group[0].stage, arrays[group[0].spots["w"].place] if group[0].is_noise else None
     if array is None:
         return [keys[0]]
     if len(group) == 1:
-        return [first.draw(jnp.asarray(array), keys[0])]
-    parts = jax.lax.split(first.draw(jnp.asarray(array), keys), [1] * len(group))
+        return [stage.draw(jnp.asarray(array), keys[0])]
+    parts = jax.lax.split(stage.draw(jnp.asarray(array), keys), [1] * len(group))
     return [jax.lax.squeeze(part, [0]) for part in parts]
 
 
@@ -73,34 +75,34 @@ def _is_large(w: Array) -> bool:
 
 def merge_noise(layers: Sequence[Any]) -> list[Any]:
     """The layers with neighbouring noises on an array joined in the first of them, where one draw does for both."""
-    made = [list(layer.sites) for layer in layers]
+    sites_of_layers = [list(layer.sites) for layer in layers]
     absorbed = [list(layer.absorbed) for layer in layers]
-    last: dict[Names, tuple[int, int]] = {}  # for the place of an array, the noise that acted on it last
+    last_noise: dict[Names, tuple[int, int]] = {}  # for the place of an array, the noise that acted on it last
     for n, layer in enumerate(layers):
         for site in layer.sites:
-            touched = [*site.reads.values(), *(x for spot in site.spots.values() for x in spot.values.values())]
-            before = last.get(touched[0]) if site.is_noise else None
-            both = None if before is None else _join_noises(made[before[0]][before[1]], site)
-            for place in touched:
-                last.pop(place, None)
-            if before is not None and both is not None:
-                made[before[0]][before[1]] = both
-                made[n].remove(site)
+            site_places = [*site.reads.values(), *(x for spot in site.spots.values() for x in spot.values.values())]
+            earlier = last_noise.get(site_places[0]) if site.is_noise else None
+            joined = None if earlier is None else _join_noises(sites_of_layers[earlier[0]][earlier[1]], site)
+            for place in site_places:
+                last_noise.pop(place, None)
+            if earlier is not None and joined is not None:
+                sites_of_layers[earlier[0]][earlier[1]] = joined
+                sites_of_layers[n].remove(site)
                 absorbed[n].append(site.seed)
-                last[touched[0]] = before
+                last_noise[site_places[0]] = earlier
             elif site.is_noise:
-                last[touched[0]] = (n, made[n].index(site))
-    parts = zip(layers, made, absorbed, strict=True)
+                last_noise[site_places[0]] = (n, sites_of_layers[n].index(site))
+    parts = zip(layers, sites_of_layers, absorbed, strict=True)
     return [replace(layer, sites=sites, absorbed=seeds) for layer, sites, seeds in parts]
 
 
-def _join_noises(first: Any, second: Any) -> Any:
+def _join_noises(earlier_site: Any, later_site: Any) -> Any:
     """The first site with the noise of both, or None if each needs a draw of its own.
 
     A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
     """
-    noise, later = first.stage, second.stage
-    if type(noise) is not type(later) or "merged_with" not in vars(type(noise)):
+    noise, other_noise = earlier_site.stage, later_site.stage
+    if type(noise) is not type(other_noise) or "merged_with" not in vars(type(noise)):
         return None
-    both = noise.merged_with(later)
-    return None if both is None else replace(first, stage=both)
+    joined = noise.merged_with(other_noise)
+    return None if joined is None else replace(earlier_site, stage=joined)

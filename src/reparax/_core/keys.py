@@ -26,7 +26,7 @@ class Keys:
         self._arrays: Counter[tuple[str, str]] = Counter()
 
     @property
-    def given(self) -> bool:
+    def has_key(self) -> bool:
         """Whether there is a key to draw with."""
         return self._key is not None
 
@@ -43,12 +43,12 @@ class Keys:
 
     def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
         """A key for each pair of number and path; None for each without a key."""
-        found: dict[tuple[int, str], jax.Array] = {}
+        key_of_site: dict[tuple[int, str], jax.Array] = {}
         for number in {number for number, _ in sites}:
-            own = [site for site in sites if site[0] == number]
-            batch = self.of_arrays(kind, number, [path for _, path in own])
-            found |= {} if batch is None else dict(zip(own, _each_key(batch), strict=True))
-        return [found.get(site) for site in sites]
+            sites_of_number = [site for site in sites if site[0] == number]
+            batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
+            key_of_site |= {} if batch is None else dict(zip(sites_of_number, _each_key(batch), strict=True))
+        return [key_of_site.get(site) for site in sites]
 
 
 def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
@@ -63,17 +63,17 @@ def is_one_key(key: Any) -> bool:
 
 def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
     """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
-    typed = key
+    is_typed = key
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
         size = jax.random.key_data(jax.random.key(0)).shape[-1]
-        typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
-    if not isinstance(typed, jax.Array) or not jnp.issubdtype(typed.dtype, jax.dtypes.prng_key):
+        is_typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
+    if not isinstance(is_typed, jax.Array) or not jnp.issubdtype(is_typed.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{who} needs a PRNG key, but got {_describe_key(key)}. Make one with `jax.random.key(seed)`.")
-    if typed.ndim > 0:
+    if is_typed.ndim > 0:
         raise ValueError(
-            f"{who} takes one key, but got a batch of keys of shape {typed.shape}. Map over them: `{in_batches}`."
+            f"{who} takes one key, but got a batch of keys of shape {is_typed.shape}. Map over them: `{in_batches}`."
         )
-    return typed
+    return is_typed
 
 
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -84,8 +84,8 @@ def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two keys whose draws are independent; for a batch of keys two batches."""
     if key.ndim == 0:
-        first, second = split_key(key, (2,))
-        return first, second
+        key_a, key_b = split_key(key, (2,))
+        return key_a, key_b
     pairs = jnp.stack([split_key(key[i], (2,)) for i in range(key.size)])
     return pairs[:, 0], pairs[:, 1]
 
@@ -100,8 +100,8 @@ def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Ar
 
     It differs between shards along the mesh axes ``axes``.
     """
-    for each in (number, *map(jax.lax.axis_index, axes)):
-        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, each)
+    for word in (number, *map(jax.lax.axis_index, axes)):
+        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
     return key
 
 
@@ -136,10 +136,10 @@ def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Ar
 def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
     """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
 
-    def one(high: Any, low: Any) -> jax.Array:
+    def fold_pair(high: Any, low: Any) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, high), low)
 
     if str(jax.random.key_impl(key)) != "threefry2x32":
         # Under vmap, a key of unsafe_rbg would depend on its neighbours.
-        return jnp.stack([one(*pair) for pair in zip(high, low, strict=True)])
-    return jax.vmap(one)(high, low)
+        return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
+    return jax.vmap(fold_pair)(high, low)

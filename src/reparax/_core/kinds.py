@@ -30,8 +30,8 @@ def kind_of_class(cls: type) -> str:
 def derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
-    other, package = _other_class(cls, kind), cls.__module__.partition(".")[0]
-    elsewhere = other is not None and other.__module__.partition(".")[0] != package
+    namesake, package = _namesake(cls, kind), cls.__module__.partition(".")[0]
+    elsewhere = namesake is not None and namesake.__module__.partition(".")[0] != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
 
 
@@ -41,19 +41,19 @@ def check_kind(cls: type, kind: object) -> str:
         raise ValueError(
             f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
         )
-    if (other := _other_class(cls, kind)) is not None:
+    if (namesake := _namesake(cls, kind)) is not None:
         raise ValueError(
-            f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(other)}. Give it another `kind`."
+            f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(namesake)}. Give it another `kind`."
         )
     return kind
 
 
 def _check_derived_kind(cls: type, kind: str) -> str:
     """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
-    other = _other_class(cls, kind)
-    if other is None and _is_name(kind):
+    namesake = _namesake(cls, kind)
+    if namesake is None and _is_name(kind):
         return kind
-    why = "is not a valid kind" if other is None else f"is the kind of {class_name(other)}"
+    why = "is not a valid kind" if namesake is None else f"is the kind of {class_name(namesake)}"
     raise ValueError(
         f"{class_name(cls)} would have the marker {marker(kind, 1)!r} in raw trees, but {kind!r} {why}. Set "
         f'another kind in the class, `kind = "..."`.'
@@ -65,10 +65,10 @@ def _is_name(kind: str) -> bool:
     return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
 
 
-def _other_class(cls: type, kind: str) -> type | None:
+def _namesake(cls: type, kind: str) -> type | None:
     """Another class of that kind, unless it is an earlier definition of ``cls``."""
-    other = registered_kind(kind)
-    return None if other is None or _where_defined(other) == _where_defined(cls) else other
+    namesake = registered_kind(kind)
+    return None if namesake is None or _where_defined(namesake) == _where_defined(cls) else namesake
 
 
 def _where_defined(cls: type) -> tuple[str, str]:

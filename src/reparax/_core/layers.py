@@ -29,7 +29,7 @@ from reparax._tree.values import Values, value_of
 Sights = Mapping[Names, Seen]
 """The inputs of arrays, by the places of the arrays."""
 
-Held = Mapping[str, Mapping[str, Any]]
+SiteValues = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that its formulas use, the raw values by their names."""
 
 
@@ -59,12 +59,14 @@ class Spot:
         """The places of the raw tree that the array replaces; a marker without values has one of its own."""
         return list(self.values.values()) or [self.node]
 
-    def opened(self, values: Mapping[str, Any], said: Values) -> dict[Names, Any]:
+    def place_values(self, values: Mapping[str, Any], declarations: Values) -> dict[Names, Any]:
         """The raw values, each at its place."""
-        free = {(*self.node, name): x for name, x in values.items() if not value_of(said, name).fixed}
-        fixed = [name for name in {**said, **values} if name in values and value_of(said, name).fixed]
-        held = {(*self.node, FIXED, name): values[name] for name in fixed}
-        return free | held or {self.node: {}}
+        free = {(*self.node, name): x for name, x in values.items() if not value_of(declarations, name).fixed}
+        fixed_names = [
+            name for name in {**declarations, **values} if name in values and value_of(declarations, name).fixed
+        ]
+        fixed_values = {(*self.node, FIXED, name): values[name] for name in fixed_names}
+        return free | fixed_values or {self.node: {}}
 
 
 def opened_spot(kind: str, place: Names, w: Any) -> Spot:
@@ -111,34 +113,36 @@ class Site(ABC):
         """Whether ``close`` takes a draw, which depends on the array's type only."""
         return False
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         """The raw values of the arrays, whose inputs are in ``seen``; none, if the stage works in place."""
         del arrays, key, seen
         return {}
 
     @abstractmethod
-    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> Mapping[str, Any]:
         """The arrays of raw values, with the key of a random site, or for noise the draw."""
 
-    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+    def update(self, values: SiteValues, grads: Mapping[str, Any], key: Array | None) -> SiteValues:
         """The values that change in one training step."""
         del values, grads, key
         return {}
 
-    def rebase(self, values: Held) -> Held:
+    def rebase(self, values: SiteValues) -> SiteValues:
         """Values of the same arrays, relative to a base at the current point."""
         return values
 
-    def number_of(self, formula: str, values: Held) -> Array:
+    def number_of(self, formula: str, values: SiteValues) -> Array:
         """The penalty or the log-determinant."""
         del formula, values
         return jnp.zeros(())
 
-    def held(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
+    def values_at(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         spots = self.spots.items()
-        found = {name: {value: _read_value(arrays, at) for value, at in spot.values.items()} for name, spot in spots}
-        return found | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
+        raw_values = {
+            name: {value: _read_value(arrays, at) for value, at in spot.values.items()} for name, spot in spots
+        }
+        return raw_values | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
 
 
 def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
@@ -181,60 +185,62 @@ class Layer:
         """The tree with raw values instead of the arrays."""
         opening = [site for site in self.sites if any(spot.mark for spot in site.spots.values())]
         starts = [i for i, site in enumerate(opening) if site.starts_random]
-        drawn = keys.of_sites(self.stage.kind, [(opening[i].number, str(opening[i].seed)) for i in starts])
-        own = dict(zip(starts, drawn, strict=True))
+        start_keys = keys.of_sites(self.stage.kind, [(opening[i].number, str(opening[i].seed)) for i in starts])
+        key_of_site = dict(zip(starts, start_keys, strict=True))
         swaps: list[Swap] = []
         for i, site in enumerate(opening):
             arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
-            known = {name: seen[spot.place] for name, spot in site.spots.items() if spot.place in seen}
+            sights = {name: seen[spot.place] for name, spot in site.spots.items() if spot.place in seen}
             with locate_errors(self.who_at(site)):
-                values = site.open(arrays, own.get(i), known)
-            swaps += [([s.place], s.opened(values[name], site.stage.raw_values)) for name, s in site.spots.items()]
-        return tree.swapped(swaps)
+                values = site.open(arrays, key_of_site.get(i), sights)
+            swaps += [
+                ([s.place], s.place_values(values[name], site.stage.raw_values)) for name, s in site.spots.items()
+            ]
+        return tree.swap(swaps)
 
-    def opened_sights(self, seen: Sights, before: Flat, after: Flat) -> Sights:
+    def sights_after_open(self, seen: Sights, effective: Flat, raw: Flat) -> Sights:
         """What values are multiplied with on which earlier stages act: those with the axes of their array, as it is.
 
         A base is one of them, so in ``Stored(fit="gptq") >> LoRA(8)`` what is rounded learns from data.
         """
-        found, said = dict(seen), self.stage.raw_values
+        sights, declarations = dict(seen), self.stage.raw_values
         spots = [spot for site in self.sites for spot in site.spots.values() if spot.place in seen and spot.mark]
         for spot in spots:
-            for place in ((*spot.node, *fixed, name) for name in said for fixed in ((), (FIXED,))):
-                value = value_of(said, place[-1])
-                same = place in after.arrays and after.arrays[place].shape == before.arrays[spot.place].shape
-                if (value.base or (value.main and value.aligned)) and same:
-                    found[place] = seen[spot.place]
-        return found
+            for place in ((*spot.node, *folder, name) for name in declarations for folder in ((), (FIXED,))):
+                value = value_of(declarations, place[-1])
+                has_same_shape = place in raw.arrays and raw.arrays[place].shape == effective.arrays[spot.place].shape
+                if (value.base or (value.main and value.aligned)) and has_same_shape:
+                    sights[place] = seen[spot.place]
+        return sights
 
     def close(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with the arrays instead of raw values."""
-        known, swaps = dict(tree.arrays), list[Swap]()
-        drawn = draw_for_sites(self, known, keys)
+        arrays, swaps = dict(tree.arrays), list[Swap]()
+        draws = draw_for_sites(self, arrays, keys)
         for i, site in enumerate(self.sites):
             with locate_errors(self.who_at(site)):
-                made = site.close(site.held(known), drawn.get(i))
-            new = {spot.place: made[name] for name, spot in site.spots.items()}
-            known |= new
-            swaps += [(spot.inside, {spot.place: made[name]}) for name, spot in site.spots.items()]
-        return tree.swapped(swaps)
+                effective = site.close(site.values_at(arrays), draws.get(i))
+            new = {spot.place: effective[name] for name, spot in site.spots.items()}
+            arrays |= new
+            swaps += [(spot.inside, {spot.place: effective[name]}) for name, spot in site.spots.items()]
+        return tree.swap(swaps)
 
     def types_after(self, tree: Flat) -> Flat:
         """The tree with the types of the arrays instead of those of raw values."""
-        return tree.swapped([(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()])
+        return tree.swap([(s.inside, {s.place: s.type}) for site in self.sites for s in site.spots.values()])
 
     def update(self, tree: Flat, reads: Sequence[str], keys: Keys, grads: Flat | None) -> Flat:
         """The tree with the values after one training step; as it is, if what the stage reads is not given."""
-        if ("grad" in reads and grads is None) or ("key" in reads and not keys.given):
+        if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
             return tree
         seeds = [str(site.seed) for site in self.sites]
         numbers = keys.numbers(self.stage.kind, seeds) if "key" in reads else []
-        drawn = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
+        site_keys = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
         arrays = dict(tree.arrays)
         for i, site in enumerate(self.sites):
             with locate_errors(self.who_at(site)):
                 slopes = {name: grads.arrays[s.place] for name, s in site.spots.items()} if grads else {}
-                new = site.update(site.held(tree.arrays), slopes, drawn[i] if drawn else None)
+                new = site.update(site.values_at(tree.arrays), slopes, site_keys[i] if site_keys else None)
                 arrays |= _values_by_place(site, new)
         return Flat(tree.frame, arrays)
 
@@ -243,7 +249,7 @@ class Layer:
         arrays = dict(tree.arrays)
         for site in self.sites:
             with locate_errors(self.who_at(site)):
-                arrays |= _values_by_place(site, site.rebase(site.held(tree.arrays)))
+                arrays |= _values_by_place(site, site.rebase(site.values_at(tree.arrays)))
         return Flat(tree.frame, arrays)
 
     def penalty(self, tree: Flat) -> Array:
@@ -256,14 +262,14 @@ class Layer:
 
     def _total(self, formula: str, tree: Flat, counts: Callable[[Names], bool]) -> Array:
         """The sum of a formula over the sites of which ``counts`` holds for the place of an array."""
-        found: list[Array] = []
+        totals: list[Array] = []
         for site in self.sites:
             if any(counts(spot.place) for spot in site.spots.values()):
                 with locate_errors(self.who_at(site)):
-                    found.append(jnp.sum(site.number_of(formula, site.held(tree.arrays))))
-        return add_up(found)
+                    totals.append(jnp.sum(site.number_of(formula, site.values_at(tree.arrays))))
+        return add_up(totals)
 
 
-def _values_by_place(site: Site, values: Held) -> dict[Names, Any]:
+def _values_by_place(site: Site, values: SiteValues) -> dict[Names, Any]:
     """New values at the places of the old ones."""
-    return {site.spots[name].values[value]: x for name, held in values.items() for value, x in held.items()}
+    return {site.spots[name].values[value]: x for name, raw_values in values.items() for value, x in raw_values.items()}

@@ -18,7 +18,7 @@ CONVERT = "Convert it with `rpx.transfer(old, new, raw)`."
 
 
 @dataclass(frozen=True)
-class Made:
+class Maker:
     """How an array is made.
 
     Attributes:
@@ -45,10 +45,10 @@ class Lineage:
     effective: PyTree
 
     @cached_property
-    def made(self) -> dict[Names, Made]:
+    def makers(self) -> dict[Names, Maker]:
         """How each array is made that stages compute of raw values, by its place."""
-        spots = [each for layer in self.layers for each in layer.spots]
-        return {spot.place: Made(stage, spot.values) for stage, spot in spots if spot.mark}
+        spots = [pair for layer in self.layers for pair in layer.spots]
+        return {spot.place: Maker(stage, spot.values) for stage, spot in spots if spot.mark}
 
     @cached_property
     def places(self) -> dict[str, Names]:
@@ -57,7 +57,7 @@ class Lineage:
 
     def has_values(self, place: Names) -> bool:
         """Whether the raw tree holds any value of the array at a place; a tied one has none of its own."""
-        return place not in self.made or any(map(self.has_values, self.made[place].values.values()))
+        return place not in self.makers or any(map(self.has_values, self.makers[place].values.values()))
 
 
 def lineage_of(p: Iterable[Any], raw: PyTree, otherwise: str = CONVERT) -> Lineage:

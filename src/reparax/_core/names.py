@@ -32,36 +32,36 @@ OF_OTHERS = {
 """For a name of torch, optax, flax, paramax or PEFT, what to write here."""
 
 
-def how_to_write(held: Mapping[str, Any]) -> dict[str, str]:
+def how_to_write(namespace: Mapping[str, Any]) -> dict[str, str]:
     """How to write each public name of the package, which holds these: at the top, or else in its family."""
     families = {
-        name: vars(x) for name, x in _public_names(held).items() if inspect.ismodule(x) and name not in _MODULES
+        name: vars(x) for name, x in _public_names(namespace).items() if inspect.ismodule(x) and name not in _MODULES
     }
     below = {name: f"rpx.{family}.{name}" for family, names in families.items() for name in _public_names(names)}
-    return below | {name: f"rpx.{name}" for name, x in _public_names(held).items() if not inspect.ismodule(x)}
+    return below | {name: f"rpx.{name}" for name, x in _public_names(namespace).items() if not inspect.ismodule(x)}
 
 
-def unknown_name_error(name: str, held: Mapping[str, Any]) -> AttributeError:
+def unknown_name_error(name: str, namespace: Mapping[str, Any]) -> AttributeError:
     """The error for a name that the package, which holds these, does not have."""
     text = f"reparax has no {name!r}"
     return AttributeError(
-        f"{text}." if name.startswith("_") else f"{text}{_suggest(name, how_to_write(held))}", name=name
+        f"{text}." if name.startswith("_") else f"{text}{_suggest(name, how_to_write(namespace))}", name=name
     )
 
 
-def _suggest(name: str, known: Mapping[str, str]) -> str:
+def _suggest(name: str, ways: Mapping[str, str]) -> str:
     """What to write in place of an unknown name: how an error about it ends."""
-    if name in known:
-        return f" at the top: it is `{known[name]}`."
+    if name in ways:
+        return f" at the top: it is `{ways[name]}`."
     if name in OF_OTHERS:
         return f". Write {OF_OTHERS[name]}."
     if name in _METHODS:
         return f". It is a method of a chain: `p.{name}`."
     if name in _MODULES:
         return f". It is a module: `import reparax.{name}`."
-    plain = {_squash(each): each for each in known}
-    if near := plain.get(_squash(name)) or next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None):
-        return f". Write `{known[near]}`."
+    plain = {_squash(public): public for public in ways}
+    if near := plain.get(_squash(name)) or next(iter(difflib.get_close_matches(name, ways, n=1, cutoff=0.7)), None):
+        return f". Write `{ways[near]}`."
     return ". `dir(reparax)` lists what it has and its families."
 
 

@@ -20,51 +20,51 @@ def visit_with_roles(
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    tree, known = _types_and_roles(who, roles)
-    origins, found, new = keep_origins(tree), list[Any](), list[Any]()
+    tree, roles_of_params = _types_and_roles(who, roles)
+    origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
     for stage in reversed(stages):
-        tree, own = follow_axes(new, tree)
-        origins = compose_origins(own, origins)
-        new = list(visit(planner_of(stage), flatten(tree), _inherit_roles(known, tree, origins)))
-        found[:0] = new
-    return found
+        tree, origins_of_stage = follow_axes(new, tree)
+        origins = compose_origins(origins_of_stage, origins)
+        new = list(visit(planner_of(stage), flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        new_stages[:0] = new
+    return new_stages
 
 
 def raw_roles(who: str, stages: Sequence[Any], roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
     """The types of the raw tree of a chain, and the role of each array in it that follows an array of the network."""
-    params, known = _types_and_roles(who, roles)
+    params, roles_of_params = _types_and_roles(who, roles)
     tree, origins = follow_axes(stages, params)
-    return tree, _inherit_roles(known, tree, origins)
+    return tree, _inherit_roles(roles_of_params, tree, origins)
 
 
-def _inherit_roles(known: Mapping[Names, Role], tree: PyTree, origins: Origins) -> dict[Names, Role]:
+def _inherit_roles(roles_of_params: Mapping[Names, Role], tree: PyTree, origins: Origins) -> dict[Names, Role]:
     """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
-    found = dict[Names, Role]()
+    roles = dict[Names, Role]()
     for place, x in items(tree):
-        if is_array(x) and (origin := origins[place])[0] in known:
+        if is_array(x) and (origin := origins[place])[0] in roles_of_params:
             source, places = origin
-            found[place] = known[source].of_value(places, x.shape, x.dtype)
-    return found
+            roles[place] = roles_of_params[source].of_value(places, x.shape, x.dtype)
+    return roles
 
 
 def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter; a model's functions, among its leaves, have none."""
     leaves = list(items(roles))
-    found = {path: role for path, role in leaves if isinstance(role, Role)}
-    for path, other in leaves:
-        if path not in found and (is_array(other) or not found):
+    roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
+    for path, leaf in leaves:
+        if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
                 f"{who} takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with "
-                f"{type(other).__name__} at {path_text(path)!r}."
+                f"{type(leaf).__name__} at {path_text(path)!r}."
             )
-    return found
+    return roles_by_place
 
 
 def _types_and_roles(who: str, roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
     """The types of the parameters, and their roles."""
-    known = roles_of(who, roles)
+    roles_of_params = roles_of(who, roles)
 
     def type_of(role: Any) -> Any:
         return jax.ShapeDtypeStruct(role.shape, role.dtype) if isinstance(role, Role) else role
 
-    return jax.tree.map(type_of, roles), known
+    return jax.tree.map(type_of, roles), roles_of_params

@@ -39,8 +39,8 @@ def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Fla
     """The tree after ``init`` of each stage, the last one first."""
     for stage in reversed(stages):
         layer = planner_of(stage).plan_init(tree)
-        before, tree = tree, layer.open(tree, keys, seen)
-        seen = layer.opened_sights(seen, before, tree)
+        effective, tree = tree, layer.open(tree, keys, seen)
+        seen = layer.sights_after_open(seen, effective, tree)
     return tree
 
 
@@ -84,8 +84,8 @@ def _apply_layers(stages: tuple[Any, ...], tree: Flat) -> list[Layer]:
 
 
 @lru_cache(maxsize=256)
-def _decide_once(stages: Any, shown: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
-    """The layers for ``apply``; ``shown`` is part of what it remembers by, as equal stages may differ in it."""
-    del shown  # the layers hold the stages, so equal ones do not do
+def _decide_once(stages: Any, text: Any, frame: Frame, places: tuple[Names, ...], leaves: Any) -> list[Layer]:
+    """The layers for ``apply``; ``text`` is part of what it remembers by, as equal stages may differ in it."""
+    del text  # the layers hold the stages, so equal ones do not do
     arrays = {place: {} if x == () else x for place, x in zip(places, leaves, strict=True)}
     return merge_noise(decide("apply", stages, Flat(frame, arrays))[0])

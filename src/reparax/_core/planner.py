@@ -77,4 +77,4 @@ def planner_of(stage: Any) -> Planner:
 
 def rewrites(cls: type, method: str) -> bool:
     """Whether a class of stages writes a method that its base has too."""
-    return sum(method in vars(each) for each in cls.__mro__) > 1
+    return sum(method in vars(base) for base in cls.__mro__) > 1

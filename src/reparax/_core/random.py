@@ -29,16 +29,16 @@ def normal(key: Array, w: Array) -> Array:
     return reparax_normal(key, w.shape, w.dtype, _sharding_of_draw(w))
 
 
-def uniform(key: Array, w: Array, shared: tuple[int, ...]) -> Array:
-    """Multiples of 2^-23 in [0, 1) in the shape of ``w``, with size 1 along the axes in ``shared``."""
-    shape = tuple(1 if axis in shared else size for axis, size in enumerate(w.shape))
-    return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared))
+def uniform(key: Array, w: Array, shared_axes: tuple[int, ...]) -> Array:
+    """Multiples of 2^-23 in [0, 1) in the shape of ``w``, with size 1 along the axes in ``shared_axes``."""
+    shape = tuple(1 if axis in shared_axes else size for axis, size in enumerate(w.shape))
+    return _draw_uniform(key, shape, jnp.dtype(jnp.float32), _sharding_of_draw(w, shared_axes))
 
 
-def _sharding_of_draw(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
+def _sharding_of_draw(w: Array, shared_axes: tuple[int, ...] = ()) -> NamedSharding:
     """The sharding of ``w``, replicated along the axes that share one draw."""
     sharding = jax.typeof(w).sharding
-    spec = [None if axis in shared else name for axis, name in enumerate(sharding.spec)]
+    spec = [None if axis in shared_axes else name for axis, name in enumerate(sharding.spec)]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
@@ -46,12 +46,12 @@ def _sharding_of_draw(w: Array, shared: tuple[int, ...] = ()) -> NamedSharding:
 def _draw_uniform(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     """Numbers in [0, 1): random mantissa bits give a number in [1, 2), and 1 is subtracted."""
     if key.ndim:
-        return jax.lax.map(lambda one: _draw_uniform(one, shape, dtype, sharding), key)
+        return jax.lax.map(lambda one_key: _draw_uniform(one_key, shape, dtype, sharding), key)
     digits = jnp.finfo(dtype)
     words = _draw_words(key, shape, digits.bits, sharding)
-    one = np.ones((), dtype).view(words.dtype)
+    one_bits = np.ones((), dtype).view(words.dtype)
     mantissa = words >> words.dtype.type(digits.bits - digits.nmant)
-    return _keep_apart(jax.lax.bitcast_convert_type(mantissa | one, dtype) - dtype.type(1))
+    return _keep_apart(jax.lax.bitcast_convert_type(mantissa | one_bits, dtype) - dtype.type(1))
 
 
 def _draw_words(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
@@ -74,10 +74,10 @@ def _keep_apart(x: Array) -> Array:
 def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Array:
     """Standard normal numbers, under the name by which programs show them."""
     if key.ndim:
-        return jax.lax.map(lambda one: reparax_normal(one, shape, dtype, sharding), key)
+        return jax.lax.map(lambda one_key: reparax_normal(one_key, shape, dtype, sharding), key)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.finfo(dtype).dtype
-        real, imaginary = (reparax_normal(one, shape, part, sharding) for one in split_key(key, (2,)))
+        real, imaginary = (reparax_normal(one_key, shape, part, sharding) for one_key in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
         return _keep_apart(quantile.normal(_draw_words(key, shape, 32, sharding)))

@@ -17,14 +17,14 @@ class Mark:
 
     Attributes:
       treedef: The structure of the effective tree.
-      made: The leaves of the effective tree that are outputs, in their order.
+      new_outputs: The leaves of the effective tree that are outputs, in their order.
       passed: For each other leaf that is an array, which of the operands it is.
       size: How many operands there are, of which a key may be the last.
     """
 
     def __init__(self) -> None:
         self.treedef: Any = None
-        self.made: list[int] = []
+        self.new_outputs: list[int] = []
         self.passed: dict[int, int] = {}
         self.size = 0
 
@@ -50,8 +50,8 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
     operands = {i: number for number, i in enumerate(places)}
-    mark, failed = Mark(), list[Exception]()
-    found: list[dict[int, int]] = []
+    mark, errors = Mark(), list[Exception]()
+    passed_on: list[dict[int, int]] = []
 
     def of_arrays(arrays: list[Any], key: Array | None) -> dict[int, Any]:
         inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
@@ -59,17 +59,17 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
         try:
             outs, outdef = jax.tree.flatten(fun(treedef.unflatten(inputs.values()), key))
         except Exception as error:  # raised below, where JAX does not change its text
-            failed.append(error)
+            errors.append(error)
             return {}
-        passed = {place: origins[id(out)] for place, out in enumerate(outs) if id(out) in origins}
-        found.append(passed)
+        source_of_output = {place: origins[id(output)] for place, output in enumerate(outs) if id(output) in origins}
+        passed_on.append(source_of_output)
         mark.treedef, mark.size = outdef, len(arrays) + (key is not None)
-        mark.made = [place for place in range(len(outs)) if place not in passed]
-        mark.passed = {place: operands[i] for place, i in passed.items() if i in operands}
-        return {place: outs[place] for place in mark.made}
+        mark.new_outputs = [place for place in range(len(outs)) if place not in source_of_output]
+        mark.passed = {place: operands[i] for place, i in source_of_output.items() if i in operands}
+        return {place: outs[place] for place in mark.new_outputs}
 
-    made = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)
-    if failed:
-        raise failed[0]
-    outs = made | {place: leaves[i] for place, i in found[0].items()}
+    outputs = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)
+    if errors:
+        raise errors[0]
+    outs = outputs | {place: leaves[i] for place, i in passed_on[0].items()}
     return mark.treedef.unflatten([outs[place] for place in range(len(outs))])

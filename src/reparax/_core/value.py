@@ -98,8 +98,10 @@ class Static:
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.
-            own = {each.name: each.metadata[argument] for each in _fields_of(cls) if argument in each.metadata}
-            cls._checks = {**cls._checks, **own}
+            own_checks = {
+                field.name: field.metadata[argument] for field in _fields_of(cls) if argument in field.metadata
+            }
+            cls._checks = {**cls._checks, **own_checks}
             cls.__init__ = _with_plain_values(cls.__init__)
             # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
             del cls.__setattr__, cls.__delattr__
@@ -116,11 +118,11 @@ class Static:
 
     def __dir__(self) -> list[str]:
         """The names that users call, the stage's arguments, and what third-party classes add."""
-        ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
-        known = {name for c, own in ours.items() if own for name in vars(c)}
-        added = {name for c, own in ours.items() if not own for name in vars(c)} - known
-        shown = {*self._for_users, *(each.name for each in _fields_of(self)), *added}
-        return [name for name in super().__dir__() if name in shown or name.startswith("_")]
+        is_ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
+        our_names = {name for c, of_reparax in is_ours.items() if of_reparax for name in vars(c)}
+        their_names = {name for c, of_reparax in is_ours.items() if not of_reparax for name in vars(c)} - our_names
+        public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *their_names}
+        return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
     def __post_init__(self) -> None:
         for name, check in self._checks.items():
@@ -133,13 +135,13 @@ class Static:
 
     def __hash__(self) -> int:
         try:
-            return hash((type(self), *(getattr(self, each.name) for each in _fields_of(self) if each.compare)))
+            return hash((type(self), *(getattr(self, field.name) for field in _fields_of(self) if field.compare)))
         except TypeError:
             return hash((type(self), self._compared()))  # which names the field that holds an array
 
     def _compared(self) -> tuple[Any, ...]:
         """The values that equality and hash compare."""
-        values = {each.name: getattr(self, each.name) for each in _fields_of(self) if each.compare}
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
         if holds_array(values):
             name = next(name for name, value in values.items() if holds_array(value))
             raise TypeError(
@@ -150,8 +152,10 @@ class Static:
 
     # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
     def __getstate__(self) -> dict[str, Any]:
-        held = {each.name: getattr(self, each.name) for each in _fields_of(self) if hasattr(self, each.name)}
-        return name_functions({**getattr(self, "__dict__", {}), **held})
+        field_values = {
+            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
+        }
+        return name_functions({**getattr(self, "__dict__", {}), **field_values})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in as_python(find_functions(state)).items():
@@ -178,7 +182,7 @@ class Static:
 
 def exact_text(stage: Static) -> str:
     """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
-    values = [(each.name, getattr(stage, each.name)) for each in _fields_of(stage)]
+    values = [(field.name, getattr(stage, field.name)) for field in _fields_of(stage)]
     return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
 
 
@@ -201,8 +205,10 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
         _require_arguments(type(self), args, kwargs)
         init(self, *as_python(args), **as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
-        held = {each.name: getattr(self, each.name) for each in _fields_of(self) if hasattr(self, each.name)}
-        for name, value in as_python(held).items():
+        field_values = {
+            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
+        }
+        for name, value in as_python(field_values).items():
             object.__setattr__(self, name, value)
 
     return initialize
@@ -210,26 +216,28 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
 def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuses unknown and missing arguments, and those by position that must have their names."""
-    unnamed = [each for each in _fields_of(cls) if each.init and not each.kw_only]
-    if len(args) > len(unnamed):
-        named = ", ".join(f"{each.name}=" for each in declared_fields(cls) if each.kw_only)
-        others = f"Write the others by name: {named}." if named else getattr(cls, "_instead", "It has no others.")
+    positional = [field for field in _fields_of(cls) if field.init and not field.kw_only]
+    if len(args) > len(positional):
+        names = ", ".join(f"{field.name}=" for field in declared_fields(cls) if field.kw_only)
+        advice = f"Write the others by name: {names}." if names else getattr(cls, "_instead", "It has no others.")
         raise TypeError(
-            f"{cls.__name__} takes {len(unnamed)} of its arguments by position, but got {len(args)}. {others}"
+            f"{cls.__name__} takes {len(positional)} of its arguments by position, but got {len(args)}. {advice}"
         )
-    taken = [each.name for each in declared_fields(cls) if each.init]
-    if unknown := [name for name in kwargs if name not in {each.name for each in _fields_of(cls) if each.init}]:
-        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], taken)}")
-    given = {*(each.name for each in unnamed[: len(args)]), *kwargs}
+    all_names = [field.name for field in declared_fields(cls) if field.init]
+    if unknown := [name for name in kwargs if name not in {field.name for field in _fields_of(cls) if field.init}]:
+        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], all_names)}")
+    names_given = {*(field.name for field in positional[: len(args)]), *kwargs}
     if missing := [
-        each.name for each in _fields_of(cls) if each.init and each.name not in given and _has_no_default(each)
+        field.name
+        for field in _fields_of(cls)
+        if field.init and field.name not in names_given and _has_no_default(field)
     ]:
         raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
 
 
-def _has_no_default(each: dataclasses.Field[Any]) -> bool:
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     """Whether a field must be given."""
-    return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _refuse_init(cls: type) -> None:
@@ -237,7 +245,7 @@ def _refuse_init(cls: type) -> None:
     if "__init__" not in cls.__dict__:
         return
     arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
-    fields = ", ".join(f"`{_declaration(each)}`" for each in arguments) or "what varies"
+    fields = ", ".join(f"`{_declaration(parameter)}`" for parameter in arguments) or "what varies"
     raise TypeError(
         f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
         f"the class instead, with its own type, and check values in `__post_init__`."
@@ -246,5 +254,5 @@ def _refuse_init(cls: type) -> None:
 
 def _declaration(parameter: inspect.Parameter) -> str:
     """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
-    known = parameter.annotation is not inspect.Parameter.empty
-    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if known else 'int'}"
+    has_annotation = parameter.annotation is not inspect.Parameter.empty
+    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"

@@ -32,11 +32,13 @@ NOTES = {
 }
 
 
-def instead_of(name: str, taken: Sequence[str]) -> str:
-    """What to write in place of an argument that a stage with the arguments ``taken`` does not have."""
-    if not taken:
+def instead_of(name: str, argument_names: Sequence[str]) -> str:
+    """What to write in place of an argument that a stage with the arguments ``argument_names`` does not have."""
+    if not argument_names:
         return "It takes none."
-    near = [word for word in OF_OTHERS.get(name, ()) if word in taken] or difflib.get_close_matches(name, taken, n=1)
+    near = [word for word in OF_OTHERS.get(name, ()) if word in argument_names] or difflib.get_close_matches(
+        name, argument_names, n=1
+    )
     if near:
         return f"Write `{near[0]}=`.{NOTES.get(name, '')}"
-    return f"It takes {', '.join(taken)}."
+    return f"It takes {', '.join(argument_names)}."

@@ -30,7 +30,7 @@ def output_error(change: Array, moments: Array) -> Array:
 
 
 def round_with_compensation(
-    w: Array, moments: Array, plan: Sweep, nearest: Nearest, *, size: int, percdamp: float, given: Any = None
+    w: Array, moments: Array, plan: Sweep, nearest: Nearest, *, size: int, percdamp: float, row_data: Any = None
 ) -> tuple[Array, Any]:
     r"""Rounds the rows of a matrix one after the other: the loop of GPTQ and SparseGPT.
 
@@ -42,12 +42,12 @@ def round_with_compensation(
       w: The matrix, of shape ``(K, N)``.
       moments: The moments of its inputs, of shape ``(K, K)``.
       plan: What ``nearest`` needs for each row of a block of ``size`` rows, as arrays with one entry for each of them:
-        ``plan(block, diagonal, given)``, where the block has the errors of all blocks before it made up for,
-        ``diagonal`` is that of U, and ``given`` the block's part of ``given``. The last block is filled up with zeros.
+        ``plan(block, diagonal, row_data)``, where the block has the errors of all blocks before it made up for,
+        ``diagonal`` is that of U, and ``row_data`` the part of the block. The last block is filled up with zeros.
       nearest: What a row is rounded to, ``nearest(row, planned)``.
       size: The rows of a block.
       percdamp: What is added to the diagonal of the moments, in units of its mean.
-      given: Arrays with one entry for each row.
+      row_data: Arrays with one entry for each row.
 
     Returns:
       The rows as they were when they were rounded, and what was planned for each.
@@ -65,30 +65,30 @@ def round_with_compensation(
     )
     inverses = jax.vmap(_invert_upper)(_diagonal_blocks(factor, size))
 
-    def one_block(changes: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
-        i, block, upper, part = each
+    def one_block(changes: Array, inputs: tuple[Array, ...]) -> tuple[Array, Any]:
+        i, block, upper, part = inputs
         # All errors before the block, made up for in its rows by least squares.
         columns = jax.lax.dynamic_slice_in_dim(factor, i * size, size, axis=1)
         block = block + product(adjoint(upper), product(adjoint(columns), changes))
         pivots = jnp.diagonal(upper)
-        planned = plan(block, pivots, part)
+        row_plans = plan(block, pivots, part)
 
-        def one_row(found: Array, each: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-            j, row, column, pivot, how = each
-            row = row - product(column, found)
+        def one_row(errors: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+            j, row, column, pivot, how = inputs
+            row = row - product(column, errors)
             error = row - nearest(row, how)
-            return found.at[j].set(error / pivot), (row, row - error)
+            return errors.at[j].set(error / pivot), (row, row - error)
 
         _, (rows, near) = jax.lax.scan(
-            one_row, jnp.zeros_like(block), (jnp.arange(size), block, adjoint(upper), pivots, planned)
+            one_row, jnp.zeros_like(block), (jnp.arange(size), block, adjoint(upper), pivots, row_plans)
         )
-        own = jax.lax.dynamic_slice_in_dim(whole, i * size, size)
-        return jax.lax.dynamic_update_slice_in_dim(changes, own - near, i * size, 0), (rows, planned)
+        rows_of_block = jax.lax.dynamic_slice_in_dim(padded, i * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(changes, rows_of_block - near, i * size, 0), (rows, row_plans)
 
-    whole = blocks(w).reshape(number * size, *w.shape[1:])
-    parts = jnp.arange(number), blocks(w), inverses, jax.tree.map(blocks, given)
-    _, found = jax.lax.scan(one_block, jnp.zeros_like(whole), parts)
-    return jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:count], found)
+    padded = blocks(w).reshape(number * size, *w.shape[1:])
+    parts = jnp.arange(number), blocks(w), inverses, jax.tree.map(blocks, row_data)
+    _, rounded = jax.lax.scan(one_block, jnp.zeros_like(padded), parts)
+    return jax.tree.map(lambda x: x.reshape(number * size, *x.shape[2:])[:count], rounded)
 
 
 def make_up_for_inputs(w: Array, moments: Array, cross: Array, share: float, *, percdamp: float = 0.01) -> Array:
@@ -122,16 +122,16 @@ def _factor(moments: Array) -> Array:
     number = len(moments) // BLOCK
 
     def one_block(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, factor = state
+        remainder, factor = state
         start = (number - 1 - k) * BLOCK
-        columns = jax.lax.dynamic_slice_in_dim(rest, start, BLOCK, axis=1)
-        own = _factor_block(jax.lax.dynamic_slice_in_dim(columns, start, BLOCK))
+        columns = jax.lax.dynamic_slice_in_dim(remainder, start, BLOCK, axis=1)
+        corner = _factor_block(jax.lax.dynamic_slice_in_dim(columns, start, BLOCK))
         above = jnp.where(
-            (rows < start)[:, None], product(columns, adjoint(_invert_upper(own))), jnp.zeros_like(columns)
+            (rows < start)[:, None], product(columns, adjoint(_invert_upper(corner))), jnp.zeros_like(columns)
         )
-        rest = rest - product(above, adjoint(above))
-        whole = jax.lax.dynamic_update_slice_in_dim(above, own, start, 0)
-        return rest, jax.lax.dynamic_update_slice_in_dim(factor, whole, start, 1)
+        remainder = remainder - product(above, adjoint(above))
+        columns_of_factor = jax.lax.dynamic_update_slice_in_dim(above, corner, start, 0)
+        return remainder, jax.lax.dynamic_update_slice_in_dim(factor, columns_of_factor, start, 1)
 
     _, factor = jax.lax.fori_loop(0, number, one_block, (moments, jnp.zeros_like(moments)))
     return factor[:count, :count]
@@ -143,10 +143,10 @@ def _factor_block(moments: Array) -> Array:
     rows = jnp.arange(size)
 
     def one_column(k: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        rest, factor = state
+        remainder, factor = state
         j = size - 1 - k
-        column = jnp.where(rows <= j, rest[:, j] / jnp.sqrt(rest[j, j]), jnp.zeros_like(rest[j]))
-        return rest - jnp.outer(column, column), factor.at[:, j].set(column)
+        column = jnp.where(rows <= j, remainder[:, j] / jnp.sqrt(remainder[j, j]), jnp.zeros_like(remainder[j]))
+        return remainder - jnp.outer(column, column), factor.at[:, j].set(column)
 
     return jax.lax.fori_loop(0, size, one_column, (moments, jnp.zeros_like(moments)))[1]
 

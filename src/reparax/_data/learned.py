@@ -18,13 +18,13 @@ def mean_output_error(read: Read, w: Array, near: Array) -> Array:
 
 
 def choose_better_start(
-    stage: Any, read: Read, w: Array, learned: dict[str, Array], plain: dict[str, Array]
+    stage: Any, read: Read, w: Array, from_data: dict[str, Array], plain: dict[str, Array]
 ) -> dict[str, Array]:
     """The raw values that were learned from data, or the plain ones if these lose less on the same data.
 
     The plain ones too if what was learned from finite data overflows.
     """
-    near = stage.apply_leaf(learned)
+    near = stage.apply_leaf(from_data)
     broken = ~jnp.all(jnp.isfinite(near)) & jnp.all(jnp.isfinite(read.moments))
     worse = broken | (mean_output_error(read, w, near) > mean_output_error(read, w, stage.apply_leaf(plain)))
-    return jax.tree.map(partial(jnp.where, worse), plain, learned)
+    return jax.tree.map(partial(jnp.where, worse), plain, from_data)

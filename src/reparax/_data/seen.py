@@ -127,8 +127,8 @@ class Read:
     def array(self, matrices: Array, like: Any) -> Array:
         """The array of the shape of ``like`` that these matrices are."""
         order = self.batch + self.axes + self.free
-        split = matrices.reshape([self.shape[i] for i in order])
-        return split.transpose([order.index(i) for i in range(len(order))]).reshape(like.shape)
+        parts = matrices.reshape([self.shape[i] for i in order])
+        return parts.transpose([order.index(i) for i in range(len(order))]).reshape(like.shape)
 
     def each_input(self, numbers: Array, like: Any) -> Array:
         """Numbers for each input, in a shape that broadcasts against the array.
@@ -137,35 +137,35 @@ class Read:
           numbers: An array of shape ``(batch, inputs)``, such as ``read.moments`` of ``moments="diagonal"``.
           like: The array, or any of its shape.
         """
-        whole = self.array(jnp.broadcast_to(numbers[..., None], self.sizes()), like)
-        own = {self.of[i] for i in (*self.batch, *self.axes)}
-        return whole[tuple(slice(None) if axis in own else slice(1) for axis in range(whole.ndim))]
+        spread = self.array(jnp.broadcast_to(numbers[..., None], self.sizes()), like)
+        input_axes = {self.of[i] for i in (*self.batch, *self.axes)}
+        return spread[tuple(slice(None) if axis in input_axes else slice(1) for axis in range(spread.ndim))]
 
     def of_index(self, stacked: Sequence[int]) -> Read | None:
         """The data of one array of a stack, with the stacked axes in front; None if the stacked axes are mixed."""
         places = [i for axis in stacked for i in range(len(self.of)) if self.of[i] == axis]
         if set(places) & set(self.axes):
             return None
-        others = [i for i in self.batch if i not in places]
-        kept = [i for i in range(len(self.shape)) if i not in places]
+        batch_left = [i for i in self.batch if i not in places]
+        axes_left = [i for i in range(len(self.shape)) if i not in places]
 
         def front(x: Any) -> Any:
-            own = [i for i in self.batch if i in places]
-            split = x.reshape([self.shape[i] for i in self.batch] + list(x.shape[1:]))
-            split = jnp.moveaxis(split, [self.batch.index(i) for i in own], range(len(own)))
-            sizes = [self.shape[i] if i in own else 1 for i in places]
-            split = split.reshape(*sizes, math.prod(self.shape[i] for i in others), *x.shape[1:])
-            wide = jnp.broadcast_to(split, (*(self.shape[i] for i in places), *split.shape[len(places) :]))
+            stacked_batch = [i for i in self.batch if i in places]
+            parts = x.reshape([self.shape[i] for i in self.batch] + list(x.shape[1:]))
+            parts = jnp.moveaxis(parts, [self.batch.index(i) for i in stacked_batch], range(len(stacked_batch)))
+            sizes = [self.shape[i] if i in stacked_batch else 1 for i in places]
+            parts = parts.reshape(*sizes, math.prod(self.shape[i] for i in batch_left), *x.shape[1:])
+            wide = jnp.broadcast_to(parts, (*(self.shape[i] for i in places), *parts.shape[len(places) :]))
             counts = [math.prod(self.shape[i] for i in places if self.of[i] == axis) for axis in stacked]
             return wide.reshape(*counts, *wide.shape[len(places) :])
 
-        left = sorted({self.of[i] for i in kept})
+        array_axes = sorted({self.of[i] for i in axes_left})
         return replace(
             jax.tree.map(front, self),
-            shape=tuple(self.shape[i] for i in kept),
-            of=tuple(left.index(self.of[i]) for i in kept),
-            batch=tuple(kept.index(i) for i in others),
-            axes=tuple(kept.index(i) for i in self.axes),
+            shape=tuple(self.shape[i] for i in axes_left),
+            of=tuple(array_axes.index(self.of[i]) for i in axes_left),
+            batch=tuple(axes_left.index(i) for i in batch_left),
+            axes=tuple(axes_left.index(i) for i in self.axes),
         )
 
     def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> Read:
@@ -173,18 +173,18 @@ class Read:
         places = [i for axis in (*rows, *columns) for i in range(len(self.of)) if self.of[i] == axis]
         inputs, outputs = (sorted(axes, key=places.index) for axes in (self.axes, self.free))
 
-        def ordered(x: Any, before: Sequence[int], after: Sequence[int]) -> Any:
-            if x is None or list(before) == list(after):
+        def reorder(x: Any, old_axes: Sequence[int], new_axes: Sequence[int]) -> Any:
+            if x is None or list(old_axes) == list(new_axes):
                 return x
             axes = x.ndim - 1  # one of a diagonal, two of a matrix
-            split = x.reshape(-1, *[self.shape[i] for i in before] * axes)
-            order = [1 + n * len(before) + before.index(i) for n in range(axes) for i in after]
-            return split.transpose(0, *order).reshape(x.shape)
+            parts = x.reshape(-1, *[self.shape[i] for i in old_axes] * axes)
+            order = [1 + n * len(old_axes) + old_axes.index(i) for n in range(axes) for i in new_axes]
+            return parts.transpose(0, *order).reshape(x.shape)
 
         ways = {name: (self.free, outputs) if name == "slopes" else (self.axes, inputs) for name in SUMS}
         return replace(
             self,
-            **{name: ordered(getattr(self, name), *way) for name, way in ways.items()},
+            **{name: reorder(getattr(self, name), *way) for name, way in ways.items()},
             shape=tuple(self.shape[i] for i in places),
             of=tuple(int(self.of[i] in columns) for i in places),
             batch=tuple(places.index(i) for i in self.batch),
@@ -241,12 +241,12 @@ class Seen:
                 f"expected data of an array of shape {tuple(w.shape)}, got data of one of shape {shape}. Pass the "
                 f"result of `rpx.inputs` for these parameters."
             )
-        wanted = None if axes is None else frozenset(i % w.ndim for i in axes)
-        fitting = [read for read in self.reads if wanted in (None, read.contracted)]
-        what = "data" if wanted is None else f"data contracted with axis {_axes_text(wanted)}"
+        contracted_axes = None if axes is None else frozenset(i % w.ndim for i in axes)
+        fitting = [read for read in self.reads if contracted_axes in (None, read.contracted)]
+        what = "data" if contracted_axes is None else f"data contracted with axis {_axes_text(contracted_axes)}"
         if not fitting:
-            known = [f"products contract axis {_axes_text(read.contracted)}" for read in self.reads]
-            why = "; ".join([*known, *self.uncounted, *self.why]) or "nothing reads it"
+            ways_known = [f"products contract axis {_axes_text(read.contracted)}" for read in self.reads]
+            why = "; ".join([*ways_known, *self.uncounted, *self.why]) or "nothing reads it"
             raise ValueError(
                 f"expected {what} of this array, but {why}. Leave the array out with `where`, or choose other axes."
             )
@@ -259,8 +259,8 @@ class Seen:
         self.require_all(what)
         (read,) = fitting
         name = {"full": "second", "diagonal": "second"}.get(moments, moments)
-        held = getattr(read, name)
-        if held is None or (moments == "full" and held.ndim == 2):
+        statistic = getattr(read, name)
+        if statistic is None or (moments == "full" and statistic.ndim == 2):
             argument = "gradients=True" if moments == "slopes" else f"moments={moments!r}"
             raise ValueError(
                 f"expected {what} with {argument}, but got other moments. Pass {argument} to `rpx.inputs`."
@@ -290,11 +290,14 @@ class Seen:
 
     def of_index(self, stacked: Sequence[int]) -> Seen:
         """The data of one array of a stack, with the stacked axes of all data in front."""
-        found = [read.of_index(stacked) for read in self.reads]
-        mixed = ("products mix the stacked axes",) if None in found else ()
+        reads_of_index = [read.of_index(stacked) for read in self.reads]
+        reasons = ("products mix the stacked axes",) if None in reads_of_index else ()
         gradient = None if self.gradient is None else jnp.moveaxis(self.gradient, stacked, range(len(stacked)))
         return replace(
-            self, reads=tuple(read for read in found if read), gradient=gradient, uncounted=(*self.uncounted, *mixed)
+            self,
+            reads=tuple(read for read in reads_of_index if read),
+            gradient=gradient,
+            uncounted=(*self.uncounted, *reasons),
         )
 
     def as_matrix(self, rows: Sequence[int], columns: Sequence[int]) -> Seen:
@@ -311,13 +314,13 @@ class Seen:
         """Both: moments of different kinds of the same products."""
         ways = [(read.shape, read.batch, read.axes) for read in self.reads]
         more = {(read.shape, read.batch, read.axes): read for read in other.reads}
-        both = [_fill_missing(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
+        joined_reads = [_fill_missing(read, more.pop(way, None)) for read, way in zip(self.reads, ways, strict=True)]
         gradient = other.gradient if self.gradient is None else self.gradient
         why, uncounted = (
-            tuple(dict.fromkeys(mine + others))
-            for mine, others in ((self.why, other.why), (self.uncounted, other.uncounted))
+            tuple(dict.fromkeys(ours + theirs))
+            for ours, theirs in ((self.why, other.why), (self.uncounted, other.uncounted))
         )
-        return Seen((*both, *more.values()), gradient, why, uncounted, self.stands_in)
+        return Seen((*joined_reads, *more.values()), gradient, why, uncounted, self.stands_in)
 
 
 for cls, data in {Read: ["count", *SUMS], Seen: ["reads", "gradient"]}.items():
@@ -358,21 +361,21 @@ def require_data(seen: Seen) -> None:
                 )
 
 
-def _fill_missing(read: Read, other: Read | None) -> Read:
-    """``read`` with the entries of ``other`` that it lacks."""
-    lacking = [name for name in SUMS if other is not None and getattr(read, name) is None]
-    return replace(read, **{name: getattr(other, name) for name in lacking})
+def _fill_missing(read: Read, source: Read | None) -> Read:
+    """``read`` with the entries of ``source`` that it lacks."""
+    lacking = [name for name in SUMS if source is not None and getattr(read, name) is None]
+    return replace(read, **{name: getattr(source, name) for name in lacking})
 
 
 def _any_data(w: Any, axes: Collection[int] | None) -> Read:
     """Data of one example that stand for any: their moments are identities, and their mean is zero."""
-    own = tuple(range(max(w.ndim - 1, 1))) if axes is None else tuple(sorted(i % w.ndim for i in axes))
-    bare = Read(tuple(w.shape), tuple(range(w.ndim)), (), own)
+    contracted_axes = tuple(range(max(w.ndim - 1, 1))) if axes is None else tuple(sorted(i % w.ndim for i in axes))
+    bare = Read(tuple(w.shape), tuple(range(w.ndim)), (), contracted_axes)
     _, inputs, outputs = bare.sizes()
-    one, row = jnp.ones((1,)), jnp.ones((1, inputs))
+    count, row = jnp.ones((1,)), jnp.ones((1, inputs))
     return replace(
         bare,
-        count=one,
+        count=count,
         first=0 * row,
         absolute=row,
         second=jnp.eye(inputs)[None],
@@ -391,8 +394,8 @@ def _missing_text(read: Read) -> str:
     """How many matrices have no data, where that is known."""
     if read.count is None or isinstance(read.count, Tracer | jax.ShapeDtypeStruct):
         return ""
-    none, batch = int(np.sum(np.asarray(read.count) == 0)), read.sizes()[0]
-    return f" ({none} of {batch} without data)" if none else ""
+    n_missing, batch = int(np.sum(np.asarray(read.count) == 0)), read.sizes()[0]
+    return f" ({n_missing} of {batch} without data)" if n_missing else ""
 
 
 def _axes_text(axes: Collection[int]) -> str:

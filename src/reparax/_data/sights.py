@@ -16,17 +16,17 @@ def seen_by_place(who: str, tree: Flat, seen: PyTree) -> Mapping[Names, Seen]:
         return {place: seen for place, x in tree.arrays.items() if is_array(x)}
     trees = [_entries_by_place(who, seen)]
     if isinstance(seen, Sequence) and not trees[0].keys() <= tree.arrays.keys():
-        trees = [_entries_by_place(who, each) for each in seen]
-    found: dict[Names, Seen] = {}
-    for place, entry in (item for each in trees for item in each.items()):
+        trees = [_entries_by_place(who, part) for part in seen]
+    entry_at: dict[Names, Seen] = {}
+    for place, entry in (item for part in trees for item in part.items()):
         if place not in tree.arrays:
-            known = ", ".join(repr(path_text(each)) for each in list(tree.arrays)[:3])
+            some_paths = ", ".join(repr(path_text(part)) for part in list(tree.arrays)[:3])
             raise ValueError(
                 f"{who} got seen for {path_text(place)!r}, which is not an array of the parameters: these have "
-                f"{known}. Pass the result of `rpx.inputs` for the same parameters."
+                f"{some_paths}. Pass the result of `rpx.inputs` for the same parameters."
             )
-        found[place] = found[place].joined(entry) if place in found else entry
-    return found
+        entry_at[place] = entry_at[place].joined(entry) if place in entry_at else entry
+    return entry_at
 
 
 def takes_data(stage: Any) -> bool:

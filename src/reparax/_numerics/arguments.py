@@ -14,7 +14,7 @@ from reparax._numerics.shortest import shortest
 from reparax._tree.paths import is_array
 
 
-def shown(value: Any) -> str:
+def describe_argument(value: Any) -> str:
     """A value in an error: of an array its dtype and shape, of a tree of arrays its type, of all else the code."""
     if is_array(value):
         return f"an array of dtype {value.dtype} and shape {value.shape}"
@@ -57,19 +57,21 @@ def check_number(value: Any, who: str, name: str) -> Any:
                 f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
                 f"`{who}(schedule(step))`."
             )
-        raise TypeError(f"{who} takes a real number or a real scalar array as {name}, but got {shown(value)}.")
+        raise TypeError(
+            f"{who} takes a real number or a real scalar array as {name}, but got {describe_argument(value)}."
+        )
     return value if isinstance(value, Tracer) else shortest(value)
 
 
 def check_known_number(value: Any, who: str, name: str) -> float:
     """Like :func:`check_number`, for a number that must be known when the stage is built."""
-    checked = check_number(value, who, name)
-    if isinstance(checked, Tracer):
+    number = check_number(value, who, name)
+    if isinstance(number, Tracer):
         raise TypeError(
-            f"{who} takes a known number as {name}, but got a traced one of dtype {checked.dtype}. Build the stage "
+            f"{who} takes a known number as {name}, but got a traced one of dtype {number.dtype}. Build the stage "
             f"outside of the jitted function."
         )
-    return checked
+    return number
 
 
 def check_positive_number(value: Any, who: str, name: str) -> Any:
@@ -89,10 +91,10 @@ def check_positive_number(value: Any, who: str, name: str) -> Any:
       >>> rpx.stage.check_positive_number(2, "Tempered", "heat")
       2.0
     """
-    checked = check_number(value, who, name)
-    if isinstance(checked, float) and not 0 < checked < float("inf"):
-        raise ValueError(f"{who} got {name}={checked}, but takes a finite number greater than 0.")
-    return checked
+    number = check_number(value, who, name)
+    if isinstance(number, float) and not 0 < number < float("inf"):
+        raise ValueError(f"{who} got {name}={number}, but takes a finite number greater than 0.")
+    return number
 
 
 def check_known_positive(value: Any, who: str, name: str) -> float:
@@ -103,22 +105,22 @@ def check_known_positive(value: Any, who: str, name: str) -> float:
 def check_flag(value: Any, who: str, name: str) -> bool:
     """``value``, which must be True or False."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{who} takes {name}=True or False, but got {shown(value)}.")
+        raise TypeError(f"{who} takes {name}=True or False, but got {describe_argument(value)}.")
     return bool(value)
 
 
 def check_weight(value: Any, who: str, name: str) -> Any:
     """Like :func:`check_number`, for a number that must be finite and not negative if it is known."""
-    checked = check_number(value, who, name)
-    if isinstance(checked, float) and not 0 <= checked < float("inf"):
-        raise ValueError(f"{who} got {name}={checked}, but takes a finite number that is not negative.")
-    return checked
+    number = check_number(value, who, name)
+    if isinstance(number, float) and not 0 <= number < float("inf"):
+        raise ValueError(f"{who} got {name}={number}, but takes a finite number that is not negative.")
+    return number
 
 
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
     """``value``, which must be a function."""
     if not callable(value):
-        raise TypeError(f"{who} takes a function as {name}, but got {shown(value)}.")
+        raise TypeError(f"{who} takes a function as {name}, but got {describe_argument(value)}.")
     return value
 
 
@@ -133,7 +135,7 @@ def one_of(*words: str) -> Callable[[Any, str, str], str]:
 
     def check(value: Any, who: str, name: str) -> str:
         if not isinstance(value, str) or value not in words:
-            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {shown(value)}.")
+            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {describe_argument(value)}.")
         return value
 
     return check
@@ -147,7 +149,7 @@ def is_whole(value: object) -> bool:
 def check_whole(value: Any, who: str, name: str) -> int:
     """``value``, which must be an integer."""
     if not is_whole(value):
-        raise TypeError(f"{who} takes an integer as {name}, but got {shown(value)}.")
+        raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
     return int(value)
 
 
@@ -161,5 +163,5 @@ def check_positive_whole(value: Any, who: str, name: str) -> int:
 def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     """``value``, which must be two integers of at least 1."""
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise TypeError(f"{who} takes two integers as {name}, but got {shown(value)}.")
+        raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
     return tuple(check_positive_whole(size, who, name) for size in value)

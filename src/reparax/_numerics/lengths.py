@@ -51,14 +51,14 @@ def unit(x: Array, axes: Indices) -> Array:
 
 @inlined
 def scale_near_one(x: Array, length: Array) -> Array:
-    """``x``, times a power of two if its length is too far from 1 for ``stretched`` to square it."""
+    """``x``, times a power of two if its length is too far from 1 for ``with_length`` to square it."""
     far = 2.0 ** (3 * jnp.finfo(length.dtype).maxexp // 4)
-    one = jnp.ones_like(length)
-    power = jnp.where(length > far, one / far, jnp.where(length < 1 / far, one * far, one))
+    ones = jnp.ones_like(length)
+    power = jnp.where(length > far, ones / far, jnp.where(length < 1 / far, ones * far, ones))
     return x * power.astype(x.dtype)
 
 
-def stretched(x: Array, length: Array, axes: Indices) -> Array:
+def with_length(x: Array, length: Array, axes: Indices) -> Array:
     """``x`` with the given length along ``axes``; zero stays zero.
 
     The formula sums two arrays along ``axes`` at once, and one more for the gradients. If ``axes`` are sharded, devices
@@ -82,8 +82,8 @@ def _stretch_jvp(axes: Indices, primals: tuple[Array, Array], tangents: tuple[Ar
     return length / n, (dlength - length * (_part_along(x, n, dx, axes) / n)) / n
 
 
-def stretched_detached(x: Array, length: Array, axes: Indices) -> Array:
-    """Like :func:`stretched`, but gradients treat the length of ``x`` as a constant."""
+def with_length_detached(x: Array, length: Array, axes: Indices) -> Array:
+    """Like :func:`with_length`, but gradients treat the length of ``x`` as a constant."""
     return x * (length / jax.lax.stop_gradient(_length(x, axes))).astype(x.dtype)
 
 
@@ -122,9 +122,9 @@ def inverse(length: Array) -> Array:
 def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """``1 / l``, and its derivative ``-(1 / l) ((1 / l) dl)``; zero where the length is."""
     (length,), (dlength,) = primals, tangents
-    found = inverse(length)
-    slope = jnp.where(length == 0, 0, found)
-    return found, -slope * (slope * dlength)
+    result = inverse(length)
+    slope = jnp.where(length == 0, 0, result)
+    return result, -slope * (slope * dlength)
 
 
 @functools.partial(inlined, static_argnums=1)

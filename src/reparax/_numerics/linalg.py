@@ -23,11 +23,11 @@ def identity(like: Array) -> Array:
 
 def polar(w: Array) -> Array:
     """The nearest matrix with orthonormal columns or rows."""
-    left, _, right = jnp.linalg.svd(w, full_matrices=False)
-    return product(left, right)
+    u, _, v = jnp.linalg.svd(w, full_matrices=False)
+    return product(u, v)
 
 
-def oriented(left: Array, right: Array) -> Array:
+def without_reflection(left: Array, right: Array) -> Array:
     """``left``, with its last column negated if the product with ``right`` has determinant -1."""
     return left.at[..., -1].multiply(jnp.sign(jnp.linalg.det(product(left, right)))[..., None])
 
@@ -41,7 +41,7 @@ def resolution(w: Array, largest: Array) -> Array:
     return unit * jnp.where(largest == 0, jnp.ones_like(largest), largest)
 
 
-def divided(w: Array, rows: int, columns: int) -> Array:
+def as_blocks(w: Array, rows: int, columns: int) -> Array:
     """``w`` as ``rows`` times ``columns`` blocks, of shape ``(..., rows, height, columns, width)``."""
     return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
 
@@ -63,7 +63,7 @@ def no_rank(rank: int, w: Array) -> str | None:
     )
 
 
-def undivided(blocks: tuple[int, int], w: Array) -> str | None:
+def why_not_divisible(blocks: tuple[int, int], w: Array) -> str | None:
     """The error if the numbers of blocks do not divide ``w``, or None."""
     if all(size and size % number == 0 for size, number in zip(w.shape, blocks, strict=True)):
         return None

@@ -17,32 +17,32 @@ def largest(scores: Array, count: Any) -> Array:
     together take 30 ns for a score, where sorting takes 600.
     """
     keys = _integers_in_order(scores)
-    wanted = jnp.asarray(count).astype(jnp.int32)
+    n = jnp.asarray(count).astype(jnp.int32)
     limits = jnp.iinfo(keys.dtype)
     low, high = jnp.min(keys, initial=limits.max), jnp.max(keys, initial=limits.min)
-    edge = _smallest_where(low, high, lambda least: _count_true(keys > least) < wanted)
+    edge = _smallest_where(low, high, lambda least: _count_true(keys > least) < n)
     above, at = keys > edge, keys == edge
-    missing = wanted - _count_true(above)
+    missing = n - _count_true(above)
     index = jnp.arange(keys.size, dtype=jnp.int32).reshape(keys.shape)
-    last = jnp.max(jnp.where(at, index + 1, jnp.zeros_like(index)), initial=0)
-    start = jnp.where(_count_true(at) > missing, jnp.zeros_like(last), last)
-    end = _smallest_where(start, last, lambda stop: _count_true(at & (index < stop)) >= missing)
+    last_index = jnp.max(jnp.where(at, index + 1, jnp.zeros_like(index)), initial=0)
+    start = jnp.where(_count_true(at) > missing, jnp.zeros_like(last_index), last_index)
+    end = _smallest_where(start, last_index, lambda stop: _count_true(at & (index < stop)) >= missing)
     return above | (at & (index < end))
 
 
 def largest_of_columns(scores: Array, count: Any) -> Array:
     """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
-    chosen = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
-    return chosen(scores.mT).mT
+    mask_columns = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
+    return mask_columns(scores.mT).mT
 
 
 def _integers_in_order(x: Array) -> Array:
     """Integers in the order of the numbers: floats of one sign are ordered as their bits. Both zeros are equal."""
-    whole = jnp.dtype(f"int{8 * x.dtype.itemsize}")
-    limits = jnp.iinfo(whole)
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), whole)
-    ordered = jnp.where(bits < 0, bits ^ limits.max, bits)
-    return jnp.where(jnp.isnan(x), jnp.full_like(ordered, limits.min), ordered)
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    limits = jnp.iinfo(integer)
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, jnp.zeros_like(x), x), integer)
+    keys = jnp.where(bits < 0, bits ^ limits.max, bits)
+    return jnp.where(jnp.isnan(x), jnp.full_like(keys, limits.min), keys)
 
 
 def _count_true(flags: Array) -> Array:
@@ -53,10 +53,10 @@ def _count_true(flags: Array) -> Array:
 def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
     """The smallest whole number from ``low`` on for which ``holds``, or ``high`` if it holds for none below that."""
 
-    def halved(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low & high) + ((low ^ high) >> 1)  # half of the sum, which may be too large for an integer
-        found = holds(middle)
-        return jnp.where(found, low, middle + 1), jnp.where(found, middle, high)
+        is_true = holds(middle)
+        return jnp.where(is_true, low, middle + 1), jnp.where(is_true, middle, high)
 
-    return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halved, (low, high))[0]
+    return lax.while_loop(lambda bounds: bounds[0] < bounds[1], halve, (low, high))[0]

@@ -33,12 +33,12 @@ class Spec:
     @property
     def letters(self) -> list[str]:
         """The letters of each array; the last axis of a circulant matrix has two."""
-        return [re.sub("[()-]", "", each) for each in self.text.split("->")[0].split(",")]
+        return [re.sub("[()-]", "", operand) for operand in self.text.split("->")[0].split(",")]
 
     @property
     def circles(self) -> list[bool]:
         """Which arrays are the first columns of circulant matrices."""
-        return ["-" in each for each in self.text.split("->")[0].split(",")]
+        return ["-" in operand for operand in self.text.split("->")[0].split(",")]
 
     @property
     def axes(self) -> list[str]:
@@ -138,11 +138,11 @@ def circulant(x: Array) -> Array:
 def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
     """``x``, which has one axis per name, expanded to all ``axes``: equal names make diagonals, zero elsewhere."""
     for i, name in enumerate(axes):
-        first = axes.index(name)
-        if first != i:
+        first_axis = axes.index(name)
+        if first_axis != i:
             x = jnp.expand_dims(x, i)
-            n = x.shape[first]
-            x = x * jnp.eye(n, dtype=x.dtype).reshape([n if k in (first, i) else 1 for k in range(x.ndim)])
+            n = x.shape[first_axis]
+            x = x * jnp.eye(n, dtype=x.dtype).reshape([n if k in (first_axis, i) else 1 for k in range(x.ndim)])
     return x
 
 
@@ -165,7 +165,7 @@ def _require_terms(terms: Any) -> Sequence[Term]:
     return terms
 
 
-def with_terms_recorded(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
+def record_terms(formula: Callable[..., Array], terms: Callable[..., Sequence[Term]], *args: Any) -> Array:
     """``formula(*args)``; under tracing, in a call whose name and other results hold the terms.
 
     Every transformation of JAX keeps the name of a call.
@@ -174,21 +174,21 @@ def with_terms_recorded(formula: Callable[..., Array], terms: Callable[..., Sequ
         return formula(*args)
     specs: list[Spec] = []
 
-    def both(*args: Any) -> tuple[Array, list[Array], Array]:
+    def array_and_terms(*args: Any) -> tuple[Array, list[Array], Array]:
         arrays = [array for term in terms(*args) for array in term.arrays]
         return formula(*args), arrays, jnp.int32(0)  # a derivative has no such output
 
     def sum_of_terms(*args: Any) -> Array:
-        made = _require_terms(terms(*args))
-        specs.extend(term.spec for term in made)
-        return sum_terms(made)
+        checked_terms = _require_terms(terms(*args))
+        specs.extend(term.spec for term in checked_terms)
+        return sum_terms(checked_terms)
 
     shape = jax.eval_shape(sum_of_terms, *args).shape
     # Under vmap, jax.checkpoint puts the batch axis first in each output.
-    batched = jax.checkpoint(both, prevent_cse=False)
+    formula_under_vmap = jax.checkpoint(array_and_terms, prevent_cse=False)
 
     def call(*args: Any) -> Any:
-        return batched(*args)
+        return formula_under_vmap(*args)
 
     call.__name__ = "_".join([_MARK, *(spec.encoded() for spec in specs)])
     effective = jax.jit(call)(*args)[0]

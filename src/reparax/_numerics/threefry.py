@@ -22,14 +22,14 @@ GROUPS = 5
 
 def handles(key: Array, shape: tuple[int, ...]) -> bool:
     """Whether ``bits`` gives the words of ``jax.random.bits``: for partitionable Threefry, and 32-bit counters."""
-    counted: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
-    return counted and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32
+    is_threefry: bool = jax.threefry_partitionable.value and str(jax.random.key_impl(key)) == "threefry2x32"
+    return is_threefry and not any(map(export.is_symbolic_dim, shape)) and math.prod(shape) <= 2**32
 
 
 def bits(key: Array, shape: tuple[int, ...], width: int, sharding: NamedSharding) -> Array:
     """Uniform random words of ``width`` bits, 32 or 64."""
-    first, second = jax.random.key_data(key)
-    high, low = cipher((first, second), (jnp.uint32(0), _counter(shape, sharding)))
+    key_high, key_low = jax.random.key_data(key)
+    high, low = cipher((key_high, key_low), (jnp.uint32(0), _counter(shape, sharding)))
     if width == 32:
         return high ^ low
     return (high.astype(jnp.uint64) << jnp.uint64(32)) | low.astype(jnp.uint64)

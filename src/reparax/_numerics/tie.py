@@ -22,10 +22,10 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from reparax._numerics.series import has_series
 
 
-def tie(x: Array, after: Array) -> Array:
-    """``x`` itself; compilers for CPUs can neither compute it before ``after``, nor merge it with another ``x``."""
+def tie(x: Array, barrier: Array) -> Array:
+    """``x`` itself; compilers for CPUs can neither compute it before ``barrier``, nor merge it with another ``x``."""
     # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone.
-    return x if _is_sharded(x) or _is_sharded(after) else _tie.bind(x, after)
+    return x if _is_sharded(x) or _is_sharded(barrier) else _tie.bind(x, barrier)
 
 
 def _is_sharded(x: Array) -> bool:
@@ -77,9 +77,9 @@ _once = _Identity("reparax_once")
 _once_back = _Identity("reparax_once_back")
 
 
-def _tie_on_cpu(x: Array, after: Array) -> Array:
-    """``x``, plus a zero that is computed from ``after``."""
-    return _add_to_bits(x, _zero_from(after))
+def _tie_on_cpu(x: Array, barrier: Array) -> Array:
+    """``x``, plus a zero that is computed from ``barrier``."""
+    return _add_to_bits(x, _zero_from(barrier))
 
 
 def _zero_from(x: Array) -> Array:
@@ -89,12 +89,12 @@ def _zero_from(x: Array) -> Array:
 
 def _bits_of_entry(x: Array) -> Array:
     """The bits of the first entry, as a uint32."""
-    one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
-    if jnp.iscomplexobj(one):
-        one = lax.real(one)
-    if jnp.issubdtype(one.dtype, jnp.floating):
-        one = lax.bitcast_convert_type(lax.convert_element_type(one, jnp.float32), jnp.uint32)
-    return lax.convert_element_type(one, jnp.uint32)
+    entry = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    if jnp.iscomplexobj(entry):
+        entry = lax.real(entry)
+    if jnp.issubdtype(entry.dtype, jnp.floating):
+        entry = lax.bitcast_convert_type(lax.convert_element_type(entry, jnp.float32), jnp.uint32)
+    return lax.convert_element_type(entry, jnp.uint32)
 
 
 def _zero_from_bits(bits: Array) -> Array:
@@ -129,18 +129,18 @@ def _divide_by_ones(x: Array) -> Array:
 
 
 def _batch_tie(args: Any, dims: Any) -> Any:
-    """The batching rule of ``tie``: one of a batch of ``after`` is enough; if that is sharded, ``x`` alone."""
-    (x, after), (place, batch) = args, dims
+    """The batching rule of ``tie``: one of a batch of ``barrier`` is enough; if that is sharded, ``x`` alone."""
+    (x, barrier), (place, batch) = args, dims
     if batch is not None:
-        if _is_sharded(after):
+        if _is_sharded(barrier):
             return x, place
-        after = lax.index_in_dim(after, 0, batch, keepdims=False)
-    return _tie.bind(x, after), place
+        barrier = lax.index_in_dim(barrier, 0, batch, keepdims=False)
+    return _tie.bind(x, barrier), place
 
 
-def _partly_evaluate_tie(trace: Any, x: Any, after: Any) -> Any:
+def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
     """Does not wait for an unknown value, because JAX transposes only functions whose weights are known before it."""
-    return x if x.is_known() and not after.is_known() else trace.default_process_primitive(_tie, (x, after), {})
+    return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
 def _register_identity(primitive: Primitive) -> None:

@@ -31,8 +31,11 @@ def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
 
 def usage(function: Callable[..., Any], *, skip: int = 0) -> str:
     """A call of ``function`` with the names of its arguments and their defaults, without the first ``skip``."""
-    given = list(inspect.signature(function).parameters.values())[skip:]
-    texts = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in given]
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    texts = [
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in parameters
+    ]
     return f"{function.__name__}({', '.join(texts)})"
 
 
@@ -40,16 +43,21 @@ def misfit(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, skip: int = 0
 ) -> str | None:
     """How a call does not fit the arguments of ``function`` after the first ``skip``; None if it does."""
-    given = list(inspect.signature(function).parameters.values())[skip:]
-    if any(each.kind in _OPEN for each in given):
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    if any(parameter.kind in _OPEN for parameter in parameters):
         return None
-    taken, by_position = [each.name for each in given], [each.name for each in given if each.kind in _BY_POSITION]
+    names = [parameter.name for parameter in parameters]
+    by_position = [parameter.name for parameter in parameters if parameter.kind in _BY_POSITION]
     if len(args) > len(by_position):
         return f"got {len(args)} argument{'s' * (len(args) > 1)} by position, but takes {len(by_position)}."
-    if unknown := [name for name in kwargs if name not in taken]:
+    if unknown := [name for name in kwargs if name not in names]:
         return f"takes no argument {unknown[0]!r}."
-    here = {*by_position[: len(args)], *kwargs}
-    missing = [each.name for each in given if each.default is each.empty and each.name not in here]
+    names_given = {*by_position[: len(args)], *kwargs}
+    missing = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in names_given
+    ]
     return f"needs {missing[0]!r}." if missing else None
 
 
@@ -74,7 +82,7 @@ def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callabl
     """
 
     @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError) as error:
@@ -82,4 +90,4 @@ def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callabl
                 raise
             raise TypeError(text) from error
 
-    return called
+    return call

@@ -19,10 +19,10 @@ from reparax._peft.method import (
     Tensors,
     Values,
     Written,
-    acting,
     known_number,
     one_of_all,
     require,
+    stage_on_paths,
 )
 from reparax._peft.settings import ANY, Setting, one_of
 from reparax._peft.target import Target
@@ -56,12 +56,12 @@ def inputs(place: str) -> Part:
     return Part(place, Target.read_inputs, Target.write_inputs)
 
 
-def turned(place: str) -> Part:
+def transposed_part(place: str) -> Part:
     """A transposed matrix."""
     return Part(place, lambda target, x: jnp.asarray(x).T, lambda target, x: x.T)
 
 
-def swapped(place: str) -> Part:
+def swapped_part(place: str) -> Part:
     """A tensor whose first two axes are in the other order."""
     return Part(place, lambda target, x: jnp.asarray(x).swapaxes(0, 1), lambda target, x: x.swapaxes(0, 1))
 
@@ -99,17 +99,17 @@ class Chained(Method):
     layouts: tuple[str, ...] = ("kernel", "same")
 
     def __post_init__(self) -> None:
-        own = tuple(name for name in self.parts if name not in self.banks)
-        object.__setattr__(self, "suffixes", own)
-        bias = one_of(("none", "all", f"{own[0].split('_')[0]}_only"))  # their tensors tell which biases train
+        suffixes = tuple(name for name in self.parts if name not in self.banks)
+        object.__setattr__(self, "suffixes", suffixes)
+        bias = one_of(("none", "all", f"{suffixes[0].split('_')[0]}_only"))  # their tensors tell which biases train
         silent = dict.fromkeys(("r", "init_weights", *self.silent.split()), ANY)
         object.__setattr__(self, "settings", {"bias": bias, **silent, **self.settings})
 
-    def made(self, node: Marked) -> bool:
+    def matches(self, node: Marked) -> bool:
         """Whether a raw tree has the values of this method."""
-        held, _ = _values_and_stages(node)
+        values, _ = _values_and_stages(node)
         fits = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
-        return fits and held.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
+        return fits and values.keys() >= {*self.constants, *(part.place for part in self.parts.values())}
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         if len(target.shape) != 2:
@@ -118,28 +118,30 @@ class Chained(Method):
             raise ValueError(f"{missing[0]} is missing")
         stages = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
         like = _types(stages, target.shape)
-        wanted = {
+        shapes = {
             name: jax.eval_shape(lambda x, part=part: part.write(target, x), like[part.place][1]).shape
             for name, part in self.parts.items()
         }
-        tensors = {**tensors, **{name: _part_of_bank(tensors[name], wanted[name]) for name in self.banks}}
-        require(tensors, wanted)
+        tensors = {**tensors, **{name: _part_of_bank(tensors[name], shapes[name]) for name in self.banks}}
+        require(tensors, shapes)
         values = {place: make(target, like[place][1], config) for place, make in self.constants.items()}
         values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
         return Adapted(stages, {like[place][0]: x for place, x in values.items()})
 
     def write(self, target: Target, node: Marked) -> Written:
-        held, made = _values_and_stages(node)
-        tensors = {name: part.write(target, held[part.place]) for name, part in self.parts.items()}
-        settings = self.config(target, {type(stage).kind: stage for stage in made})
+        values, stages = _values_and_stages(node)
+        tensors = {name: part.write(target, values[part.place]) for name, part in self.parts.items()}
+        settings = self.config(target, {type(stage).kind: stage for stage in stages})
         config = {**self.defaults, **settings}
-        wanted = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
-        got, want = _settings_of_stages(made), _settings_of_stages(wanted)
-        if got.keys() != want.keys() or not all(np.allclose(got[each], want[each], rtol=1e-6) for each in want):
-            both = (" >> ".join(map(repr, each)) for each in (made, wanted))
-            raise ValueError(f"PEFT has no equivalent of {next(both)}, only of {next(both)}")
+        peft_stages = self.stages(target, {name: x.shape for name, x in tensors.items()}, config)
+        our_settings, peft_settings = _settings_of_stages(stages), _settings_of_stages(peft_stages)
+        if our_settings.keys() != peft_settings.keys() or not all(
+            np.allclose(our_settings[item], peft_settings[item], rtol=1e-6) for item in peft_settings
+        ):
+            chains = (" >> ".join(map(repr, item)) for item in (stages, peft_stages))
+            raise ValueError(f"PEFT has no equivalent of {next(chains)}, only of {next(chains)}")
         for place, make in self.constants.items():
-            if not jnp.array_equal(held[place], make(target, held[place], config)):
+            if not jnp.array_equal(values[place], make(target, values[place], config)):
                 raise ValueError(f"PEFT has no equivalent of the numbers at {place}, which it stores nowhere")
         return Written(tensors, flags=settings)
 
@@ -160,9 +162,9 @@ def _values_and_stages(node: Marked, prefix: str = "") -> tuple[Values, list[Any
     for name, x in node.values.items():
         path = f"{prefix}@{stage.kind}/{name}"
         if isinstance(x, Marked) and not value_of(stage.raw_values, name).base:
-            inner, made = _values_and_stages(x, f"{path}/")
-            values |= inner
-            stages += made
+            inner_values, inner_stages = _values_and_stages(x, f"{path}/")
+            values |= inner_values
+            stages += inner_stages
         elif not isinstance(x, Marked):
             values[path] = x
     return values, [*stages, stage]
@@ -170,10 +172,10 @@ def _values_and_stages(node: Marked, prefix: str = "") -> tuple[Values, list[Any
 
 def _types(stages: Stages, shape: Shape) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
     """The paths and types of a chain's raw values on an array of this shape, by their places."""
-    p = Chain(tuple(acting(stage, ["w"], ["w"]) for stage in stages))
+    p = Chain(tuple(stage_on_paths(stage, ["w"], ["w"]) for stage in stages))
     raw = jax.eval_shape(with_any_key(p.init), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)})
-    found = ((names[1:], x) for names, x in items(raw))
-    return {path_text(tuple(x for x in names if x != FIXED)): (path_text(names), type_) for names, type_ in found}
+    types = ((names[1:], x) for names, x in items(raw))
+    return {path_text(tuple(x for x in names if x != FIXED)): (path_text(names), type_) for names, type_ in types}
 
 
 def _settings_of_stages(stages: Iterable[Any]) -> dict[str, list[float]]:
@@ -184,14 +186,18 @@ def _settings_of_stages(stages: Iterable[Any]) -> dict[str, list[float]]:
 def _settings_and_numbers(stage: Any) -> tuple[str, list[float]]:
     """The kind and the settings of a stage, as text by which equal stages are equal, and its numbers."""
     # PEFT stores no penalties.
-    unused = ("where", "outside", "strength")
-    kept = {each.name: getattr(stage, each.name) for each in fields(stage) if each.name not in unused}
-    if "rows" in kept:
-        given = {name: tuple(axis % 2 for axis in list_axes(kept.pop(name) or ())) for name in ("rows", "columns")}
-        kept["rows"] = given["rows"] or tuple(1 - axis for axis in given["columns"]) or (0,)
-    if isinstance(kept.get("axis"), int):
-        kept["axis"] %= 2
-    if "alpha" in kept and kept["alpha"] is None:
-        kept["alpha"] = kept["rank"]
-    numbers = [known_number(kept.pop(name)) for name in ("alpha", "factor", "scale") if name in kept]
-    return f"{stage.kind} {kept}", numbers
+    names_without_effect = ("where", "outside", "strength")
+    settings = {
+        field.name: getattr(stage, field.name) for field in fields(stage) if field.name not in names_without_effect
+    }
+    if "rows" in settings:
+        axes_of_sides = {
+            name: tuple(axis % 2 for axis in list_axes(settings.pop(name) or ())) for name in ("rows", "columns")
+        }
+        settings["rows"] = axes_of_sides["rows"] or tuple(1 - axis for axis in axes_of_sides["columns"]) or (0,)
+    if isinstance(settings.get("axis"), int):
+        settings["axis"] %= 2
+    if "alpha" in settings and settings["alpha"] is None:
+        settings["alpha"] = settings["rank"]
+    numbers = [known_number(settings.pop(name)) for name in ("alpha", "factor", "scale") if name in settings]
+    return f"{stage.kind} {settings}", numbers

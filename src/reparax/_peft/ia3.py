@@ -33,7 +33,7 @@ class IA3Method(Method):
     layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        feedforward = is_named(target.module, config.get("feedforward_modules") or [])
+        feedforward = selects_module(target.module, config.get("feedforward_modules") or [])
         axis = self._axis(target, feedforward=feedforward)
         size, ones = target.shape[axis], target.ones
         inputs = feedforward or bool(ones)
@@ -56,13 +56,13 @@ class IA3Method(Method):
         return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        inputs = sorted(module for module, each in modules.items() if each.flags["inputs"])
-        clear = all(each.flags["inputs"] == is_named(module, inputs) for module, each in modules.items())
+        inputs = sorted(module for module, written in modules.items() if written.flags["inputs"])
+        clear = all(written.flags["inputs"] == selects_module(module, inputs) for module, written in modules.items())
         # PEFT matches list entries with suffixes of names; if suffixes are ambiguous, use a regular expression.
         return {"feedforward_modules": inputs if clear else "|".join(map(re.escape, inputs))}
 
 
-def is_named(module: str, names: Any) -> bool:
+def selects_module(module: str, names: Any) -> bool:
     """Whether a list of names, or a regular expression, selects a module by PEFT's rules."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None

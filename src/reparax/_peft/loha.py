@@ -53,16 +53,16 @@ class LoHaMethod(Method):
         return Adapted(stages, values)
 
     def write(self, target: Target, node: Marked) -> Written:
-        both, factor = split_scale(node)
-        found: dict[str, Array] = {}
+        difference, factor = split_scale(node)
+        tensors: dict[str, Array] = {}
         ranks: list[int] = []
         for name, i in (("x", 1), ("y", 2)):
-            low = both.inner(name, LowRank)
+            low = difference.inner(name, LowRank)
             target.require_rows(low.stage)
             u, v = low.values["u"], low.values["v"]
             ranks.append(u.shape[-1])
-            found |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}
-        return Written(found, factor, ranks[0])
+            tensors |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}
+        return Written(tensors, factor, ranks[0])
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         return ranks_and_alphas(self, modules)

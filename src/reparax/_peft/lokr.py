@@ -48,66 +48,66 @@ class LoKrMethod(Method):
         low: list[Parametrization] = []
         values: Values = {}
         shapes: dict[str, tuple[int, int]] = {}
-        for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
-            if own in tensors:
-                shapes[own] = _require_matrix(tensors[own])
-                values[f"{place}/{name}"] = target.flip(jnp.asarray(tensors[own]))
+        for name, tensor_name in (("a", "lokr_w1"), ("b", "lokr_w2")):
+            if tensor_name in tensors:
+                shapes[tensor_name] = _require_matrix(tensors[tensor_name])
+                values[f"{place}/{name}"] = target.flip(jnp.asarray(tensors[tensor_name]))
                 continue
-            ends = (f"{own}_a", f"{own}_b")
+            ends = (f"{tensor_name}_a", f"{tensor_name}_b")
             sizes = [_require_matrix(tensors[end]) if end in tensors else (0, 0) for end in ends]
             shapes |= dict(zip(ends, ((sizes[0][0], rank), (rank, sizes[1][1])), strict=True))
             require({end: x for end, x in tensors.items() if end in ends}, {end: shapes[end] for end in ends})
-            left, right = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
-            factors = (left, right) if target.out == 0 else (left.T, right.T)
+            lhs, rhs = (jnp.asarray(tensors[end]) for end in (ends if target.out == 0 else reversed(ends)))
+            factors = (lhs, rhs) if target.out == 0 else (lhs.T, rhs.T)
             low.append(LowRank(rank, where=f"/.*@kronecker/{name}"))
             values |= {f"{place}/{name}/@low_rank/{end}": x for end, x in zip("uv", factors, strict=True)}
         require(tensors, shapes)
-        whole = [
+        factor_shapes = [
             values[f"{place}/{x}"].shape if f"{place}/{x}" in values else _product_shape(values, place, x) for x in "ab"
         ]
-        got = (whole[0][0] * whole[1][0], whole[0][1] * whole[1][1])
-        if got != target.shape:
-            raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {got}")
-        return Adapted((*low, Kronecker(whole[0]), Scale(alpha / rank), Delta()), values)
+        product_shape = (factor_shapes[0][0] * factor_shapes[1][0], factor_shapes[0][1] * factor_shapes[1][1])
+        if product_shape != target.shape:
+            raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {product_shape}")
+        return Adapted((*low, Kronecker(factor_shapes[0]), Scale(alpha / rank), Delta()), values)
 
     def write(self, target: Target, node: Marked) -> Written:
         kronecker, factor = split_scale(node)
-        found: dict[str, Array] = {}
+        tensors: dict[str, Array] = {}
         ranks: list[int] = []
         sizes: list[tuple[int, ...]] = []
-        for name, own in (("a", "lokr_w1"), ("b", "lokr_w2")):
-            held = kronecker.values[name]
-            if not isinstance(held, Marked):
-                found[own] = target.flip(held)
-                sizes.append(found[own].shape)
+        for name, tensor_name in (("a", "lokr_w1"), ("b", "lokr_w2")):
+            factor_node = kronecker.values[name]
+            if not isinstance(factor_node, Marked):
+                tensors[tensor_name] = target.flip(factor_node)
+                sizes.append(tensors[tensor_name].shape)
                 continue
             low = kronecker.inner(name, LowRank)
             u, v = low.values["u"], low.values["v"]
-            left, right = (u, v) if target.out == 0 else (v.T, u.T)
-            found |= {f"{own}_a": left, f"{own}_b": right}
-            sizes.append((left.shape[0], right.shape[1]))
+            lhs, rhs = (u, v) if target.out == 0 else (v.T, u.T)
+            tensors |= {f"{tensor_name}_a": lhs, f"{tensor_name}_b": rhs}
+            sizes.append((lhs.shape[0], rhs.shape[1]))
             ranks.append(u.shape[-1])
-        products = ("lokr_w1_a" in found, "lokr_w2_a" in found)
-        whole = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on, PEFT stores full factors
-        rank = ranks[0] if ranks else whole
+        products = ("lokr_w1_a" in tensors, "lokr_w2_a" in tensors)
+        full_rank = math.ceil(max(*sizes[0], *sizes[1]) / 2)  # from this rank on, PEFT stores full factors
+        rank = ranks[0] if ranks else full_rank
         if len(set(ranks)) > 1 or any(rank >= max(size) / 2 for size, low in zip(sizes, products, strict=True) if low):
             raise ValueError(
                 f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks {ranks} for "
                 f"factors of shapes {sizes}"
             )
-        return Written(found, factor, rank, {"products": products, "sizes": tuple(sizes)})
+        return Written(tensors, factor, rank, {"products": products, "sizes": tuple(sizes)})
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        ranks = {module: each.rank or 1 for module, each in modules.items()}
-        both = any(each.flags["products"][0] for each in modules.values())
-        for module, each in modules.items():
-            first, second = (ranks[module] < max(size) / 2 for size in each.flags["sizes"])
-            if (both and first, second) != each.flags["products"]:
+        ranks = {module: written.rank or 1 for module, written in modules.items()}
+        decomposes_both = any(written.flags["products"][0] for written in modules.values())
+        for module, written in modules.items():
+            first_is_low, second_is_low = (ranks[module] < max(size) / 2 for size in written.flags["sizes"])
+            if (decomposes_both and first_is_low, second_is_low) != written.flags["products"]:
                 raise ValueError(
                     f"PEFT has a low-rank second factor, or two low-rank factors, if the rank is below half of the "
                     f"larger size, but {module!r} differs"
                 )
-        flags = {"decompose_both": both, "decompose_factor": _common_factor(modules)}
+        flags = {"decompose_both": decomposes_both, "decompose_factor": _common_factor(modules)}
         return flags | ranks_and_alphas(self, modules)
 
 
@@ -126,11 +126,11 @@ def _product_shape(values: Values, place: str, name: str) -> tuple[int, int]:
 
 def _common_factor(modules: Mapping[str, Written]) -> int:
     """The ``decompose_factor`` with which PEFT chooses these sizes of factors."""
-    sizes = {module: each.flags["sizes"] for module, each in modules.items()}
-    largest = max(size for both in sizes.values() for size in both[0])
+    sizes = {module: written.flags["sizes"] for module, written in modules.items()}
+    largest = max(size for pair_of_sizes in sizes.values() for size in pair_of_sizes[0])
     for factor in (-1, *range(1, largest + 1)):
-        pairs = (pair for both in sizes.values() for pair in zip(*both, strict=True))
-        if all(_split_size(first * second, factor) == (first, second) for first, second in pairs):
+        pairs = (pair for pair_of_sizes in sizes.values() for pair in zip(*pair_of_sizes, strict=True))
+        if all(_split_size(rows * columns, factor) == (rows, columns) for rows, columns in pairs):
             return factor
     raise ValueError(f"PEFT chooses the sizes of factors with one decompose_factor, but got {sizes}")
 

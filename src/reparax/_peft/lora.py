@@ -85,20 +85,20 @@ class LoRAMethod(Method):
         if target.n_experts:
             return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
         names, ones = _factor_names(target), target.ones
-        out = target.shape[target.out]
-        shapes = {names[0]: target.inputs_shape(rank), names[1]: (out, rank, *ones)}
-        magnitude = (1, out, *ones) if ones else (out,)
+        outputs = target.shape[target.out]
+        shapes = {names[0]: target.inputs_shape(rank), names[1]: (outputs, rank, *ones)}
+        magnitude = (1, outputs, *ones) if ones else (outputs,)
         dora = bool(config.get("use_dora"))
         require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
         lora = LoRA(rank, alpha, divisor=divisor, **target.sides)
         values = {
             "@lora/a": target.read_inputs(tensors[names[0]]),
-            "@lora/b": jnp.asarray(tensors[names[1]]).reshape(out, rank).T,
+            "@lora/b": jnp.asarray(tensors[names[1]]).reshape(outputs, rank).T,
         }
         if not dora:
             return Adapted((lora,), values)
         axis = -1 if target.out == len(target.shape) - 1 else target.out
-        spread = [out if i == target.out else 1 for i in range(len(target.shape))]
+        spread = [outputs if i == target.out else 1 for i in range(len(target.shape))]
         g = jnp.asarray(tensors["lora_magnitude_vector"]).reshape(spread)
         inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
         return Adapted((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
@@ -129,7 +129,7 @@ class LoRAMethod(Method):
         return Written(tensors, factor, rank, flags)
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        root = all(each.flags["root"] for each in modules.values())
+        root = all(written.flags["root"] for written in modules.values())
         flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": root}
         return flags | ranks_and_alphas(self, modules, by_root=root)
 
@@ -141,9 +141,9 @@ def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], l
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
     if config.get("use_dora"):
         raise ValueError(_NO_DORA)
-    each, count, rank = target.expert(), target.n_experts, lora.rank
-    ins, out = each.shape[each.ins[0]], each.shape[each.out]
-    shapes = {"lora_A.weight": (count * rank, ins), "lora_B.weight": (out, rank * count)}
+    one_expert, count, rank = target.expert(), target.n_experts, lora.rank
+    ins, outputs = one_expert.shape[one_expert.ins[0]], one_expert.shape[one_expert.out]
+    shapes = {"lora_A.weight": (count * rank, ins), "lora_B.weight": (outputs, rank * count)}
     try:
         require(tensors, shapes)
     except ValueError as error:
@@ -152,9 +152,9 @@ def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], l
         ) from error
     values = {
         "@lora/a": jnp.asarray(tensors["lora_A.weight"]).reshape(count, rank, ins).mT,
-        "@lora/b": jnp.asarray(tensors["lora_B.weight"]).reshape(out, rank, count).T,
+        "@lora/b": jnp.asarray(tensors["lora_B.weight"]).reshape(outputs, rank, count).T,
     }
-    return Adapted((replace(lora, stacked=0, **each.sides),), values)
+    return Adapted((replace(lora, stacked=0, **one_expert.sides),), values)
 
 
 def _write_experts(a: Array, b: Array) -> dict[str, Array]:
@@ -164,10 +164,12 @@ def _write_experts(a: Array, b: Array) -> dict[str, Array]:
 
 def _token_settings(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the tokens that train beside LoRA: their numbers for each table, or for the one that there is."""
-    given = config.get("trainable_token_indices") or {}
-    named = given if isinstance(given, Mapping) else {"": given}
-    found = next((x for name, x in named.items() if f".{target.module}".endswith(f".{name}" if name else "")), [])
-    return {"token_indices": found}
+    indices = config.get("trainable_token_indices") or {}
+    indices_of_table = indices if isinstance(indices, Mapping) else {"": indices}
+    token_indices = next(
+        (x for name, x in indices_of_table.items() if f".{target.module}".endswith(f".{name}" if name else "")), []
+    )
+    return {"token_indices": token_indices}
 
 
 def _require_outputs(target: Target, norm: Any) -> None:

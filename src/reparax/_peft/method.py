@@ -77,10 +77,10 @@ class Marked:
 
     def inner(self, name: str, kind: type) -> "Marked":
         """The marker dict in place of a value."""
-        held = self.values[name]
-        if not isinstance(held, Marked) or not isinstance(held.stage, kind):
+        value = self.values[name]
+        if not isinstance(value, Marked) or not isinstance(value.stage, kind):
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
-        return held
+        return value
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ class Whole(Method):
         return {}
 
 
-def acting(stage: Any, paths: list[str], known: Collection[str]) -> Parametrization:
+def stage_on_paths(stage: Any, paths: list[str], known_paths: Collection[str]) -> Parametrization:
     """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
     if stage.where is None:
-        return replace(stage, where=pattern_of(paths, known))
+        return replace(stage, where=pattern_of(paths, known_paths))
     return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
 
 
@@ -184,35 +184,35 @@ def known_number(x: Any) -> float:
 
 def split_scale(node: Marked) -> tuple[Marked, float]:
     """The node of the difference without its scale, and the scale."""
-    held = node.values["x"]
-    if isinstance(held, Marked) and isinstance(held.stage, Scale):
-        return held.inner("x", Parametrization), known_number(held.stage.factor)
+    value = node.values["x"]
+    if isinstance(value, Marked) and isinstance(value.stage, Scale):
+        return value.inner("x", Parametrization), known_number(value.stage.factor)
     return node.inner("x", Parametrization), 1.0
 
 
 def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
     """The value of a flag, which must be equal for all modules."""
-    found = {each.flags[flag] for each in modules.values()}
-    if len(found) > 1:
-        shown = ", ".join(f"{each.flags[flag]} at {module!r}" for module, each in modules.items())
-        raise ValueError(f"PEFT has one {flag} for all modules, but got {shown}")
-    return found.pop()
+    values = {written.flags[flag] for written in modules.values()}
+    if len(values) > 1:
+        text = ", ".join(f"{written.flags[flag]} at {module!r}" for module, written in modules.items())
+        raise ValueError(f"PEFT has one {flag} for all modules, but got {text}")
+    return values.pop()
 
 
 def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root: bool = False) -> dict[str, Any]:
     """The ranks and alphas of a configuration; an alpha is the factor times the rank, or times its square root."""
-    ranks = {module: each.rank or 1 for module, each in modules.items()}
+    ranks = {module: written.rank or 1 for module, written in modules.items()}
     shares = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
-    alphas = {module: (each.factor or 0.0) * shares[module] for module, each in modules.items()}
+    alphas = {module: (written.factor or 0.0) * shares[module] for module, written in modules.items()}
     return _most_common("r", "rank_pattern", ranks) | _most_common(str(method.alpha), "alpha_pattern", alphas)
 
 
 def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
     """The most common number, and by name the numbers of the other modules."""
-    whole = {module: _as_whole(x) for module, x in numbers.items()}
-    common = Counter(whole.values()).most_common(1)[0][0]
-    others = {_module_pattern(module, list(numbers)): x for module, x in whole.items() if x != common}
-    return {name: common, patterns: dict(sorted(others.items()))}
+    number_of_module = {module: _as_whole(x) for module, x in numbers.items()}
+    common = Counter(number_of_module.values()).most_common(1)[0][0]
+    exceptions = {_module_pattern(module, list(numbers)): x for module, x in number_of_module.items() if x != common}
+    return {name: common, patterns: dict(sorted(exceptions.items()))}
 
 
 def _as_whole(x: float) -> int | float:
@@ -223,4 +223,4 @@ def _as_whole(x: float) -> int | float:
 
 def _module_pattern(module: str, modules: list[str]) -> str:
     """A pattern for one module only; PEFT would match a plain name with suffixes too."""
-    return f"^{module}" if any(other.endswith(f".{module}") for other in modules) else module
+    return f"^{module}" if any(other_module.endswith(f".{module}") for other_module in modules) else module

@@ -22,15 +22,15 @@ METHODS = {method.name: method for method in _ALL}
 
 def is_of_bias(node: Marked) -> bool:
     """Whether a node is a scaled difference of one axis."""
-    held = node.values["x"]
-    x = held.values["x"] if isinstance(held, Marked) and isinstance(held.stage, Scale) else None
+    value = node.values["x"]
+    x = value.values["x"] if isinstance(value, Marked) and isinstance(value.stage, Scale) else None
     return not isinstance(x, Marked) and getattr(x, "ndim", None) == 1
 
 
 def method_of(node: Marked) -> Method:
     """The method whose chain made a parameter."""
-    if chained := next((method for method in ROWS if method.made(node)), None):
-        return chained
+    if method_of_rows := next((method for method in ROWS if method.matches(node)), None):
+        return method_of_rows
     match node.stage:
         case LoRA() | WeightNorm(detach=True):
             return METHODS["LORA"]

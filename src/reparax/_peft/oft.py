@@ -42,41 +42,46 @@ class OFTMethod(Method):
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         if len(target.shape) != 2:
             raise ValueError(f"Rotated takes matrices, but the array has shape {target.shape}")
-        rows, shared = target.shape[target.ins[0]], bool(config.get("block_share"))
+        rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
         free = tensors["oft_R.weight"]
         if free.ndim != 2:
             raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
-        size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if shared else rows // max(free.shape[0], 1)
+        size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
         blocks = rows // max(size, 1)
-        require(tensors, {"oft_R.weight": (1 if shared else blocks, size * (size - 1) // 2)})
+        require(tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
         if config.get("coft"):
             free = _clip_to_ball(free, config["eps"])
-        rotated = Rotated(blocks, shared=shared, **target.sides)
+        stage_of_rotation = Rotated(blocks, shared=is_shared, **target.sides)
         if config.get("use_cayley_neumann"):
             terms = config["num_cayley_neumann_terms"]
             if terms < 3:
                 raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
             stage = CayleyNeumann(max(terms - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
-            return Adapted((stage, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
+            return Adapted((stage, stage_of_rotation), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
         upper = np.zeros((*free.shape[:1], size, size), free.dtype)
         upper[:, *np.triu_indices(size, 1)] = free
-        return Adapted((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
+        return Adapted(
+            (Orthogonal(stacked=0), stage_of_rotation), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)}
+        )
 
     def write(self, target: Target, node: Marked) -> Written:
         target.require_rows(node.stage)
-        held: Any = node.values["r"]
-        rotated: Any = node.stage
-        series = isinstance(getattr(held, "stage", None), CayleyNeumann)
-        free = _matrices_of_series(held) if series else _matrices_of_rotations(node.inner("r", Orthogonal))
+        rotation_node: Any = node.values["r"]
+        stage: Any = node.stage
+        series = isinstance(getattr(rotation_node, "stage", None), CayleyNeumann)
+        free = _matrices_of_series(rotation_node) if series else _matrices_of_rotations(node.inner("r", Orthogonal))
         rows = target.shape[target.ins[0]]
-        flags = {"oft_block_size": rows // rotated.blocks, "r": rotated.blocks, "block_share": rotated.shared}
-        flags |= {"num_cayley_neumann_terms": held.stage.degree + 1 if series else 5, "use_cayley_neumann": series}
+        flags = {"oft_block_size": rows // stage.blocks, "r": stage.blocks, "block_share": stage.shared}
+        flags |= {
+            "num_cayley_neumann_terms": rotation_node.stage.degree + 1 if series else 5,
+            "use_cayley_neumann": series,
+        }
         return Written({"oft_R.weight": free}, flags=flags)
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        same = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
-        config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in same}
-        size = "oft_block_size" if len({each.flags["oft_block_size"] for each in modules.values()}) == 1 else "r"
+        common_names = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
+        config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in common_names}
+        size = "oft_block_size" if len({written.flags["oft_block_size"] for written in modules.values()}) == 1 else "r"
         return config | {size: one_of_all(modules, size)}
 
 
@@ -87,25 +92,25 @@ def _clip_to_ball(free: np.ndarray, radius: float) -> np.ndarray:
     return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
 
 
-def _matrices_of_series(held: Marked) -> Array:
+def _matrices_of_series(node: Marked) -> Array:
     """The skew-symmetric matrices of series of degree 3 or more, whose base must be the identity."""
-    stage: Any = held.stage
-    base = held.values["base"]
+    stage: Any = node.stage
+    base = node.values["base"]
     if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
         raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
-    return held.values["x"]
+    return node.values["x"]
 
 
-def _matrices_of_rotations(held: Marked) -> Array:
+def _matrices_of_rotations(node: Marked) -> Array:
     """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
-    stage: Any = held.stage
-    x, base = held.values["x"], held.values["base"]
+    stage: Any = node.stage
+    x, base = node.values["x"], node.values["base"]
     size = x.shape[-1]
     if stage.map != "cayley":
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
     skew = (x.mT - x) / 2
     if not jnp.array_equal(base, identity(base)):
-        turned, one = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
-        rotations = jnp.stack([turned.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
-        skew = product(one[None] - rotations, jnp.linalg.inv(one[None] + rotations))
+        stage_for_one, eye = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
+        rotations = jnp.stack([stage_for_one.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
+        skew = product(eye[None] - rotations, jnp.linalg.inv(eye[None] + rotations))
     return skew[:, *np.triu_indices(size, 1)]

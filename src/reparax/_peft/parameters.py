@@ -13,18 +13,18 @@ from reparax._peft.targets import WRAPPED, plain_name
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
-    found: dict[str, str] = {}
-    for module, own in _by_module(targets).items():
-        found |= {each.tensor: module + WRAPPED * depth for depth, each in enumerate(reversed(own))}
-    return found
+    names: dict[str, str] = {}
+    for module, module_targets in _by_module(targets).items():
+        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(reversed(module_targets))}
+    return names
 
 
-def named_by_parameter(
+def names_by_parameter(
     names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
     """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
     owners = {wrapper: tensor for tensor, wrapper in wrapper_names(_choose_parameters(config, targets)).items()}
-    found, used = dict[str, str](), set[str]()
+    plain_names, tensors_used = dict[str, str](), set[str]()
     for name in names:
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         wrapper = name.removesuffix(f".{end}")
@@ -32,39 +32,42 @@ def named_by_parameter(
         while module.endswith(WRAPPED):
             module = module.removesuffix(WRAPPED)
         tensor = owners.get(plain_name(module) + wrapper.removeprefix(module)) if end else None
-        used |= {tensor} if tensor else set()
-        found[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
-    if missing := sorted(set(owners.values()) - used):
+        tensors_used |= {tensor} if tensor else set()
+        plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
+    if missing := sorted(set(owners.values()) - tensors_used):
         raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
-    return found
+    return plain_names
 
 
 def _choose_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
     """The parameters that are adapted by themselves."""
     ends = tuple(f".{name}" for name in config.get("target_parameters") or ())
-    chosen = [each for each in targets.values() if f".{each.tensor}".endswith(ends)]
-    for each in chosen:
-        if not each.n_experts and (len(each.shape) != 2 or not each.tensor.endswith(".weight")):
+    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(ends)]
+    for target in parameters:
+        if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(
-                f"PEFT adapts {each.path!r} separately, which needs the layout of experts: "
-                f"layouts={{{each.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
+                f"PEFT adapts {target.path!r} separately, which needs the layout of experts: "
+                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
                 f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
                 f"both."
             )
-    return chosen
+    return parameters
 
 
 def _by_module(targets: Iterable[Target]) -> dict[str, list[Target]]:
     """The parameters of each module, in its own order."""
-    found: dict[str, list[Target]] = {}
-    for each in targets:
-        found.setdefault(each.module, []).append(each)
-    for module, own in found.items():
-        if len(own) > 1 and len({each.rule for each in own} - {None}) < len(own):
-            rules = ", ".join(f"{each.path!r}: {each.tensor!r}" for each in own)
+    targets_of: dict[str, list[Target]] = {}
+    for target in targets:
+        targets_of.setdefault(target.module, []).append(target)
+    for module, module_targets in targets_of.items():
+        if len(module_targets) > 1 and len({target.rule for target in module_targets} - {None}) < len(module_targets):
+            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in module_targets)
             raise ValueError(
                 f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
                 f"module. Give each its own rule in that order, such as "
                 f"names={{{rules}}}."
             )
-    return {module: sorted(own, key=lambda each: each.rule or 0) for module, own in found.items()}
+    return {
+        module: sorted(module_targets, key=lambda target: target.rule or 0)
+        for module, module_targets in targets_of.items()
+    }

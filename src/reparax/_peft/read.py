@@ -14,11 +14,11 @@ from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
-from reparax._peft.ia3 import is_named
+from reparax._peft.ia3 import selects_module
 from reparax._peft.live import of_adapter
-from reparax._peft.method import Adapted, Method, acting, require
+from reparax._peft.method import Adapted, Method, require, stage_on_paths
 from reparax._peft.methods import METHODS
-from reparax._peft.parameters import named_by_parameter
+from reparax._peft.parameters import names_by_parameter
 from reparax._peft.patterns import pattern_of
 from reparax._peft.refused import ATTENTION, MERGE, TYPES
 from reparax._peft.settings import ANY, check_settings, in_a_name
@@ -108,29 +108,37 @@ def from_peft(
     arrays = {name: x for name, x in of_adapter(arrays, method, config, adapter).items() if not is_unused(name)}
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
-        plain = named_by_parameter(arrays, method.suffixes, config, targets)
-    found = _Found.of(method, targets, {plain[name]: x for name, x in arrays.items()})
-    each: dict[str, dict[Index, Adapted]] = {}
-    for tensor, held in found.adapted.items():
+        plain = names_by_parameter(arrays, method.suffixes, config, targets)
+    tensors_by_kind = _SortedTensors.of(method, targets, {plain[name]: x for name, x in arrays.items()})
+    adapters: dict[str, dict[Index, Adapted]] = {}
+    for tensor, adapter_tensors in tensors_by_kind.adapter_tensors.items():
         target = targets[tensor]
         try:
-            each.setdefault(target.path, {})[target.index] = _read_layer(method, target, held | found.banks, config)
+            adapters.setdefault(target.path, {})[target.index] = _read_layer(
+                method, target, adapter_tensors | tensors_by_kind.banks, config
+            )
         except ValueError as error:
-            found.lines.append(f"{target.path}: {error}")
+            tensors_by_kind.lines.append(f"{target.path}: {error}")
     counts = Counter(target.path for target in targets.values())
-    found.lines.extend([] if found.lines else _incomplete_stacks(counts, {**each, **found.whole}))
-    layers = {} if found.lines else {path: _stack_stages(path, parts) for path, parts in each.items()}
-    whole = {} if found.lines else {path: stack_parts(parts) for path, parts in found.whole.items()}
-    if found.lines or not (layers or (whole and not method.suffixes)):
-        lines = "\n  ".join(found.lines or ["it contains no tensor of an adapter"])
+    tensors_by_kind.lines.extend(
+        [] if tensors_by_kind.lines else _incomplete_stacks(counts, {**adapters, **tensors_by_kind.whole_modules})
+    )
+    layers = {} if tensors_by_kind.lines else {path: _stack_stages(path, parts) for path, parts in adapters.items()}
+    whole_arrays = (
+        {}
+        if tensors_by_kind.lines
+        else {path: stack_parts(parts) for path, parts in tensors_by_kind.whole_modules.items()}
+    )
+    if tensors_by_kind.lines or not (layers or (whole_arrays and not method.suffixes)):
+        lines = "\n  ".join(tensors_by_kind.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
             f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
         )
     ties, gains = _gains_of_biases(method, targets, layers, config)
-    frozen = Freeze(where=all_but(pattern_of(whole, counts))) if whole else Freeze()
+    frozen = Freeze(where=all_but(pattern_of(whole_arrays, counts))) if whole_arrays else Freeze()
     p = Chain((frozen, *ties, *_join_stages(layers, counts), *gains))
     values = {f"{path}/{place}": x for path, layer in layers.items() for place, x in layer.values.items()}
-    return p, _place_values(with_any_key(p.init)(like), values | whole)
+    return p, _place_values(with_any_key(p.init)(like), values | whole_arrays)
 
 
 def _find_method(config: Any) -> Method:
@@ -156,64 +164,64 @@ def _require_no_attention(arrays: Collection[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _SortedTensors:
     """The tensors of an adapter.
 
     Attributes:
-      adapted: The tensors of each adapted parameter, by the suffixes of their names.
+      adapter_tensors: The tensors of each adapted parameter, by the suffixes of their names.
       banks: The tensors that all adapted modules share.
-      whole: The parameters that are saved as a whole, by path and index.
+      whole_modules: The parameters that are saved as a whole, by path and index.
       lines: The errors for all other tensors.
     """
 
-    adapted: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
+    adapter_tensors: dict[str, dict[str, np.ndarray]] = field(default_factory=dict[str, dict[str, np.ndarray]])
     banks: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
-    whole: dict[str, dict[Index, Array]] = field(default_factory=dict[str, dict[Index, Array]])
+    whole_modules: dict[str, dict[Index, Array]] = field(default_factory=dict[str, dict[Index, Array]])
     lines: list[str] = field(default_factory=list[str])
 
     @classmethod
-    def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> _Found:
+    def of(cls, method: Method, targets: Mapping[str, Target], arrays: Mapping[str, np.ndarray]) -> _SortedTensors:
         """The tensors, sorted by their names."""
-        found = cls()
+        tensors = cls()
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
             tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
             tensor = module if module in targets and targets[module].n_experts else tensor
-            if wrong := _explain_numbers(x, whole=end in method.whole_numbers):
-                found.lines.append(f"{name}: {wrong}")
+            if wrong := _explain_numbers(x, is_integer=end in method.whole_numbers):
+                tensors.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:
-                found.banks[name.removeprefix("base_model.")] = x
+                tensors.banks[name.removeprefix("base_model.")] = x
             elif end is not None and tensor in targets:
-                found.adapted.setdefault(tensor, {})[end] = x
+                tensors.adapter_tensors.setdefault(tensor, {})[end] = x
             elif end is not None or name not in targets:
-                found.lines.append(f"{name}: the model has no {module if end is None else tensor}")
+                tensors.lines.append(f"{name}: the model has no {module if end is None else tensor}")
             else:
-                found.add_whole(targets[name].like([x]), x)
-        return found
+                tensors.add_whole(targets[name].like([x]), x)
+        return tensors
 
     def add_whole(self, target: Target, x: np.ndarray) -> None:
         """Adds a parameter that is saved as a whole."""
         try:
             require_known([target])
             require({target.tensor: x}, {target.tensor: target.whole_shape})
-            self.whole.setdefault(target.path, {})[target.index] = target.read_whole(x)
+            self.whole_modules.setdefault(target.path, {})[target.index] = target.read_whole(x)
         except ValueError as error:
             self.lines.append(f"{target.path}: {error}")
 
 
-def _explain_numbers(x: np.ndarray, *, whole: bool) -> str | None:
+def _explain_numbers(x: np.ndarray, *, is_integer: bool) -> str | None:
     """What is wrong with the numbers of a tensor, or None."""
-    if not jnp.issubdtype(x.dtype, jnp.integer if whole else jnp.floating):
-        return f"expected {'whole' if whole else 'floating'} numbers, got {x.dtype}"
+    if not jnp.issubdtype(x.dtype, jnp.integer if is_integer else jnp.floating):
+        return f"expected {'whole' if is_integer else 'floating'} numbers, got {x.dtype}"
     return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
 
 
-def _incomplete_stacks(counts: Mapping[str, int], found: Mapping[str, Mapping[Index, Any]]) -> list[str]:
+def _incomplete_stacks(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
     """An error for each stack of which some layers are missing."""
     return [
         f"{path}: expected tensors for each of its {counts[path]} layers, got them for {len(parts)}. Do not stack these"
-        for path, parts in found.items()
+        for path, parts in layers_of_path.items()
         if len(parts) < counts[path]
     ]
 
@@ -222,44 +230,47 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
     """The stages on a stack, from those on its layers."""
     if () in layers:
         return layers[()]
-    (first, one), *others = layers.items()
-    for index, other in others:
-        if other.stages != one.stages:
-            both = " and ".join(" >> ".join(map(repr, each.stages)) for each in (one, other))
+    (first_index, first_layer), *others_left = layers.items()
+    for index, other_layer in others_left:
+        if other_layer.stages != first_layer.stages:
+            chains = " and ".join(" >> ".join(map(repr, layer.stages)) for layer in (first_layer, other_layer))
             raise ValueError(
-                f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers {first} "
-                f"and {index} have {both}. Do not stack these."
+                f"from_peft: {path!r} is a stack, on which all layers have one rank and one alpha, but layers "
+                f"{first_index} and {index} have {chains}. Do not stack these."
             )
     values = {
-        name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()}) for name in one.values
+        name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
+        for name in first_layer.values
     }
-    return Adapted(tuple(restack_stage(stage, len(first)) for stage in one.stages), values)
+    return Adapted(tuple(restack_stage(stage, len(first_index)) for stage in first_layer.stages), values)
 
 
-def _read_layer(method: Method, target: Target, held: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Adapted:
+def _read_layer(
+    method: Method, target: Target, tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
+) -> Adapted:
     """The adapter of one parameter, from its tensors."""
-    target = target.by_axes(held.values())  # PEFT has no adapters of transposed convolutions
+    target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
     rank = _number_by_pattern(method, config, "r", "rank_pattern", target.owner)
     alpha = _number_by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
-    return method.read(target, held, config, float(alpha or 0), rank or 1)
+    return method.read(target, tensors, config, float(alpha or 0), rank or 1)
 
 
 def _number_by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
-    given = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
-    for pattern, number in (given or {}).items():
+    number_of_pattern = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
+    for pattern, number in (number_of_pattern or {}).items():
         if re.fullmatch(in_a_name(pattern), module):
             return number
     return None if name is None else config.get(name)
 
 
-def _join_stages(layers: Mapping[str, Adapted], known: Collection[str]) -> list[Parametrization]:
+def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
         groups.setdefault(layer.stages, []).append(path)
-    return [acting(stage, paths, known) for stages, paths in groups.items() for stage in stages]
+    return [stage_on_paths(stage, paths, known_paths) for stages, paths in groups.items() for stage in stages]
 
 
 def _gains_of_biases(
@@ -271,12 +282,13 @@ def _gains_of_biases(
     stacks: dict[int, set[str]] = {}
     for target in targets.values() if method.name == "IA3" else ():
         bias = targets.get(f"{target.module}.bias")
-        if bias is not None and target.path in layers and not is_named(target.module, inputs):
+        if bias is not None and target.path in layers and not selects_module(target.module, inputs):
             ties[f"{bias.path}/g"] = f"{target.path}/g"
             stacks.setdefault(len(bias.index), set()).add(bias.path)
-    known = {target.path for target in targets.values()}
+    known_paths = {target.path for target in targets.values()}
     gains = [
-        Gain(axis=-1, stacked=tuple(range(n)), where=pattern_of(paths, known)) for n, paths in sorted(stacks.items())
+        Gain(axis=-1, stacked=tuple(range(n)), where=pattern_of(paths, known_paths))
+        for n, paths in sorted(stacks.items())
     ]
     return ([Tie(ties)], [*gains]) if ties else ([], [])
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 from reparax._numerics.linalg import identity
-from reparax._peft.chained import Chained, Part, column, inputs, swapped, turned
+from reparax._peft.chained import Chained, Part, column, inputs, swapped_part, transposed_part
 from reparax._peft.method import Written, known_number
 from reparax._peft.settings import INDICES, NUMBER, RANK, SEED, one_of
 from reparax._peft.target import Target
@@ -37,7 +37,7 @@ def _size_of_axis(shape: tuple[int, ...], axis: int) -> int:
 
 ADALORA = Chained(
     "ADALORA",
-    {"lora_A": inputs("@lora/a/@gain/w"), "lora_E": column("@lora/a/@gain/g"), "lora_B": turned("@lora/b")},
+    {"lora_A": inputs("@lora/a/@gain/w"), "lora_E": column("@lora/a/@gain/g"), "lora_B": transposed_part("@lora/b")},
     lambda target, shapes, config: (
         Gain(axis=-1, where="/.*@lora/a"),
         LoRA(r := _size_of_axis(shapes["lora_A"], 0), _alpha(config, r) * r / (r + _TINY), **target.sides),
@@ -82,7 +82,7 @@ BOFT = Chained(
 
 C3A = Chained(
     "C3A",
-    {"c3a_kernel": swapped("@delta/x/@scale/x/@blocks/x/@circulant/x")},
+    {"c3a_kernel": swapped_part("@delta/x/@scale/x/@blocks/x/@circulant/x")},
     lambda target, shapes, config: (
         Circulant(stacked=(0, 1)),
         Blocks((_size_of_axis(shapes["c3a_kernel"], 1), _size_of_axis(shapes["c3a_kernel"], 0)), **target.sides),
@@ -112,7 +112,7 @@ DELORA = Chained(
     "DELORA",
     {
         "delora_A": _of_directions(inputs(f"{_U}/w/@sphere/v"), 1),
-        "delora_B": _of_directions(turned(f"{_V}/w/@sphere/v"), 0),
+        "delora_B": _of_directions(transposed_part(f"{_V}/w/@sphere/v"), 0),
         "delora_lambda": Part(f"{_V}/g", lambda _, x: jnp.asarray(x).reshape(()), lambda _, x: x.reshape(1)),
         "delora_w_norm": Part(f"{_U}/g/@freeze/w"),
     },
@@ -138,12 +138,12 @@ def _first_of_shuffle(target: Target, like: Any, config: Mapping[str, Any]) -> A
     if rows * columns >= 2**32 // 20:
         raise ValueError(f"torch shuffles more than {2**32 // 20} numbers differently, got {rows * columns}")
     words = np.random.RandomState(config["random_loc_seed"]).randint(0, 2**32, count, np.uint32)
-    moved: dict[int, int] = {}
+    entry_at: dict[int, int] = {}
     for i, word in enumerate(map(int, words)):
         j = i + word % (rows * columns - i)
-        moved[i], moved[j] = moved.get(j, j), moved.get(i, i)
-    out, of = np.divmod([moved[i] for i in range(count)], rows)
-    return jnp.asarray(np.stack([of, out], axis=-1), jnp.int32)
+        entry_at[i], entry_at[j] = entry_at.get(j, j), entry_at.get(i, i)
+    outputs, of = np.divmod([entry_at[i] for i in range(count)], rows)
+    return jnp.asarray(np.stack([of, outputs], axis=-1), jnp.int32)
 
 
 FOURIERFT = Chained(
@@ -202,7 +202,7 @@ def _low_rank_stage(target: Target, rank: int) -> LowRank:
 
 HIRA = Chained(
     "HIRA",
-    {"hira_A": inputs("@delta/x/@low_rank/u"), "hira_B": turned("@delta/x/@low_rank/v")},
+    {"hira_A": inputs("@delta/x/@low_rank/u"), "hira_B": transposed_part("@delta/x/@low_rank/v")},
     lambda target, shapes, config: (_low_rank_stage(target, _size_of_axis(shapes["hira_A"], 0)), Delta(relative=True)),
     lambda target, made: {"r": made["low_rank"].rank},
     {"hira_dropout": NUMBER},
@@ -220,10 +220,10 @@ HRA = Chained(
 
 def _count_repeats(target: Target, block: tuple[int, ...]) -> tuple[int, int]:
     """How often a block is repeated for inputs and for outputs."""
-    whole = _inputs_and_outputs(target)
-    if len(block) != 2 or any(not part or size % part for size, part in zip(whole, block, strict=True)):
-        raise ValueError(f"Kronecker takes equal blocks, but PEFT has one of shape {block} for a matrix of {whole}")
-    return whole[0] // block[0], whole[1] // block[1]
+    sizes = _inputs_and_outputs(target)
+    if len(block) != 2 or any(not part or size % part for size, part in zip(sizes, block, strict=True)):
+        raise ValueError(f"Kronecker takes equal blocks, but PEFT has one of shape {block} for a matrix of {sizes}")
+    return sizes[0] // block[0], sizes[1] // block[1]
 
 
 MISS = Chained(
@@ -272,8 +272,8 @@ def _split_flat_entries(target: Target, x: Any) -> Array:
     """Places in a flat weight (out, in) as rows and columns of its matrix (in, out)."""
     ins, outs = _inputs_and_outputs(target)
     if ((x < 0) | (x >= ins * outs)).any():
-        got = int(x.min() if (x < 0).any() else x.max())
-        raise ValueError(f"expected indices from 0 to {ins * outs - 1} in supertuning_indices, got {got}")
+        wrong_index = int(x.min() if (x < 0).any() else x.max())
+        raise ValueError(f"expected indices from 0 to {ins * outs - 1} in supertuning_indices, got {wrong_index}")
     return jnp.asarray(np.stack([x % ins, x // ins], axis=-1), jnp.int32)
 
 
@@ -281,12 +281,12 @@ class _Supertuning(Chained):
     """The largest or the smallest entries of each matrix, a share of them that is one for all."""
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        counts = {module: each.flags["entries"] for module, each in modules.items()}
+        counts = {module: written.flags["entries"] for module, written in modules.items()}
         least = max(count / size for count, size in counts.values())
         most = min((count + 1) / size for count, size in counts.values())
         if least >= most:
-            shown = ", ".join(f"{count} of {size} at {module!r}" for module, (count, size) in counts.items())
-            raise ValueError(f"PEFT has one share of entries for all modules, but got {shown}")
+            text = ", ".join(f"{count} of {size} at {module!r}" for module, (count, size) in counts.items())
+            raise ValueError(f"PEFT has one share of entries for all modules, but got {text}")
         return {"sparsity": 1 - (least + min(most, 1.0)) / 2, "save_precomputed_indices": True}
 
 
@@ -340,7 +340,7 @@ VERA = Chained(
         "vera_lambda_d": Part("@lora/a/@gain/g"),
         "vera_lambda_b": Part("@lora/b/@gain/g"),
         "vera_A": inputs("@lora/a/@gain/w/@freeze/w"),
-        "vera_B": turned("@lora/b/@gain/w/@freeze/w"),
+        "vera_B": transposed_part("@lora/b/@gain/w/@freeze/w"),
     },
     lambda target, shapes, config: (
         Freeze(where="/@lora/[ab]/@gain/w"),

@@ -25,18 +25,18 @@ class Setting:
 
 def one_of(values: Sequence[Any]) -> Setting:
     """A setting of which a few values are understood; PEFT does not distinguish the cases of words."""
-    known = [repr(value).lower() for value in values]
-    return Setting(lambda value: shown(value).lower() in known)
+    texts = [repr(value).lower() for value in values]
+    return Setting(lambda value: shown(value).lower() in texts)
 
 
-def by_pattern(each: Setting) -> Setting:
+def by_pattern(setting: Setting) -> Setting:
     """A setting with a value for each of some regular expressions."""
     return Setting(
         lambda value: (
             isinstance(value, Mapping)
-            and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and each.fits(value[x]) for x in value)
+            and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and setting.fits(value[x]) for x in value)
         ),
-        f"a dict of regular expressions and, for each, {each.takes}",
+        f"a dict of regular expressions and, for each, {setting.takes}",
     )
 
 
@@ -125,14 +125,14 @@ def check_settings(name: str, config: Mapping[str, Any], understood: Mapping[str
       ValueError: If a setting is not understood and has a value other than a neutral one, which means "none", or if its
         value is not one of those that are understood.
     """
-    given = {key: value for key, value in config.items() if value is not None}
+    set_values = {key: value for key, value in config.items() if value is not None}
     settings = {**COMMON, **understood}
-    wrong = {key: x for key, x in given.items() if not (settings[key].fits(x) if key in settings else not x)}
+    wrong = {key: x for key, x in set_values.items() if not (settings[key].fits(x) if key in settings else not x)}
     for key, value in wrong.items():
         if key in settings and (takes := settings[key].takes):
             raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {shown(value)}. Correct `config`.")
     if wrong:
-        listed = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
+        wrong_text = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
         why = "".join(f": {SETTINGS[key]}" for key in wrong if key in SETTINGS)
-        raise ValueError(f"from_peft has no stage for {name} with {listed}{why}. {MERGE}")
-    return given
+        raise ValueError(f"from_peft has no stage for {name} with {wrong_text}{why}. {MERGE}")
+    return set_values

@@ -42,14 +42,14 @@ class Target(Entry):
         return replace(self, shape=self.shape[1:], layout=layout_of_matrix(self.layout)) if self.n_experts else self
 
     @property
-    def adapted(self) -> str:
+    def adapter_layout(self) -> str:
         """The layout of its adapter, which has the outputs first also for tables and transformers' ``Conv1D``."""
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
     def out(self) -> int:
         """The axis of the outputs, in our array."""
-        return axis_order(self.adapted, len(self.shape))[0]
+        return axis_order(self.adapter_layout, len(self.shape))[0]
 
     @property
     def ins(self) -> tuple[int, ...]:
@@ -75,24 +75,24 @@ class Target(Entry):
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
         ndim = len(self.shape)
-        given = (None if axes is None else list_axes(axes) for axes in (stage.rows, stage.columns))
-        rows, columns = (None if axes is None else {axis % ndim for axis in axes} for axes in given)
+        axes_of_sides = (None if axes is None else list_axes(axes) for axes in (stage.rows, stage.columns))
+        rows, columns = (None if axes is None else {axis % ndim for axis in axes} for axes in axes_of_sides)
         inputs = rows if rows is not None else set(range(ndim)) - (columns if columns is not None else {ndim - 1})
         if inputs != set(self.ins):
-            wanted = ", ".join(f"{name}={axes}" for name, axes in {"rows": self.ins, "columns": self.out}.items())
-            raise ValueError(f"PEFT has adapters from inputs to outputs ({wanted}), but no equivalent of {stage!r}")
+            sides_text = ", ".join(f"{name}={axes}" for name, axes in {"rows": self.ins, "columns": self.out}.items())
+            raise ValueError(f"PEFT has adapters from inputs to outputs ({sides_text}), but no equivalent of {stage!r}")
 
     def read_inputs(self, factor: np.ndarray) -> Array:
         """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
-        return jnp.moveaxis(read_layout(jnp.asarray(factor), self.adapted), self.out, -1)
+        return jnp.moveaxis(read_layout(jnp.asarray(factor), self.adapter_layout), self.out, -1)
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
-        return write_layout(jnp.moveaxis(factor, -1, self.out), self.adapted)
+        return write_layout(jnp.moveaxis(factor, -1, self.out), self.adapter_layout)
 
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
-        return (rank, *permute(self.shape, self.adapted)[1:])
+        return (rank, *permute(self.shape, self.adapter_layout)[1:])
 
     def flip(self, matrix: Array) -> Array:
         """Converts a matrix (out, in) to ours, or back: transposed unless our outputs are first too."""

@@ -20,11 +20,11 @@ def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> d
 def plain_name(name: str) -> str:
     """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
     parts = name.removeprefix(PREFIX).split(".")
-    before = ["", *parts]
+    parents = ["", *parts]
     return ".".join(
         part
-        for part, outer in zip(parts, before, strict=False)
-        if part not in _WRAPPERS and (outer, part) != ("modules_to_save", "default")
+        for part, parent in zip(parts, parents, strict=False)
+        if part not in _WRAPPERS and (parent, part) != ("modules_to_save", "default")
     )
 
 

@@ -72,24 +72,26 @@ def to_peft(
         lineage = lineage_of(weights.deterministic, raw)
         targets = targets_of(lineage.effective, names, layouts, roles)
         nodes, free, lines = _sort_places(lineage, targets)
-    written: dict[str, tuple[Method, Written]] = {}
+    written_of: dict[str, tuple[Method, Written]] = {}
     for tensor, node in nodes.items():
         try:
             _require_no_attention(targets[tensor], targets)
             _require_bias(targets[tensor], node, targets, nodes)
-            written |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write_node(node, targets[tensor])}
+            written_of |= {} if _is_bias_gain(node, targets[tensor]) else {tensor: _write_node(node, targets[tensor])}
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
-    methods = {method.name for method, _ in written.values()}
+    methods = {method.name for method, _ in written_of.values()}
     if methods == {SHIRA.name, SUPERTUNING.name}:
-        written = {tensor: (SUPERTUNING, SUPERTUNING.write(targets[tensor], nodes[tensor])) for tensor in written}
+        written_of = {tensor: (SUPERTUNING, SUPERTUNING.write(targets[tensor], nodes[tensor])) for tensor in written_of}
         methods = {SUPERTUNING.name}
     if not methods and 0 < len(free) < len(targets):
         methods = {Whole.name}
-    tokens = {name: each for name, (method, each) in written.items() if method.name == TOKENS.name}
+    tokens = {
+        name: module_tensors for name, (method, module_tensors) in written_of.items() if method.name == TOKENS.name
+    }
     if "LORA" in methods:
         methods -= {TOKENS.name}
-        written = {name: each for name, each in written.items() if name not in tokens}
+        written_of = {name: module_tensors for name, module_tensors in written_of.items() if name not in tokens}
     if not methods and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters by "
@@ -102,33 +104,49 @@ def to_peft(
         raise ValueError(f"to_peft: PEFT has no such adapter:\n  {text}\nMerge it with `p.fold(raw)`.")
     method = METHODS[methods.pop()]
     with locate_errors("to_peft"):
-        wrappers = wrapper_names(targets[tensor] for tensor in written if targets[tensor].n_experts)
+        wrappers = wrapper_names(targets[tensor] for tensor in written_of if targets[tensor].n_experts)
     try:
-        modules = _with_biases({tensor: each for tensor, (_, each) in written.items()}, targets)
-        own = method.configure(modules)
+        modules = _with_biases({tensor: module_tensors for tensor, (_, module_tensors) in written_of.items()}, targets)
+        method_config = method.configure(modules)
     except ValueError as error:
         raise ValueError(f"to_peft: {error}. Merge it with `p.fold(raw)`.") from error
     config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
-    config |= {"target_modules": sorted(modules.keys() - wrappers)} | own
+    config |= {"target_modules": sorted(modules.keys() - wrappers)} | method_config
     config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
     if "fan_in_fan_out" in method.settings:
-        config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
-    beside, kept = _tensors_beside(config, free, targets, {targets[tensor].module for tensor in written})
-    tensors = _name_all_tensors(method, {wrappers.get(name, name): each for name, each in modules.items()})
+        config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written_of)}
+    beside, config_beside = _tensors_beside(config, free, targets, {targets[tensor].module for tensor in written_of})
+    tensors = _name_all_tensors(
+        method, {wrappers.get(name, name): module_tensors for name, module_tensors in modules.items()}
+    )
     if method.name == "LORA" and tokens:
-        tables = {targets[name].module: each for name, each in tokens.items()}
-        tensors |= _name_all_tensors(method, {f"{name}.token_adapter": each for name, each in tables.items()})
-        config |= {"trainable_token_indices": {name: [*each.flags["token_indices"]] for name, each in tables.items()}}
+        tables = {targets[name].module: module_tensors for name, module_tensors in tokens.items()}
+        tensors |= _name_all_tensors(
+            method, {f"{name}.token_adapter": module_tensors for name, module_tensors in tables.items()}
+        )
+        config |= {
+            "trainable_token_indices": {
+                name: [*module_tensors.flags["token_indices"]] for name, module_tensors in tables.items()
+            }
+        }
     if method.name == Whole.name:
-        kept = {"target_modules": kept["modules_to_save"]}
+        config_beside = {"target_modules": config_beside["modules_to_save"]}
         beside = {".ln_tuning_layers.".join(name.rsplit(".", 1)): x for name, x in beside.items()}
-    return dict(sorted((tensors | beside).items())), config | kept
+    return dict(sorted((tensors | beside).items())), config | config_beside
 
 
-def _with_biases(written: Mapping[str, Written], targets: Mapping[str, Target]) -> dict[str, Written]:
+def _with_biases(written_of: Mapping[str, Written], targets: Mapping[str, Target]) -> dict[str, Written]:
     """What is written for each module; a difference of its bias is multiplied by the factor of its weight."""
-    biases = {targets[tensor].module: each for tensor, each in written.items() if BIAS in each.tensors}
-    modules = {targets[tensor].owner: each for tensor, each in written.items() if BIAS not in each.tensors}
+    biases = {
+        targets[tensor].module: module_tensors
+        for tensor, module_tensors in written_of.items()
+        if BIAS in module_tensors.tensors
+    }
+    modules = {
+        targets[tensor].owner: module_tensors
+        for tensor, module_tensors in written_of.items()
+        if BIAS not in module_tensors.tensors
+    }
     for module, bias in biases.items():
         if module not in modules:
             raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
@@ -142,11 +160,15 @@ def _with_biases(written: Mapping[str, Written], targets: Mapping[str, Target]) 
 
 def _name_all_tensors(method: Method, modules: Mapping[str, Written]) -> dict[str, np.ndarray]:
     """The tensors of all modules by their names, and those that they share."""
-    tensors = {f"{PREFIX}{m}.{end}": np.asarray(x) for m, each in modules.items() for end, x in each.tensors.items()}
+    tensors = {
+        f"{PREFIX}{m}.{end}": np.asarray(x)
+        for m, module_tensors in modules.items()
+        for end, x in module_tensors.tensors.items()
+    }
     for bank in method.banks:
         parts = [tensors.pop(f"{PREFIX}{module}.{bank}") for module in modules]
-        whole = tensors[f"base_model.{bank}"] = max(parts, key=np.size)
-        if not all(np.array_equal(part, whole[tuple(map(slice, part.shape))]) for part in parts):
+        bank_tensor = tensors[f"base_model.{bank}"] = max(parts, key=np.size)
+        if not all(np.array_equal(part, bank_tensor[tuple(map(slice, part.shape))]) for part in parts):
             raise ValueError(
                 f"to_peft: PEFT has one {bank} for all modules, but got several. Merge it with `p.fold(raw)`."
             )
@@ -175,10 +197,10 @@ def _sort_places(
 
 def _node_at(lineage: Lineage, place: Names) -> Marked | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
-    if place not in lineage.made:
+    if place not in lineage.makers:
         return lineage.raw.arrays[place]
-    made = lineage.made[place]
-    return Marked(made.stage, {name: _node_at(lineage, at) for name, at in made.values.items()})
+    maker = lineage.makers[place]
+    return Marked(maker.stage, {name: _node_at(lineage, at) for name, at in maker.values.items()})
 
 
 def _is_bias_gain(node: Marked, target: Target) -> bool:
@@ -189,7 +211,10 @@ def _is_bias_gain(node: Marked, target: Target) -> bool:
 def _require_no_attention(target: Target, targets: Mapping[str, Target]) -> None:
     """Refuses an adapter of torch's attention, which has a weight of that name."""
     owner = target.module.removesuffix("out_proj") if target.tensor.endswith("out_proj.weight") else f"{target.module}."
-    if target.tensor in (f"{owner}out_proj.weight", first := f"{owner}in_proj_weight") and first in targets:
+    if (
+        target.tensor in (f"{owner}out_proj.weight", input_weight := f"{owner}in_proj_weight")
+        and input_weight in targets
+    ):
         raise ValueError(ATTENTION)
 
 
@@ -197,8 +222,8 @@ def _require_bias(target: Target, node: Marked, targets: Mapping[str, Target], n
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
         return
-    held = node.values["g"]
-    if len(target.shape) == 1 and not (isinstance(held, Marked) and isinstance(held.stage, Tie)):
+    gain = node.values["g"]
+    if len(target.shape) == 1 and not (isinstance(gain, Marked) and isinstance(gain.stage, Tie)):
         raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
     bias = f"{target.module}.bias"
     if _is_on_outputs(node, target) and bias in targets and bias not in nodes:
@@ -215,17 +240,17 @@ def _is_on_outputs(node: Marked, target: Target) -> bool:
 
 def _write_node(node: Marked, target: Target) -> tuple[Method, Written]:
     """The method of an adapted parameter, and what PEFT stores of it; raises an error if PEFT would not find it."""
-    method = of_entries(target, node.stage) if (made := method_of(node)) is SHIRA else made
+    method = of_entries(target, node.stage) if (found_method := method_of(node)) is SHIRA else found_method
     method.require_layout(target)
-    written = method.write(target, node)
+    module_tensors = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
-    wanted = "bias" if written.tensors.keys() & {*method.of_biases} else "weight"
-    if not target.n_experts and (name != wanted or not module):
+    weight_or_bias = "bias" if module_tensors.tensors.keys() & {*method.of_biases} else "weight"
+    if not target.n_experts and (name != weight_or_bias or not module):
         raise ValueError(
-            f"PEFT adapts the {wanted} of a module, such as 'dense.{wanted}', but this is {target.tensor!r} in torch. "
-            f"Name it by `names`"
+            f"PEFT adapts the {weight_or_bias} of a module, such as 'dense.{weight_or_bias}', but this is "
+            f"{target.tensor!r} in torch. Name it by `names`"
         )
-    return method, written
+    return method, module_tensors
 
 
 def _is_bias(tensor: str) -> bool:
@@ -234,36 +259,39 @@ def _is_bias(tensor: str) -> bool:
 
 
 def _tensors_beside(
-    config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted: set[str]
+    config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
-    saved = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
-    biases = {tensor for tensor in free if targets[tensor].module not in saved}
-    if shared := sorted(saved & adapted):
-        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {shared[0]!r} needs both.")
-    for module in saved:
-        if also := sorted({t.module for t in targets.values() if t.module.endswith(module)} - saved):
+    saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
+    biases = {tensor for tensor in free if targets[tensor].module not in saved_modules}
+    if clashes := sorted(saved_modules & adapted_modules):
+        raise ValueError(f"to_peft: PEFT either adapts a module or saves it whole, but {clashes[0]!r} needs both.")
+    for module in saved_modules:
+        if also := sorted({t.module for t in targets.values() if t.module.endswith(module)} - saved_modules):
             raise ValueError(
                 f"to_peft: PEFT matches the names of saved modules with suffixes, but {module!r} is also a suffix of "
                 f"{also[0]!r}. Freeze {module!r}."
             )
-    known = {tensor for tensor, t in targets.items() if _is_bias(tensor) and t.module not in saved}
-    rest = {tensor for tensor in known if targets[tensor].module in adapted}
-    kind = "none" if not biases else "all" if biases == known else "lora_only" if biases == rest else None
+    all_biases = {tensor for tensor, t in targets.items() if _is_bias(tensor) and t.module not in saved_modules}
+    adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
+    kind = (
+        "none" if not biases else "all" if biases == all_biases else "lora_only" if biases == adapted_biases else None
+    )
     if kind is None or (kind != "none" and config["peft_type"] != "LORA"):
         raise ValueError(
             f"to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train "
             f"{', '.join(map(repr, sorted({targets[tensor].path for tensor in biases})))}. Freeze the others."
         )
     tensors = {
-        _name_in_wrapper(targets[name], adapted): np.asarray(targets[name].write_whole(x)) for name, x in free.items()
+        _name_in_wrapper(targets[name], adapted_modules): np.asarray(targets[name].write_whole(x))
+        for name, x in free.items()
     }
     return tensors, ({"bias": kind} if config["peft_type"] == "LORA" else {}) | {
-        "modules_to_save": sorted(saved) or None
+        "modules_to_save": sorted(saved_modules) or None
     }
 
 
-def _name_in_wrapper(target: Target, adapted: set[str]) -> str:
+def _name_in_wrapper(target: Target, adapted_modules: set[str]) -> str:
     """PEFT's name of a tensor, which it wraps if its module is adapted."""
     module, _, name = target.tensor.rpartition(".")
-    return PREFIX + (f"{module}.base_layer.{name}" if module in adapted else target.tensor)
+    return PREFIX + (f"{module}.base_layer.{name}" if module in adapted_modules else target.tensor)

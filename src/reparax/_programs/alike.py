@@ -47,28 +47,30 @@ class Alike:
             return next(self._new) if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
-            read = [name(v) for v in eqn.invars]
-            self.read[*path, id(eqn)] = read
-            env.update(zip(eqn.outvars, self._name_outputs_of(eqn, read, (*path, id(eqn))), strict=True))
+            operand_names = [name(v) for v in eqn.invars]
+            self.read[*path, id(eqn)] = operand_names
+            env.update(zip(eqn.outvars, self._name_outputs_of(eqn, operand_names, (*path, id(eqn))), strict=True))
         return [name(v) for v in jaxpr.outvars]
 
-    def _name_outputs_of(self, eqn: JaxprEqn, read: list[Hashable], own: Path) -> Sequence[Hashable]:
+    def _name_outputs_of(self, eqn: JaxprEqn, operand_names: list[Hashable], path: Path) -> Sequence[Hashable]:
         """The names of what an equation returns, from those of its operands; programs inside it are followed."""
         if kind_of(eqn) in _MOVES:
-            return read[:1]
+            return operand_names[:1]
         if jaxprs.is_cond(eqn):
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn)):
-                self._name_outputs(jaxpr, [*self._new_names(consts), *read[1:]], (*own, place))
+                self._name_outputs(jaxpr, [*self._new_names(consts), *operand_names[1:]], (*path, place))
         elif jaxprs.is_scan(eqn):
-            n_consts, n_carry = jaxprs.counts(eqn)
+            n_consts, n_carry = jaxprs.scan_counts(eqn)
             jaxpr, consts = jaxprs.body(eqn)
-            self.sliced[id(eqn)] = frozenset(read[n_consts + n_carry :]), Scan(eqn).reverse
+            self.sliced[id(eqn)] = frozenset(operand_names[n_consts + n_carry :]), Scan(eqn).reverse
             self._name_outputs(
-                jaxpr, [*self._new_names(consts), *read[:n_consts], *self._new_names(read[n_consts:])], own
+                jaxpr,
+                [*self._new_names(consts), *operand_names[:n_consts], *self._new_names(operand_names[n_consts:])],
+                path,
             )
         elif jaxprs.is_call(eqn):
             jaxpr, consts = jaxprs.body(eqn)
-            return self._name_outputs(jaxpr, [*self._new_names(consts), *read], own)
+            return self._name_outputs(jaxpr, [*self._new_names(consts), *operand_names], path)
         return self._new_names(eqn.outvars)
 
     def _new_names(self, values: Sequence[Any]) -> list[Hashable]:

@@ -25,7 +25,7 @@ class Arguments:
     leaves: list[Any]
     treedef: Any
     places: list[int]
-    chosen: list[bool]
+    is_chosen: list[bool]
 
     @classmethod
     def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
@@ -52,9 +52,9 @@ class Arguments:
             parameters = []
 
         def path(names: tuple[str, ...]) -> str:
-            group, name, *rest = names
+            group, name, *path_in_argument = names
             i = int(name) if group == "0" else len(parameters)
-            return path_text((parameters[i] if i < len(parameters) else f"argument {name}", *rest))
+            return path_text((parameters[i] if i < len(parameters) else f"argument {name}", *path_in_argument))
 
         return [path(names[i]) for i in self.places]
 
@@ -68,16 +68,20 @@ class Arguments:
 
     def trace(self) -> "Traced":
         """Traces the function, once: its program gives the leaves of the result that are traced."""
-        found: list[_Result] = []
+        results: list[_Result] = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
-            found.append(_Result(treedef, {i: out for i, out in enumerate(outs) if not isinstance(out, Tracer)}))
-            return [out for out in outs if isinstance(out, Tracer)]
+            results.append(
+                _Result(treedef, {i: output for i, output in enumerate(outs) if not isinstance(output, Tracer)})
+            )
+            return [output for output in outs if isinstance(output, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
 
-        return Traced(program, [*consts, *self.arrays], [*(False for _ in consts), *self.chosen], found[-1].restored)
+        return Traced(
+            program, [*consts, *self.arrays], [*(False for _ in consts), *self.is_chosen], results[-1].restored
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,10 @@ class _Result:
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """The whole result, with these values of the traced leaves."""
-        made, n = iter(outputs), self.treedef.num_leaves
-        return self.treedef.unflatten([self.untraced[i] if i in self.untraced else next(made) for i in range(n)])
+        traced_leaves, n = iter(outputs), self.treedef.num_leaves
+        return self.treedef.unflatten(
+            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(n)]
+        )
 
 
 @dataclass(frozen=True)
@@ -100,13 +106,13 @@ class Traced:
     Attributes:
       program: The program, with its constants as first inputs.
       inputs: The value of each input.
-      chosen: Which inputs the user chose.
+      is_chosen: Which inputs the user chose.
       restore: Makes the whole result from the outputs.
     """
 
     program: Jaxpr
     inputs: list[Any]
-    chosen: list[bool]
+    is_chosen: list[bool]
     restore: Callable[[list[Any]], Any]
 
 
@@ -117,11 +123,11 @@ def check_call(method: str, fun: Any, argnums: Any) -> str:
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
             f"such as the loss."
         )
-    named = fun
-    while isinstance(named, functools.partial):
-        named = named.func
+    function = fun
+    while isinstance(function, functools.partial):
+        function = function.func
     # Not its repr, which may hold arrays.
-    who = f"{method}({getattr(named, '__name__', type(named).__name__)})"
+    who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
         raise TypeError(
@@ -145,21 +151,21 @@ def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[in
     """The positions of the arguments that the user chose: by default the first, and all that are keys."""
     if argnums is None:
         return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
-    chosen = {argnums} if isinstance(argnums, int) else set(argnums)
-    if missing := [i for i in sorted(chosen) if i >= len(args)]:
+    positions = {argnums} if isinstance(argnums, int) else set(argnums)
+    if missing := [i for i in sorted(positions) if i >= len(args)]:
         raise TypeError(
             f"{who} got argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
             f"argument {missing[0]}. Pass the arguments that argnums names by position."
         )
-    return chosen
+    return positions
 
 
 def is_keys(arg: Any) -> bool:
     """Whether an argument consists of PRNG keys, typed or legacy."""
 
     def is_key(x: Any) -> bool:
-        typed = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return typed or (is_traceable(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4))
+        is_typed_key = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return is_typed_key or (is_traceable(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4))
 
     leaves = jax.tree.leaves(arg)
     return bool(leaves) and all(map(is_key, leaves))

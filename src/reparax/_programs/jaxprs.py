@@ -77,7 +77,7 @@ def unreadable(what: str) -> RuntimeError:
     )
 
 
-def rehearse(works: Callable[[], bool]) -> None:
+def check_this_jax(works: Callable[[], bool]) -> None:
     """Raises an error if JAX is newer than the tested versions and ``works`` fails or returns False."""
     if is_tested():
         return
@@ -131,9 +131,9 @@ def types(program: Any) -> list[Any]:
 
 def part(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> Jaxpr:
     """The program of some equations of ``jaxpr``; its inputs are the values that they read from elsewhere."""
-    made = {v for eqn in eqns for v in eqn.outvars}
-    taken = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
-    invars = [v for v in taken if v not in made]
+    outvars_of_eqns = {v for eqn in eqns for v in eqn.outvars}
+    atoms = variables([v for eqn in eqns for v in eqn.invars] + list(outvars))
+    invars = [v for v in atoms if v not in outvars_of_eqns]
     return jaxpr.replace(constvars=[], invars=invars, outvars=list(outvars), eqns=list(eqns))
 
 
@@ -141,12 +141,12 @@ def substitute_inputs(jaxpr: Jaxpr, names: Env) -> Jaxpr:
     """The program with other atoms instead of some inputs, which are removed from its inputs."""
     return jaxpr.replace(
         invars=[v for v in jaxpr.invars if v not in names],
-        outvars=_substituted(jaxpr.outvars, names),
-        eqns=[_with_operands(eqn, _substituted(eqn.invars, names)) for eqn in jaxpr.eqns],
+        outvars=_substitute(jaxpr.outvars, names),
+        eqns=[_with_operands(eqn, _substitute(eqn.invars, names)) for eqn in jaxpr.eqns],
     )
 
 
-def _substituted(atoms: Iterable[Any], names: Env) -> list[Any]:
+def _substitute(atoms: Iterable[Any], names: Env) -> list[Any]:
     """The atoms, with others in place of some variables."""
     return [v if isinstance(v, Literal) else names.get(v, v) for v in atoms]
 
@@ -156,35 +156,37 @@ def _with_operands(eqn: JaxprEqn, atoms: list[Any]) -> JaxprEqn:
     return eqn if atoms == eqn.invars else eqn.replace(invars=atoms)
 
 
-def open_calls(jaxpr: Jaxpr, opens: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
+def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, list[Any]] | None:
     """The program with the bodies of some calls in their place and constants as first inputs, and these constants.
 
     None if one body stands in two places, as its values need other names in each.
     """
-    visited, invars, held, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
+    visited, invars, constants, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
-            read = _substituted(eqn.invars, names)
-            if not opens(eqn):
-                eqns.append(_with_operands(eqn, read))
+            operands = _substitute(eqn.invars, names)
+            if not is_opened(eqn):
+                eqns.append(_with_operands(eqn, operands))
                 continue
-            inside, consts = body(eqn)
+            inner_jaxpr, consts = body(eqn)
             if id(_programs_in(eqn)[0]) in visited:
                 return False
             visited.add(id(_programs_in(eqn)[0]))
-            invars.extend(inside.invars[: len(consts)])
-            held.extend(consts)
-            own: Env = dict(zip(inside.invars[len(consts) :], read, strict=True))
-            if not opened_in(inside, own):
+            invars.extend(inner_jaxpr.invars[: len(consts)])
+            constants.extend(consts)
+            inner_names: Env = dict(zip(inner_jaxpr.invars[len(consts) :], operands, strict=True))
+            if not opened_in(inner_jaxpr, inner_names):
                 return False
-            names.update(zip(eqn.outvars, _substituted(inside.outvars, own), strict=True))
+            names.update(zip(eqn.outvars, _substitute(inner_jaxpr.outvars, inner_names), strict=True))
         return True
 
     names: Env = {}
     if not opened_in(jaxpr, names):
         return None
-    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=_substituted(jaxpr.outvars, names), eqns=eqns), held
+    return jaxpr.replace(
+        invars=[*invars, *jaxpr.invars], outvars=_substitute(jaxpr.outvars, names), eqns=eqns
+    ), constants
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
@@ -194,14 +196,14 @@ def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
     return parts[-1].replace(constvars=[], invars=list(invars), eqns=eqns, effects=effects)
 
 
-def live(jaxpr: Jaxpr) -> Jaxpr:
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """The program without the equations that no output needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def keep_used(jaxpr: Jaxpr, used: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+def keep_used(jaxpr: Jaxpr, used_outputs: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
     """The program with only the used outputs and the inputs that they need, and which inputs these are."""
-    return partial_eval.dce_jaxpr(jaxpr, list(used))
+    return partial_eval.dce_jaxpr(jaxpr, list(used_outputs))
 
 
 def batch_program(
@@ -215,14 +217,14 @@ def batch_program(
     settings: dict[str, Any] = {"axis_name": name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     places: list[int | None] = []
 
-    def watched(*args: Any) -> list[Any]:
+    def note_batch_axes(*args: Any) -> list[Any]:
         outs = evaluate(jaxpr, args)
-        places[:] = [0 if type(out).__name__ == "BatchTracer" else None for out in outs]
+        places[:] = [0 if type(output).__name__ == "BatchTracer" else None for output in outs]
         return outs
 
-    jax.make_jaxpr(jax.vmap(watched, tuple(dims), 0, **settings))(*args)
-    mapped = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), places, **settings)
-    return *consts_first(jax.make_jaxpr(mapped)(*args)), places
+    jax.make_jaxpr(jax.vmap(note_batch_axes, tuple(dims), 0, **settings))(*args)
+    batched = jax.vmap(lambda *args: evaluate(jaxpr, args), tuple(dims), places, **settings)
+    return *consts_first(jax.make_jaxpr(batched)(*args)), places
 
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -230,13 +232,13 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     if not any(map(_is_linearized, args)) and CustomJvp not in map(kind_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    last = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
-    kept = set(variables(jaxpr.outvars))
+    last_reader = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+    outvars = set(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
-        read = variables(eqn.invars)
-        env.update(zip(eqn.outvars, _evaluate_equation(jaxpr, eqn, [env[v] for v in read]), strict=True))
-        for v in read:
-            if last[v] is eqn and v not in kept:
+        invars = variables(eqn.invars)
+        env.update(zip(eqn.outvars, _evaluate_equation(jaxpr, eqn, [env[v] for v in invars]), strict=True))
+        for v in invars:
+            if last_reader[v] is eqn and v not in outvars:
                 del env[v]
     return [v.val if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
 
@@ -338,14 +340,14 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
     :func:`residuals` gives the latter alone. The function holds its program. If some of its ``n_outs`` outputs are
     zeros that the program leaves out, or if JAX keeps the program elsewhere, it is traced.
     """
-    stored = jax.tree.leaves(linear)
-    held = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
-    found = [_jaxpr_of(x) for x in held if not getattr(x, "consts", ())]
+    stored_values = jax.tree.leaves(linear)
+    closed_jaxprs = [x for x in getattr(linear.func, "args", ()) if type(x) in _PROGRAMS]
+    candidates = [_jaxpr_of(x) for x in closed_jaxprs if not getattr(x, "consts", ())]
     # Until jax 0.11.0 what is stored are constants of the program, since then its first inputs.
-    sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in found]
-    if sizes != [(len(stored) + len(points), n_outs)]:
+    sizes = [(len(x.constvars) + len(x.invars), len(x.outvars)) for x in candidates]
+    if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
-    return consts_first(found[0])[0], stored
+    return consts_first(candidates[0])[0], stored_values
 
 
 def type_of(v: Any) -> Any:
@@ -353,32 +355,34 @@ def type_of(v: Any) -> Any:
     return v.aval
 
 
-def varying(types: Sequence[Any]) -> frozenset[str]:
+def varying_axes(types: Sequence[Any]) -> frozenset[str]:
     """The mesh axes over which arrays of these types may differ on the shards of a ``shard_map``."""
     # Since jax 0.10 the type has a part for this; types of other things than arrays have none.
-    parts = [getattr(each, "manual_axis_type", None) for each in types]
+    parts = [getattr(aval, "manual_axis_type", None) for aval in types]
     return frozenset[str]().union(
-        *(getattr(each, "vma", ()) if part is None else part.varying for each, part in zip(types, parts, strict=True))
+        *(getattr(aval, "vma", ()) if part is None else part.varying for aval, part in zip(types, parts, strict=True))
     )
 
 
 def tells_shards(type_: Any) -> bool:
     """Whether the type of an array says over which mesh axes it varies; not in a ``shard_map`` without checks."""
-    return bool(varying([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
+    return bool(varying_axes([type_])) or AxisType.Manual not in type_.sharding.mesh.axis_types
 
 
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
-    stack, seen = [jaxpr], {id(jaxpr)}
+    stack, visited = [jaxpr], {id(jaxpr)}
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     while stack:
         for eqn in stack.pop().eqns:
             if _any_is_ref(eqn.outvars):
                 return True
-            inside = [program for program in inner(eqn) if id(program) not in seen and not _any_is_ref(program.invars)]
-            seen.update(map(id, inside))
-            stack += inside
+            inner_programs = [
+                program for program in inner(eqn) if id(program) not in visited and not _any_is_ref(program.invars)
+            ]
+            visited.update(map(id, inner_programs))
+            stack += inner_programs
     return False
 
 
@@ -397,7 +401,7 @@ def replacement(args: Sequence[Any], params: Env) -> tuple[Body, Sequence[Any]]:
     return lambda *args: function.call_wrapped(*args), operands
 
 
-def own_parameters(eqn: JaxprEqn) -> Env:
+def params_of_our_equation(eqn: JaxprEqn) -> Env:
     """The parameters of an equation of our own, for the module that wrote them."""
     return eqn.params
 
@@ -409,13 +413,13 @@ def inner(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def _programs_in(eqn: JaxprEqn) -> list[Any]:
     """The programs among the parameters of an equation, as JAX holds them: with or without constants."""
-    held: list[Any] = []
+    programs: list[Any] = []
     for value in eqn.params.values():
         if type(value) in _PROGRAMS:
-            held.append(value)
+            programs.append(value)
         elif type(value) in (tuple, list):
-            held += [x for x in value if type(x) in _PROGRAMS]
-    return held
+            programs += [x for x in value if type(x) in _PROGRAMS]
+    return programs
 
 
 def body(eqn: JaxprEqn) -> tuple[Jaxpr, list[Any]]:
@@ -428,7 +432,7 @@ def bodies(eqn: JaxprEqn) -> list[tuple[Jaxpr, list[Any]]]:
     return [consts_first(program) for program in _programs_in(eqn)]
 
 
-def is_placed(eqn: JaxprEqn) -> bool:
+def has_sharding(eqn: JaxprEqn) -> bool:
     """Whether a call of ``jax.jit`` gives shardings of its inputs or outputs."""
     places = [*eqn.params["in_shardings"], *eqn.params["out_shardings"]]
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in places)
@@ -479,21 +483,21 @@ def divisor(eqn: JaxprEqn) -> int | None:
     return places[name] if type_of(eqn.invars[places[name]]).size > 1 else None
 
 
-def squared(eqn: JaxprEqn, sources: Sequence[frozenset[T]]) -> frozenset[T]:
+def squared_sources(eqn: JaxprEqn, sources: Sequence[frozenset[T]]) -> frozenset[T]:
     """Which of the sources of its operands an equation multiplies by themselves."""
     name = eqn.primitive.name
     if name == "mul":
         return sources[0] & sources[1]
-    alone = name == "square" or (name == "integer_pow" and eqn.params["y"] > 1)
-    return sources[0] if alone else frozenset[T]()
+    is_power = name == "square" or (name == "integer_pow" and eqn.params["y"] > 1)
+    return sources[0] if is_power else frozenset[T]()
 
 
-def counts(scan: JaxprEqn) -> tuple[int, int]:
+def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
     _read_parameters(scan, _SCAN, _SCAN_UNREAD)
-    inside = inner(scan)[0]
-    carried = len(scan.outvars) - _count_sliced(scan.outvars, inside.outvars)
-    return len(scan.invars) - _count_sliced(scan.invars, inside.invars) - carried, carried
+    inner_jaxpr = inner(scan)[0]
+    n_carry = len(scan.outvars) - _count_sliced(scan.outvars, inner_jaxpr.outvars)
+    return len(scan.invars) - _count_sliced(scan.invars, inner_jaxpr.invars) - n_carry, n_carry
 
 
 def _count_sliced(outside: Sequence[Any], inside: Sequence[Any]) -> int:
@@ -532,12 +536,12 @@ def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 
-def _read_parameters(eqn: JaxprEqn, names: Sequence[str], others: set[str]) -> dict[str, Any]:
-    """The parameters ``names`` of an equation; raises an error if it has others than these and ``others``."""
+def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> dict[str, Any]:
+    """The parameters ``names`` of an equation; raises an error if it has others than these and ``unread``."""
     kind = eqn.primitive.name
     if missing := [name for name in names if name not in eqn.params]:
         raise unreadable(f"a {kind} without the parameter {missing[0]!r}")
-    if unknown := sorted(set(eqn.params) - {*names, *others}):
+    if unknown := sorted(set(eqn.params) - {*names, *unread}):
         raise unreadable(f"a {kind} with the parameter {unknown[0]!r}")
     return {name: eqn.params[name] for name in names}
 
@@ -546,7 +550,7 @@ def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -
     # The other parameters affect compilation only.
     """Runs a ``jit`` with another body: inline, unless it gives shardings."""
     settings = _read_parameters(eqn, ("in_shardings", "out_shardings"), set(eqn.params))
-    if not is_placed(eqn):
+    if not has_sharding(eqn):
         return body(state, *args)
     settings["in_shardings"] = (None, *settings["in_shardings"])
     settings["out_shardings"] = (list(settings["out_shardings"]), None)
@@ -555,7 +559,7 @@ def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -
 
 def _run_scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     """Runs a scan with another body; the state is carried from step to step."""
-    n_consts, n_carry = counts(eqn)
+    n_consts, n_carry = scan_counts(eqn)
     consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
 
     def step(carry: tuple[State, Sequence[Any]], x: Sequence[Any]) -> Any:
@@ -575,9 +579,9 @@ def run_cond(cond: JaxprEqn, index: Any, branches: Sequence[Body], operands: Seq
     if platforms is None:
         return jax.lax.switch(index, branches, *operands)
     pairs = list(zip(platforms, branches, strict=True))
-    named = {name: branch for names, branch in pairs if names is not None for name in names}
+    branch_of_platform = {name: branch for names, branch in pairs if names is not None for name in names}
     default = next((branch for names, branch in pairs if names is None), None)
-    return jax.lax.platform_dependent(*operands, default=default, **named)
+    return jax.lax.platform_dependent(*operands, default=default, **branch_of_platform)
 
 
 def _run_shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:

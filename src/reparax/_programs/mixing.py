@@ -77,16 +77,18 @@ class Mixing:
       found: For each array the equations.
     """
 
-    def __init__(self, counted: Mapping[Path, int], made: Callable[[JaxprEqn], Sequence[Hashable] | None]) -> None:
+    def __init__(
+        self, counted_operands: Mapping[Path, int], new_arrays_of: Callable[[JaxprEqn], Sequence[Hashable] | None]
+    ) -> None:
         """Starts with nothing found.
 
         Args:
-          counted: The products that are known already, by the equations whose bodies hold them and their own, and
-            which of their operands is the array.
-          made: For an equation of which each output is an array to be followed: what it is called.
+          counted_operands: The products that are known already, by the equations whose bodies hold them and their own,
+            and which of their operands is the array.
+          new_arrays_of: For an equation of which each output is an array to be followed: what it is called.
         """
         self.found: dict[Hashable, dict[int, JaxprEqn]] = {}
-        self._counted, self._made = counted, made
+        self._counted, self._new_arrays_of = counted_operands, new_arrays_of
 
     def program(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> None:
         """Follows the inputs of a whole program, of which a loss is a number."""
@@ -104,68 +106,68 @@ class Mixing:
 
         for eqn in jaxpr.eqns:
             outs = self._follow_equation(eqn, [value(v) for v in eqn.invars], path)
-            for v, out in zip(eqn.outvars, outs, strict=True):
-                env[v] = self._drop_mixed(eqn, _as_number(v, out))
+            for v, output in zip(eqn.outvars, outs, strict=True):
+                env[v] = self._drop_mixed(eqn, _as_number(v, output))
         return [value(v) for v in jaxpr.outvars]
 
     def _follow_equation(self, eqn: JaxprEqn, inputs: list[Value], path: Path) -> Sequence[Value]:
         """The outputs of an equation; of a product that is known already, its array is no longer followed."""
-        if (made := self._made(eqn)) is not None:
-            return [({each: Dependence.ARRAY}, True) for each in made]
-        own = (*path, id(eqn))
-        if own in self._counted:
-            inputs[self._counted[own]] = {}, inputs[self._counted[own]][1]
+        if (new_arrays := self._new_arrays_of(eqn)) is not None:
+            return [({array: Dependence.ARRAY}, True) for array in new_arrays]
+        path_of_eqn = (*path, id(eqn))
+        if path_of_eqn in self._counted:
+            inputs[self._counted[path_of_eqn]] = {}, inputs[self._counted[path_of_eqn]][1]
         if jaxprs.is_scan(eqn):
-            return self._follow_scan(eqn, inputs, own)
+            return self._follow_scan(eqn, inputs, path_of_eqn)
         if jaxprs.is_cond(eqn):
-            return self._follow_cond(eqn, inputs, own)
+            return self._follow_cond(eqn, inputs, path_of_eqn)
         if jaxprs.is_call(eqn):
             jaxpr, consts = jaxprs.body(eqn)
-            return self._follow_program(jaxpr, [*_values_of_constants(consts), *inputs], own)
-        alone = all(known for _, known in inputs) and not jaxprs.has_effects(eqn)
-        traces = {each: _dependence_on(eqn, inputs, each, alone=alone) for each in _worst_of(inputs)[0]}
-        return [(traces, alone) for _ in eqn.outvars]
+            return self._follow_program(jaxpr, [*_values_of_constants(consts), *inputs], path_of_eqn)
+        are_known = all(is_known for _, is_known in inputs) and not jaxprs.has_effects(eqn)
+        traces = {array: _dependence_on(eqn, inputs, array, are_known=are_known) for array in _worst_of(inputs)[0]}
+        return [(traces, are_known) for _ in eqn.outvars]
 
-    def _follow_scan(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+    def _follow_scan(self, eqn: JaxprEqn, inputs: list[Value], path_of_body: Path) -> list[Value]:
         """The outputs of a scan, whose body is followed until what it carries stays as it is."""
-        n_consts, n_carry = jaxprs.counts(eqn)
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
         jaxpr, consts = jaxprs.body(eqn)
-        known = dependence.steady_inputs(eqn, [alone for _, alone in inputs])
-        inputs = [(traces, flag) for (traces, _), flag in zip(inputs, known, strict=True)]
+        steady = dependence.steady_inputs(eqn, [is_known for _, is_known in inputs])
+        inputs = [(traces, flag) for (traces, _), flag in zip(inputs, steady, strict=True)]
         while True:
-            inside = [
-                self._drop_mixed(eqn, _as_number(v, each))
-                for v, each in zip(jaxpr.invars[len(consts) :], inputs, strict=True)
+            body_inputs = [
+                self._drop_mixed(eqn, _as_number(v, operand))
+                for v, operand in zip(jaxpr.invars[len(consts) :], inputs, strict=True)
             ]
-            outs = self._follow_program(jaxpr, [*_values_of_constants(consts), *inside], own)
-            carried = inside[n_consts : n_consts + n_carry]
-            after = [_worst_of([a, b]) for a, b in zip(carried, outs, strict=False)]
-            if after == carried:
-                return [*carried, *outs[n_carry:]]
-            inputs = [*inside[:n_consts], *after, *inside[n_consts + n_carry :]]
+            outs = self._follow_program(jaxpr, [*_values_of_constants(consts), *body_inputs], path_of_body)
+            carry = body_inputs[n_consts : n_consts + n_carry]
+            next_carry = [_worst_of([a, b]) for a, b in zip(carry, outs, strict=False)]
+            if next_carry == carry:
+                return [*carry, *outs[n_carry:]]
+            inputs = [*body_inputs[:n_consts], *next_carry, *body_inputs[n_consts + n_carry :]]
 
-    def _follow_cond(self, eqn: JaxprEqn, inputs: list[Value], own: Path) -> list[Value]:
+    def _follow_cond(self, eqn: JaxprEqn, inputs: list[Value], path_of_branches: Path) -> list[Value]:
         """The outputs of a cond: those of any branch, and all that its choice depends on."""
-        (chooses, alone), *operands = inputs
+        (chooses, is_known), *operands = inputs
         branches = [
-            self._follow_program(jaxpr, [*_values_of_constants(consts), *operands], (*own, place))
+            self._follow_program(jaxpr, [*_values_of_constants(consts), *operands], (*path_of_branches, place))
             for place, (jaxpr, consts) in enumerate(jaxprs.bodies(eqn))
         ]
-        chosen: Value = dict.fromkeys(chooses, Dependence.ARRAY), alone
-        return [_worst_of([chosen, *each]) for each in zip(*branches, strict=True)]
+        choice: Value = dict.fromkeys(chooses, Dependence.ARRAY), is_known
+        return [_worst_of([choice, *outputs]) for outputs in zip(*branches, strict=True)]
 
     def _drop_mixed(self, eqn: JaxprEqn, value: Value) -> Value:
         """A value without the arrays that the equation mixes with data; these are noted."""
-        traces, alone = value
-        if alone:
+        traces, is_known = value
+        if is_known:
             return value
-        self._note_mixed([each for each, kind in traces.items() if kind is Dependence.ARRAY], eqn)
-        return {each: kind for each, kind in traces.items() if kind is not Dependence.ARRAY}, False
+        self._note_mixed([array for array, kind in traces.items() if kind is Dependence.ARRAY], eqn)
+        return {array: kind for array, kind in traces.items() if kind is not Dependence.ARRAY}, False
 
     def _note_mixed(self, arrays: Iterable[Hashable], eqn: JaxprEqn) -> None:
         """Adds an equation to those that were found for these arrays."""
-        for each in arrays:
-            self.found.setdefault(each, {})[id(eqn)] = eqn
+        for array in arrays:
+            self.found.setdefault(array, {})[id(eqn)] = eqn
 
 
 def _values_of_constants(consts: Collection[Any]) -> list[Value]:
@@ -176,7 +178,7 @@ def _values_of_constants(consts: Collection[Any]) -> list[Value]:
 def _as_number(v: Any, value: Value) -> Value:
     """A value, which is linear in itself if it is a number without data."""
     traces, alone = value
-    if not traces or not alone or jaxprs.type_of(v).shape or not dependence.smooth(v):
+    if not traces or not alone or jaxprs.type_of(v).shape or not dependence.has_tangent(v):
         return value
     return dict.fromkeys(traces, Dependence.NUMBER), True
 
@@ -184,18 +186,18 @@ def _as_number(v: Any, value: Value) -> Value:
 def _worst_of(values: Sequence[Value]) -> Value:
     """What may be any of these values."""
     traces: dict[Hashable, Dependence] = {}
-    for each, kind in (item for own, _ in values for item in own.items()):
-        traces[each] = max(kind, traces.get(each, kind))
-    return traces, all(alone for _, alone in values)
+    for array, kind in (item for arrays, _ in values for item in arrays.items()):
+        traces[array] = max(kind, traces.get(array, kind))
+    return traces, all(is_known for _, is_known in values)
 
 
-def _dependence_on(eqn: JaxprEqn, inputs: Sequence[Value], each: Hashable, *, alone: bool) -> Dependence:
+def _dependence_on(eqn: JaxprEqn, inputs: Sequence[Value], array: Hashable, *, are_known: bool) -> Dependence:
     """How the outputs of an equation depend on an array on which some of its operands depend."""
-    places = [i for i, (traces, _) in enumerate(inputs) if each in traces]
-    if all(inputs[i][0][each] is Dependence.NUMBER for i in places):
-        is_smooth = all(map(dependence.smooth, eqn.outvars))
+    places = [i for i, (traces, _) in enumerate(inputs) if array in traces]
+    if all(inputs[i][0][array] is Dependence.NUMBER for i in places):
+        is_smooth = all(map(dependence.has_tangent, eqn.outvars))
         return Dependence.NUMBER if is_smooth and _is_linear(kind_of(eqn), places) else Dependence.ARRAY
-    return Dependence.MOVED if not alone and _is_moved(eqn, places) else Dependence.ARRAY
+    return Dependence.MOVED if not are_known and _is_moved(eqn, places) else Dependence.ARRAY
 
 
 def _is_linear(kind: type[View], places: Sequence[int]) -> bool:

@@ -21,18 +21,18 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     return jaxprs.policy_of(eqn, Mark)
 
 
-def with_roots(jaxpr: Jaxpr, given: Flags) -> Flags:
-    """``given``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
-    read, behind = set[Any](), set[Any]()
+def with_roots(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
+    """``known_inputs``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
+    read_by_apply, behind = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
-        own = _inputs_of_apply(eqn)
-        read.update(own)
-        behind.update(own)
+        inputs = _inputs_of_apply(eqn)
+        read_by_apply.update(inputs)
+        behind.update(inputs)
         if any(v in behind for v in eqn.outvars):
             behind.update(jaxprs.variables(eqn.invars))
     return [
-        known or v in read or (v in behind and _is_key_or_number(v))
-        for v, known in zip(jaxpr.invars, given, strict=True)
+        is_known or v in read_by_apply or (v in behind and _is_key_or_number(v))
+        for v, is_known in zip(jaxpr.invars, known_inputs, strict=True)
     ]
 
 

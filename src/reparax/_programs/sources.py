@@ -18,34 +18,34 @@ def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
 
     In a program inside an equation, JAX cuts tracebacks off where that program begins.
     """
-    found: dict[int, str] = {}
+    line_of_origin: dict[int, str] = {}
     for eqn in program.eqns:
         line = line_of(eqn) or outside
-        found[jaxprs.origin(eqn)] = line
-        for held in jaxprs.inner(eqn):
-            found |= lines_by_origin(held, line)
-    return found
+        line_of_origin[jaxprs.origin(eqn)] = line
+        for inner_program in jaxprs.inner(eqn):
+            line_of_origin |= lines_by_origin(inner_program, line)
+    return line_of_origin
 
 
 def line_of(eqn: JaxprEqn) -> str:
     """The innermost source line of an equation outside reparax, if known; in a notebook, the line in the cell."""
-    found = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
-    return _CELL.sub("<cell>", found)
+    line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
+    return _CELL.sub("<cell>", line)
 
 
-def describe_read(eqn: JaxprEqn | None, does: str, found: Mapping[int, str]) -> str:
+def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> str:
     """What reads a weight: an equation that does something, and its line; None is the end of a program."""
     if eqn is None:
         return "it is returned, or carried"
-    line = line_of_output(eqn, 0, found)
+    line = line_of_output(eqn, 0, lines)
     return f"{eqn.primitive.name} {does}" + (f": {line}" if line else "")
 
 
-def line_of_output(eqn: JaxprEqn, i: int, found: Mapping[int, str]) -> str:
+def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
     """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
     for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
         v = program.outvars[i]
-        for inside in program.eqns:
-            if v in inside.outvars and (line := line_of_output(inside, inside.outvars.index(v), found)):
+        for inner_eqn in program.eqns:
+            if v in inner_eqn.outvars and (line := line_of_output(inner_eqn, inner_eqn.outvars.index(v), lines)):
                 return line
-    return line_of(eqn) or found.get(jaxprs.origin(eqn), "")
+    return line_of(eqn) or lines.get(jaxprs.origin(eqn), "")

@@ -49,47 +49,47 @@ class StepPlan:
 
     Attributes:
       parts: What is read: parts of inputs, and of values that cannot be computed by parts.
-      wanted: What is computed.
+      outputs: What is computed.
       steps: The parts to compute in this order, each with the equation and its operands' axes and function.
     """
 
     parts: list[Part]
-    wanted: Sequence[Part]
+    outputs: Sequence[Part]
     steps: list[tuple[Part, JaxprEqn, PartRule]]
 
     def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
-        """The wanted parts at step ``i``, from the parts that are read."""
+        """The parts ``outputs`` at step ``i``, from the parts that are read."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
-        for made, eqn, (axes, function) in self.steps:
+        for part, eqn, (axes, function) in self.steps:
             pairs = zip(eqn.invars, axes, strict=True)
             operands = [v.val if isinstance(v, Literal) else env[v, axis] for v, axis in pairs]
             with jaxprs.as_written_by(eqn):
-                env[made] = function(i, *operands)
-        return [env[part] for part in self.wanted]
+                env[part] = function(i, *operands)
+        return [env[part] for part in self.outputs]
 
 
-def plan(jaxpr: Jaxpr, wanted: Sequence[Part], *, moves: bool = True) -> StepPlan:
+def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPlan:
     """Follows wanted parts back through a program, as far as parts can be computed from parts.
 
     ``moves`` says whether they may be differentiated.
     """
-    needed: dict[Var, list[Axis]] = {}
-    for v, axis in wanted:
-        needed.setdefault(v, []).append(axis)
+    needed_axes: dict[Var, list[Axis]] = {}
+    for v, axis in outputs:
+        needed_axes.setdefault(v, []).append(axis)
     steps: list[tuple[Part, JaxprEqn, PartRule]] = []
-    made = set[Part]()
+    parts_made = set[Part]()
     for eqn in reversed(jaxpr.eqns):
-        pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed.get(v, ())]
+        pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed_axes.get(v, ())]
         for i, v, axis in pairs:
-            if jaxprs.has_effects(eqn) or (found := _rule_of_part(eqn, i, axis, moves=moves)) is None:
+            if jaxprs.has_effects(eqn) or (rule := _rule_of_part(eqn, i, axis, moves=moves)) is None:
                 continue
-            steps.append(((v, axis), eqn, found))
-            made.add((v, axis))
-            for operand, own in zip(eqn.invars, found[0], strict=True):
-                if not isinstance(operand, Literal) and own not in needed.setdefault(operand, []):
-                    needed[operand].append(own)
-    parts = [(v, axis) for v, axes in needed.items() for axis in axes]
-    return StepPlan([part for part in parts if part not in made], wanted, steps[::-1])
+            steps.append(((v, axis), eqn, rule))
+            parts_made.add((v, axis))
+            for operand, operand_axis in zip(eqn.invars, rule[0], strict=True):
+                if not isinstance(operand, Literal) and operand_axis not in needed_axes.setdefault(operand, []):
+                    needed_axes[operand].append(operand_axis)
+    parts = [(v, axis) for v, axes in needed_axes.items() for axis in axes]
+    return StepPlan([part for part in parts if part not in parts_made], outputs, steps[::-1])
 
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule | None:
@@ -117,9 +117,9 @@ def _is_sharded(v: Any) -> bool:
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
-def _same_equation(view: View, **changed: Any) -> Callable[..., Any]:
+def _same_equation(view: View, **new_params: Any) -> Callable[..., Any]:
     """The function of a rule that runs the equation itself on the parts, with some settings changed."""
-    return lambda _, *operands: view.bind(*operands, **changed)
+    return lambda _, *operands: view.bind(*operands, **new_params)
 
 
 def _with_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
@@ -144,13 +144,13 @@ def _part_of_elementwise(view: Pointwise, axis: int) -> PartRule | None:
 
 def _part_of_broadcast(view: Broadcast, axis: int) -> PartRule | None:
     """The same entries of the operand, or all of it if it is repeated along the axis."""
-    shape, places = view.shape, view.broadcast_dimensions
+    shape, dimensions = view.shape, view.broadcast_dimensions
     if len(view.operands) > 1:
         return None
-    own = places.index(axis) if axis in places else None
-    if own is not None and _shape_of(view.operands[0])[own] == 1:
-        own = None
-    return [own], _same_equation(view, shape=_with_one(shape, axis))
+    operand_axis = dimensions.index(axis) if axis in dimensions else None
+    if operand_axis is not None and _shape_of(view.operands[0])[operand_axis] == 1:
+        operand_axis = None
+    return [operand_axis], _same_equation(view, shape=_with_one(shape, axis))
 
 
 def _part_of_iota(view: Iota, axis: int) -> PartRule:
@@ -166,22 +166,22 @@ def _part_of_reshape(view: Reshape, axis: int) -> PartRule | None:
     old, new = _shape_of(view.operands[0]), view.new_sizes
     if len(view.operands) > 1 or view.dimensions is not None:
         return None
-    for own, size in enumerate(old):
-        if size == new[axis] and math.prod(old[:own]) == math.prod(new[:axis]):
-            return [own], _same_equation(view, new_sizes=_with_one(new, axis))
+    for operand_axis, size in enumerate(old):
+        if size == new[axis] and math.prod(old[:operand_axis]) == math.prod(new[:axis]):
+            return [operand_axis], _same_equation(view, new_sizes=_with_one(new, axis))
     return None
 
 
 def _part_of_squeeze(view: Squeeze, axis: int) -> PartRule:
     """The part along the axis that this one was before others went."""
-    rest = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.dimensions]
-    return [rest[axis]], _same_equation(view)
+    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.dimensions]
+    return [other_axes[axis]], _same_equation(view)
 
 
 def _part_of_reduction(view: Reduce, axis: int) -> PartRule:
     """The part along the axis that this one was before those that are reduced went."""
-    rest = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.axes]
-    return [rest[axis]], _same_equation(view)
+    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.axes]
+    return [other_axes[axis]], _same_equation(view)
 
 
 def _part_of_transpose(view: Transpose, axis: int) -> PartRule:
@@ -210,15 +210,15 @@ def _part_of_stack(view: Stack, axis: int) -> PartRule | None:
 
 def _part_of_dot(view: Dot, axis: int) -> PartRule:
     """Parts of both operands along an axis of the batch, else of the one operand that has the axis."""
-    summed, shared = view.contracting, view.batch
-    if axis < len(shared[0]):
-        return [shared[0][axis], shared[1][axis]], _same_equation(view)
-    place = axis - len(shared[0])
+    contracting, batch = view.contracting, view.batch
+    if axis < len(batch[0]):
+        return [batch[0][axis], batch[1][axis]], _same_equation(view)
+    place = axis - len(batch[0])
     for k, v in enumerate(view.operands):
-        own = [i for i in range(len(_shape_of(v))) if i not in (*summed[k], *shared[k])]
-        if place < len(own):
-            return [own[place] if k == j else None for j in range(2)], _same_equation(view)
-        place -= len(own)
+        free_axes = [i for i in range(len(_shape_of(v))) if i not in (*contracting[k], *batch[k])]
+        if place < len(free_axes):
+            return [free_axes[place] if k == j else None for j in range(2)], _same_equation(view)
+        place -= len(free_axes)
     raise AssertionError
 
 
@@ -233,66 +233,70 @@ def _part_of_gather(view: Gather, axis: int) -> PartRule | None:
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
     """The part of an output of a call, by parts of its operands through the whole body; else None."""
     jaxpr, consts = jaxprs.body(eqn)
-    found = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
-    if found is None:
+    axes_and_run = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
+    if axes_and_run is None:
         return None
-    axes, run = found
+    axes, run = axes_and_run
     return axes, lambda i, *operands: run(i, *consts, *operands)[0]
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts."""
     names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
-    alone = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
-    if value is None or alone.invars != eqn.invars or not all(map(dependence.smooth, (*names, *eqn.outvars))):
+    own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    if (
+        value is None
+        or own_program.invars != eqn.invars
+        or not all(map(dependence.has_tangent, (*names, *eqn.outvars)))
+    ):
         return None
     types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in names]
 
-    def pushed(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda *args: jaxprs.evaluate(alone, args), primals, tangents)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *args: jaxprs.evaluate(own_program, args), primals, tangents)
 
-    program, held = jaxprs.consts_first(jax.make_jaxpr(pushed)(types, types))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(jvp)(types, types))
 
     def slope(*, moves: bool) -> Any:
-        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(held), moves=moves)
+        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(consts), moves=moves)
 
     axes, run = value
     # A derivative may call its own function, so it is followed further only where it is needed.
-    checked = slope(moves=False)
-    if checked is None or checked[0] != axes * 2:
+    unmoved_slope = slope(moves=False)
+    if unmoved_slope is None or unmoved_slope[0] != axes * 2:
         return None
 
     def function(i: Any, *operands: Any) -> Any:
         of_parts = jax.custom_jvp(lambda *parts: run(i, *parts))
-        of_parts.defjvp(lambda primals, tangents: tuple(slope(moves=True)[1](i, *held, *primals, *tangents)))
+        of_parts.defjvp(lambda primals, tangents: tuple(slope(moves=True)[1](i, *consts, *primals, *tangents)))
         return of_parts(*operands)
 
     return axes, function
 
 
 def _parts_in_body(
-    jaxpr: Jaxpr, wanted: Sequence[Any], n_consts: int, *, moves: bool
+    jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, moves: bool
 ) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
     """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
-    if any(isinstance(v, Literal) for v, _ in wanted):
+    if any(isinstance(v, Literal) for v, _ in outputs):
         return None
-    found = plan(jaxpr, wanted, moves=moves)
-    axes, wholes = dict[Var, Axis](), list[Var]()
-    for v, axis in found.parts:
+    body_plan = plan(jaxpr, outputs, moves=moves)
+    axes, whole_values = dict[Var, Axis](), list[Var]()
+    for v, axis in body_plan.parts:
         if v not in jaxpr.invars:
-            wholes.append(v)
+            whole_values.append(v)
         elif axes.setdefault(v, axis) != axis:
             return None
-    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in found.parts if v in wholes):
+    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in body_plan.parts if v in whole_values):
         return None
-    before = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, wholes), [True for _ in wholes])[0]
-    if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *before.invars)):
+    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
+    if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *prefix.invars)):
         return None
 
     def run(i: Any, *inputs: Any) -> list[Any]:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= dict(zip(wholes, jaxprs.evaluate(before, jaxprs.values(env, before.invars)), strict=True))
-        return found.run(i, jaxprs.values(env, [v for v, _ in found.parts]))
+        env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
+        return body_plan.run(i, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
     return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
 

@@ -42,18 +42,18 @@ def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
 
 def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
     """``lines``, where those that differ only in part ``i`` become one line, at the place of the first."""
-    alike: dict[Hashable, list[tuple[int, int]]] = {}
+    places_of_key: dict[Hashable, list[tuple[int, int]]] = {}
     for row, line in enumerate(lines):
-        numbered = len(line.parts) > i
-        key = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if numbered else row
-        alike.setdefault(key, []).append((int(line.parts[i]) if numbered else 0, row))
-    found: dict[int, Line] = {}
-    for numbers in map(sorted, alike.values()):
-        runs = groupby(enumerate(numbers), key=lambda each: each[1][0] - each[0])
+        has_number = len(line.parts) > i
+        key = (line.parts[:i], line.parts[i + 1 :], line.value, line.count) if has_number else row
+        places_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
+    line_at_row: dict[int, Line] = {}
+    for numbers in map(sorted, places_of_key.values()):
+        runs = groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0])
         for _, run in runs:
             rows = [row for _, (_, row) in run]
-            found[min(rows)] = _join_run(i, [lines[row] for row in rows])
-    return [found[row] for row in sorted(found)]
+            line_at_row[min(rows)] = _join_run(i, [lines[row] for row in rows])
+    return [line_at_row[row] for row in sorted(line_at_row)]
 
 
 def _join_run(i: int, lines: list[Line]) -> Line:

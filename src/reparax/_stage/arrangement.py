@@ -26,7 +26,7 @@ class Arrangement:
     stacked: tuple[int, ...] = ()
 
     @property
-    def one(self) -> Any:
+    def stage_for_one(self) -> Any:
         """The stage for one of the stacked arrays."""
         return replace(self.stage, stacked=()) if self.stacked else self.stage
 
@@ -45,9 +45,9 @@ def arrange(stage: Any, names: AxisNames | None = None) -> Arrangement:
     A number that varies is one that every stage accepts: shapes and dtypes do not depend on it. For the numbers of the
     array itself pass ``stage.for_array(path, w)``.
     """
-    stacked, named, varied = find_axes(stage.stacked, names), stage._named_axes, stage._varied
-    new: dict[str, Any] = dict.fromkeys(varied, TYPICAL)
-    if named or has_names(stage.stacked):
-        rest = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-        new |= {name: number_axes(axes, rest) for name, axes in named.items()} | {"stacked": stacked}
+    stacked, named_axes, varying_fields = find_axes(stage.stacked, names), stage._named_axes, stage._varied
+    new: dict[str, Any] = dict.fromkeys(varying_fields, TYPICAL)
+    if named_axes or has_names(stage.stacked):
+        other_names = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
+        new |= {name: number_axes(axes, other_names) for name, axes in named_axes.items()} | {"stacked": stacked}
     return Arrangement(replace(stage, **new) if new else stage, stacked)

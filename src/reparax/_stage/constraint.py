@@ -70,7 +70,7 @@ def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
     def project(self: Any, w: Array) -> Array:
         w = _as_floating(w)
         at = self._arrange("project", w)
-        return at.over(lambda w: method(at.one._alone, w))(w)
+        return at.over(lambda w: method(at.stage_for_one._alone, w))(w)
 
     return project
 
@@ -82,8 +82,8 @@ def _contains_all(method: Callable[..., Array]) -> Callable[..., Array]:
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
         w = _as_floating(w)
         at = self._arrange("contains", w)
-        found = at.over(lambda w: method(at.one._alone, w, tolerance))(w)
-        return jnp.all(found) if at.stacked else found
+        is_inside = at.over(lambda w: method(at.stage_for_one._alone, w, tolerance))(w)
+        return jnp.all(is_inside) if at.stacked else is_inside
 
     return contains
 
@@ -95,7 +95,7 @@ def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         like = jnp.zeros(shape, dtype)  # only its shape is read
         at = self._arrange("sample", like)
-        return at.over(lambda w, key: method(at.one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
+        return at.over(lambda w, key: method(at.stage_for_one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
 
     return sample
 
@@ -150,8 +150,8 @@ class Constraint(Reparametrization):
                 f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
         at = Arrangement(self, find_axes(self.stacked, None))
-        if why := at.one._misplaced(one_stacked(w, at.stacked)):
-            raise ValueError(f"{call_name(at.one, method)}: {why}")
+        if why := at.stage_for_one._misplaced(one_stacked(w, at.stacked)):
+            raise ValueError(f"{call_name(at.stage_for_one, method)}: {why}")
         return at
 
     def flat_leaf(self, w: Array) -> Array:

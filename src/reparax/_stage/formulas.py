@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._axes.origin import FollowedAxes, probe_origins
 from reparax._data.seen import ANY, Seen, require_data
-from reparax._numerics.terms import with_terms_recorded
+from reparax._numerics.terms import record_terms
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.remembered import call_once_per_type, call_remembered
 from reparax._tree.markers import Types, require_named_arrays, require_type, types_under
@@ -21,16 +21,16 @@ from reparax._tree.paths import has_symbols
 
 def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
-    known = seen if at.stage._sees else None
-    if known is not None:
-        require_data(known)
-    values = call_once_per_type(_init_values, at, w, key, known)
+    data = seen if at.stage._sees else None
+    if data is not None:
+        require_data(data)
+    values = call_once_per_type(_init_values, at, w, key, data)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
         effective = call_remembered(_closed_type, at, types_under(values))
     except KeyError as error:
-        given = ", ".join(map(repr, values))
-        raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {given}.") from error
+        names = ", ".join(map(repr, values))
+        raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {names}.") from error
     if not at.stage.changes_type:
         require_type("apply_leaf", effective, w)
     return values
@@ -45,9 +45,9 @@ def close_array(at: Arrangement, values: Mapping[str, Array]) -> Array:
 def close_at_random(at: Arrangement, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
     like = call_remembered(_closed_type, at, types_under(values))
-    drawn = at.over(partial(apply_formula, at.stage))(dict(values), at.keys(key, like))
-    require_type("apply_leaf", drawn, like)
-    return drawn
+    effective = at.over(partial(apply_formula, at.stage))(dict(values), at.keys(key, like))
+    require_type("apply_leaf", effective, like)
+    return effective
 
 
 def type_in_place(at: Arrangement, w: Any) -> Any:
@@ -78,8 +78,8 @@ def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
 
 def apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    recorded = stage._declares_terms
-    return with_terms_recorded(stage.apply_leaf, stage.terms_leaf, *args) if recorded else stage.apply_leaf(*args)
+    declares_terms = stage._declares_terms
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
 def _init_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
@@ -100,15 +100,19 @@ def _closed_type(at: Arrangement, types: Types) -> Any:
 def _trace_in_place(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of what ``apply_leaf`` makes of an array of this type in place."""
 
-    def changed(w: Array) -> Array:
+    def perturb(w: Array) -> Array:
         key = at.keys(jax.random.key(0), w) if at.stage.stochastic else None
         return at.over(at.stage.apply_leaf)(w, key)
 
-    return jax.eval_shape(changed, dict(types)["w"])
+    return jax.eval_shape(perturb, dict(types)["w"])
 
 
 def _effective_type(at: Arrangement, types: Types) -> Any:
     """Shape and dtype of the effective array of values of these types: those of an aligned main value, if any."""
-    held = dict(types)
-    known = [held[name] for name, said in at.stage.raw_values.items() if said.main and said.aligned and name in held]
-    return known[0] if known else _closed_type(at, types)
+    type_of_value = dict(types)
+    main_types = [
+        type_of_value[name]
+        for name, declaration in at.stage.raw_values.items()
+        if declaration.main and declaration.aligned and name in type_of_value
+    ]
+    return main_types[0] if main_types else _closed_type(at, types)

@@ -17,7 +17,7 @@ from reparax._axes.numbers import Axes, are_words, check_front_axes, find_axes, 
 from reparax._axes.roles import Role
 from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
 from reparax._core.algebra import Parametrization
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._data.seen import Seen
@@ -40,21 +40,23 @@ class _Group(Site):
 
     stacked: tuple[int, ...] = ()
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key
         start: Any = self.stage.init_leaves
         try:
-            opened = map_stacked(self.stacked, lambda w, seen: start(w, seen=seen) if self.stage._sees else start(w))
-            values = opened(arrays, dict(seen))
-            closed, names = _apply_each(self.stage, self.stacked), ("init_leaves", "apply_leaves")
-            require_start(self.stage, closed, names, values, arrays, shared=True)
+            open_stacked = map_stacked(
+                self.stacked, lambda w, seen: start(w, seen=seen) if self.stage._sees else start(w)
+            )
+            values = open_stacked(arrays, dict(seen))
+            close_stacked, names = _apply_each(self.stage, self.stacked), ("init_leaves", "apply_leaves")
+            require_start(self.stage, close_stacked, names, values, arrays, is_shared=True)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
             ) from error
         return values
 
-    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> Mapping[str, Any]:
         del key_or_draw
         return _apply_each(self.stage, self.stacked)(values)
 
@@ -71,28 +73,28 @@ class _OnGroups(Planner):
         slots, kind = tree.slots(), self.stage.kind
         visible = [place for place, w in tree.arrays.items() if slots[place].visible and is_array(w)]
         sites: list[_Group] = []
-        named = self._axis_names(tree)
+        axis_names = self._axis_names(tree)
         for group in self._groups("init", {place: slots[place].path for place in visible}):
             spots = {name: opened_spot(kind, place, tree.arrays[place]) for name, place in group.items()}
             with locate_errors(f"{self.who('init')} at {_quote_paths(slots, group)}"):
-                stacked = self._stacked(group, named)
+                stacked = self._stacked(group, axis_names)
                 _require_stacks({name: tree.arrays[place] for name, place in group.items()}, stacked)
             sites.append(_Group(self.stage, _quote_paths(slots, group), spots, stacked=stacked))
         return self.layer("init", sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[_Group]()
-        nodes, closed = own_nodes(who, self.stage.kind, tree)
-        slots, named = closed.slots(), self._axis_names(closed)
+        nodes, model_tree = own_nodes(who, self.stage.kind, tree)
+        slots, axis_names = model_tree.slots(), self._axis_names(model_tree)
         for group in self._groups(method, {place: slots[place].path for place in nodes}):
-            own = {name: nodes[place] for name, place in group.items()}
+            group_nodes = {name: nodes[place] for name, place in group.items()}
             with locate_errors(f"{who} at {_quote_paths(slots, group)}"):
-                for node in own.values():
+                for node in group_nodes.values():
                     node.require_values()
-                held = {name: dict(node.types) for name, node in own.items()}
-                stacked = self._stacked(group, named)
-                types = jax.eval_shape(_apply_each(self.stage, stacked), held)
-            spots = {name: node.spot(types[name]) for name, node in own.items()}
+                value_types = {name: dict(node.types) for name, node in group_nodes.items()}
+                stacked = self._stacked(group, axis_names)
+                types = jax.eval_shape(_apply_each(self.stage, stacked), value_types)
+            spots = {name: node.spot(types[name]) for name, node in group_nodes.items()}
             sites.append(_Group(self.stage, _quote_paths(slots, group), spots, stacked=stacked))
         return self.layer(method, sites)
 
@@ -101,38 +103,40 @@ class _OnGroups(Planner):
             return self.stage
         paths = {place: slot.path for place, slot in tree.slots().items() if slot.visible}
         members = [place for group in self._groups("on", paths) for place in group.values()]
-        found = {paths[place]: roles[place].stacked if place in roles else () for place in members}
+        stacked_of_path = {paths[place]: roles[place].stacked if place in roles else () for place in members}
         with locate_errors(self.who("on")):
-            return replace(self.stage, stacked=_same_stacked(found, ""))
+            return replace(self.stage, stacked=_same_stacked(stacked_of_path, ""))
 
     def _axis_names(self, tree: Flat) -> Mapping[Names, AxisNames | None]:
         """The axis names of each array, if the stage needs any."""
         return names_of_places(tree) if has_names(self.stage.stacked) else dict.fromkeys(tree.arrays)
 
-    def _stacked(self, group: Mapping[str, Names], named: Mapping[Names, AxisNames | None]) -> tuple[int, ...]:
+    def _stacked(self, group: Mapping[str, Names], axis_names: Mapping[Names, AxisNames | None]) -> tuple[int, ...]:
         """The stacked axes of a group as numbers."""
-        found = {name: find_axes(self.stage.stacked, named[place]) for name, place in group.items()}
-        return _same_stacked(found, f" for stacked={self.stage.stacked!r}")
+        stacked_of_name = {name: find_axes(self.stage.stacked, axis_names[place]) for name, place in group.items()}
+        return _same_stacked(stacked_of_name, f" for stacked={self.stage.stacked!r}")
 
     def _groups(self, method: str, paths: Mapping[Names, str]) -> list[dict[str, Names]]:
         """For each group of captured texts, the place of the array of each name."""
         who = self.who(method)
         groups: dict[tuple[Any, ...], dict[str, Names]] = {}
-        taken: dict[Names, str] = {}
+        name_of_place: dict[Names, str] = {}
         for name, expression in self.stage.arrays:
             matches = {place: re.fullmatch(expression, path) for place, path in paths.items()}
-            found = {place: match.groups() for place, match in matches.items() if match}
-            if not found:
+            texts_of_place = {place: match.groups() for place, match in matches.items() if match}
+            if not texts_of_place:
                 raise ValueError(f"{who} found no array for {name!r}: {why_nothing(expression, list(paths.values()))}")
-            for place, captured in found.items():
-                group = groups.setdefault(captured, {})
-                if name in group or place in taken:
-                    others = f"{name!r} at {paths[group[name]]!r}" if name in group else f"it for {taken[place]!r}"
-                    raise ValueError(
-                        f"{who} found {paths[place]!r} for {name!r}, but has {others} already. Capture in parentheses "
-                        f"what differs between layers, and put the stage after those that split an array."
+            for place, texts in texts_of_place.items():
+                group = groups.setdefault(texts, {})
+                if name in group or place in name_of_place:
+                    occupant = (
+                        f"{name!r} at {paths[group[name]]!r}" if name in group else f"it for {name_of_place[place]!r}"
                     )
-                group[name], taken[place] = place, name
+                    raise ValueError(
+                        f"{who} found {paths[place]!r} for {name!r}, but has {occupant} already. Capture in "
+                        f"parentheses what differs between layers, and put the stage after those that split an array."
+                    )
+                group[name], name_of_place[place] = place, name
         for group in groups.values():
             if lacking := [name for name, _ in self.stage.arrays if name not in group]:
                 (name, place), names = next(iter(group.items())), [name for name, _ in self.stage.arrays]
@@ -206,14 +210,14 @@ def _quote_paths(slots: Mapping[Names, Slot], group: Mapping[str, Names]) -> str
     return ", ".join(repr(slots[place].path) for place in group.values())
 
 
-def _same_stacked(found: Mapping[str, tuple[int, ...]], given: str) -> tuple[int, ...]:
-    """The stacked axes of several arrays, which have to be the same; ``given`` says in errors what the stage has."""
-    if len(set(found.values())) > 1:
+def _same_stacked(stacked_of: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
+    """The stacked axes of several arrays, which have to be the same; ``source`` says in errors what the stage has."""
+    if len(set(stacked_of.values())) > 1:
         raise ValueError(
-            f"expected the same stacked axes in all arrays, got {found}{given}. Stack them along the same axes, or "
-            f"leave some layers out with the expressions."
+            f"expected the same stacked axes in all arrays, got {stacked_of}{source}. Stack them along the same axes, "
+            f"or leave some layers out with the expressions."
         )
-    return next(iter(found.values()))
+    return next(iter(stacked_of.values()))
 
 
 def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:

@@ -64,11 +64,11 @@ class Perturbation(Leafwise):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own: Any = cls.__dict__.get("apply_leaf")
-        if inspect.isfunction(own) and not takes(own, 3, unsure=True):
+        formula: Any = cls.__dict__.get("apply_leaf")
+        if inspect.isfunction(formula) and not takes(formula, 3, unsure=True):
             raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w, "
-                f"key). Take a key, even if the stage is not random."
+                f"{cls.__name__}.apply_leaf takes {', '.join(_required_arguments(formula))}, but is called with (self, "
+                f"w, key). Take a key, even if the stage is not random."
             )
 
     @abstractmethod
@@ -138,8 +138,8 @@ class Reparametrization(Leafwise):
             cls.apply_leaf = _apply_terms
         formula, terms = (_class_that_writes(cls, name) for name in ("apply_leaf", "terms_leaf"))
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
-        inherited = terms is Reparametrization or not issubclass(terms, formula)
-        cls._declares_terms = not inherited and formula.apply_leaf is not _apply_terms
+        terms_are_stale = terms is Reparametrization or not issubclass(terms, formula)
+        cls._declares_terms = not terms_are_stale and formula.apply_leaf is not _apply_terms
         cls._update_reads = _arguments_of_update(cls)
         starts = ("init_leaf", "draw_leaf")
         cls._sees = any("seen" in inspect.signature(getattr(cls, name)).parameters for name in starts)
@@ -148,11 +148,11 @@ class Reparametrization(Leafwise):
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
-        own: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(own) and len(_required_arguments(own)) > 2:
+        start: Any = cls.__dict__.get("init_leaf")
+        if inspect.isfunction(start) and len(_required_arguments(start)) > 2:
             raise TypeError(
-                f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(own))}, but is called with (self, w). "
-                f"If the start is random, define draw_leaf(self, w, key) instead."
+                f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(start))}, but is called with (self, "
+                f"w). If the start is random, define draw_leaf(self, w, key) instead."
             )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -282,15 +282,19 @@ class Reparametrization(Leafwise):
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
     """The names of the required arguments of a function."""
-    given = inspect.signature(function).parameters.values()
+    parameters = inspect.signature(function).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in given if each.kind in positional and each.default is inspect.Parameter.empty]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in positional and parameter.default is inspect.Parameter.empty
+    ]
 
 
 def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
     """The names of the required arguments of a method after the values."""
-    bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
-    return _required_arguments(getattr(cls, method))[1 if bound else 2 :]
+    is_bound = isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod)
+    return _required_arguments(getattr(cls, method))[1 if is_bound else 2 :]
 
 
 def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
@@ -305,7 +309,7 @@ def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
 
 def _class_that_writes(cls: type[Any], method: str) -> type[Any]:
     """The class from which ``cls`` inherits a method."""
-    return next(each for each in cls.__mro__ if method in vars(each))
+    return next(base for base in cls.__mro__ if method in vars(base))
 
 
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:

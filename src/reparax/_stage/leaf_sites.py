@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import Array
 
-from reparax._core.layers import Held, Site
+from reparax._core.layers import Site, SiteValues
 from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
@@ -41,13 +41,13 @@ class OneArray(Site):
 class InPlace(OneArray):
     """A stage that changes an array in place."""
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         at, w, method = self.arrangement, values["w"]["w"], "mean_leaf" if self.mean else "apply_leaf"
         key = None if key_or_draw is None else at.keys(key_or_draw, w)
-        after = at.over(getattr(self.stage, method))(w, *(() if self.mean else (key,)))
+        effective = at.over(getattr(self.stage, method))(w, *(() if self.mean else (key,)))
         if not self.stage.changes_type:
-            require_type(method, after, w)
-        return {"w": after}
+            require_type(method, effective, w)
+        return {"w": effective}
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Noise(InPlace):
     def is_noise(self) -> bool:
         return not self.mean
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         if self.mean:
             return super().close(values, key_or_draw)
         return {"w": inlined_per_type(type(self.stage).perturb, self.stage, values["w"]["w"], key_or_draw)}
@@ -72,30 +72,30 @@ class FromValues(OneArray):
     def starts_random(self) -> bool:
         return self.stage._draws
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         return {"w": open_values(self.arrangement, arrays["w"], key, seen.get("w"))}
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         if key_or_draw is None:
             return {"w": call_once_per_type(close_array, self.arrangement, values["w"])}
         return {"w": call_once_per_type(close_at_random, self.arrangement, values["w"], key_or_draw)}
 
-    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+    def update(self, values: SiteValues, grads: Mapping[str, Any], key: Array | None) -> SiteValues:
         stage, at = self.stage, self.arrangement
-        read = {"grad": grads.get("w"), "key": None if key is None else at.keys(key, self.spots["w"].type)}
+        arguments = {"grad": grads.get("w"), "key": None if key is None else at.keys(key, self.spots["w"].type)}
         names = stage._update_reads
 
-        def updated(held: dict[str, Array], *given: Any) -> dict[str, Array]:
-            return stage.update_leaf(held, **dict(zip(names, given, strict=True)))
+        def update_one(values_of_one: dict[str, Array], *read_values: Any) -> dict[str, Array]:
+            return stage.update_leaf(values_of_one, **dict(zip(names, read_values, strict=True)))
 
-        new = at.over(updated)(values["w"], *(read[name] for name in names))
+        new = at.over(update_one)(values["w"], *(arguments[name] for name in names))
         require_fixed("update_leaf", stage, {"w": new})
         return {"w": new}
 
-    def rebase(self, values: Held) -> Held:
+    def rebase(self, values: SiteValues) -> SiteValues:
         return {"w": self.arrangement.over(self.stage.rebase_leaf)(values["w"])}
 
-    def number_of(self, formula: str, values: Held) -> Array:
+    def number_of(self, formula: str, values: SiteValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
         return self.arrangement.over(getattr(self.stage, f"{formula}_leaf"))(wide)
 
@@ -104,6 +104,6 @@ class FromValues(OneArray):
 class Bare(FromValues):
     """A stage whose only raw value is the array itself, at its own place."""
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
         return {"w": close_array(self.arrangement, values["w"])}

@@ -86,21 +86,25 @@ class Leafwise(Parametrization):
         """What is wrong with the dtype of ``w``, or None."""
         if jnp.issubdtype(w.dtype, self.dtypes):
             return None
-        wanted = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
-        return f"expected a {wanted} array, got {w.dtype}. Leave it out with `where`."
+        expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
+        return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
 
     def _misplaced(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        held = {name: getattr(self, name) for name in self._axis_fields}
-        known = {name: last_to_number(axes) if self._last_of_any else axes for name, axes in held.items()}
-        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in known.items())
+        axes_of_field = {name: getattr(self, name) for name in self._axis_fields}
+        axes_by_number = {
+            name: last_to_number(axes) if self._last_of_any else axes for name, axes in axes_of_field.items()
+        }
+        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in axes_by_number.items())
         return next(filter(None, reasons), None)
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
         """For each field of axes with a meaning in networks, its axes of ``w``, from the front, and that meaning."""
-        held = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
+        axes_and_word = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
         return {
-            name: (count_from_front(axes, w), word) for name, (axes, word) in held.items() if axes not in (None, EACH)
+            name: (count_from_front(axes, w), word)
+            for name, (axes, word) in axes_and_word.items()
+            if axes not in (None, EACH)
         }
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,14 +119,16 @@ class Leafwise(Parametrization):
     @property
     def _varied(self) -> dict[str, ByPath | ByArray]:
         """The fields whose number differs from array to array."""
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in self._all_axis_fields}
-        return {name: value for name, value in held.items() if isinstance(value, ByPath | ByArray)}
+        field_values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._all_axis_fields
+        }
+        return {name: value for name, value in field_values.items() if isinstance(value, ByPath | ByArray)}
 
     @property
     def _by_path(self) -> dict[str, ByPath]:
         """The fields of axes that differ from array to array."""
-        held = {name: getattr(self, name) for name in self._all_axis_fields}
-        return {name: value for name, value in held.items() if isinstance(value, ByPath)}
+        axes_of_field = {name: getattr(self, name) for name in self._all_axis_fields}
+        return {name: value for name, value in axes_of_field.items() if isinstance(value, ByPath)}
 
     @property
     def _all_axis_fields(self) -> tuple[str, ...]:
@@ -131,27 +137,29 @@ class Leafwise(Parametrization):
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers for one array; functions of the array get its shape and dtype."""
-        if not (varied := self._varied):
+        if not (varying_fields := self._varied):
             return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in varied.items()})
+        return replace(self, **{name: value.at(path, like) for name, value in varying_fields.items()})
 
     def at_path(self, path: str) -> Self | None:
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
         if not (by_path := self._by_path):
             return self
-        if not all(each.matching(path) for each in by_path.values()):
+        if not all(axes.matching(path) for axes in by_path.values()):
             return None
-        return replace(self, **{name: each.at(path, None) for name, each in by_path.items()})
+        return replace(self, **{name: axes.at(path, None) for name, axes in by_path.items()})
 
     @property
     def _named_axes(self) -> dict[str, Any]:
         """The fields that give axes by name."""
         axes = {name: getattr(self, name) for name in self._axis_fields}
-        return {name: given for name, given in axes.items() if has_names(given)}
+        return {name: field_axes for name, field_axes in axes.items() if has_names(field_axes)}
 
     @property
     def _asks_names(self) -> bool:
         """Whether any axis is given by name."""
-        held = [getattr(self, name) for name in self._all_axis_fields]
-        return any(map(has_names, (axes for x in held for axes in (x.numbers if isinstance(x, ByPath) else (x,)))))
+        axes_of_fields = [getattr(self, name) for name in self._all_axis_fields]
+        return any(
+            map(has_names, (axes for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,))))
+        )

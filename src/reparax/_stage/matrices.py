@@ -60,23 +60,25 @@ class MatrixAxes(Reparametrization):
 
     def _share(self, ndim: int) -> bool:
         """Whether each axis of an array is either a row or a column axis."""
-        given = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
-        named = [axis + ndim * (axis < 0) for axes in given for axis in axes]
-        once = len(set(named)) == len(named) and set(named) <= set(range(ndim))
-        return not given or (all(given) and once and (len(named) == ndim if len(given) == 2 else 0 < len(named) < ndim))
+        groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
+        numbers = [axis + ndim * (axis < 0) for axes in groups for axis in axes]
+        once = len(set(numbers)) == len(numbers) and set(numbers) <= set(range(ndim))
+        return not groups or (
+            all(groups) and once and (len(numbers) == ndim if len(groups) == 2 else 0 < len(numbers) < ndim)
+        )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
         return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
 
     def axes_of(self, ndim: int) -> AxisGroups:
         """The row axes and the column axes of an array."""
-        given = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
-        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in given)
+        groups = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in groups)
         if rows is None and columns is None:
             return (0,), (1,)
-        taken = rows if rows is not None else columns
-        rest = tuple(axis for axis in range(ndim) if axis not in (taken or ()))
-        return (rest if rows is None else rows), (rest if columns is None else columns)
+        one_group = rows if rows is not None else columns
+        other_group = tuple(axis for axis in range(ndim) if axis not in (one_group or ()))
+        return (other_group if rows is None else rows), (other_group if columns is None else columns)
 
 
 class RowsAndColumns(MatrixAxes):
@@ -93,8 +95,8 @@ class RowsAndColumns(MatrixAxes):
 
     @property
     def _alone(self) -> Self:
-        named = self.rows is not None or self.columns is not None
-        return replace(self, rows=None, columns=None) if named else self
+        has_axes = self.rows is not None or self.columns is not None
+        return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
         if why := self._no_matrix(w):
@@ -107,9 +109,9 @@ class RowsAndColumns(MatrixAxes):
         rows, columns = self.axes_of(w.ndim)
         if len(rows) == len(columns) == 1:
             return None
-        said = self.raw_values.values()
-        kinds = {axis for value in said for axis in value.axes}
-        if any(value.base for value in said) or ("rows" in kinds and ("columns" in kinds or self.square)):
+        declarations = self.raw_values.values()
+        kinds = {axis for value in declarations for axis in value.axes}
+        if any(value.base for value in declarations) or ("rows" in kinds and ("columns" in kinds or self.square)):
             return None
         return (
             f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
@@ -117,59 +119,61 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        def each(x: Any, *others: Any) -> Any:
+        def of_merged(x: Any, *further: Any) -> Any:
             if isinstance(x, Mapping):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
                 groups, sizes = self.axes_of(sum(counts.values())), self._sizes(x, counts)
                 self._require_sizes(x, counts)
-                taken = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
-                made = formula(taken, *others)
+                merged_values = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
+                result = formula(merged_values, *further)
             else:
                 groups = self.axes_of(x.ndim)
-                others = tuple(each.as_matrix(*groups) if isinstance(each, Seen) else each for each in others)
-                made, sizes = formula(merge_axes(x, *groups), *others), _sizes_of_groups(x, groups)
-            if isinstance(made, Mapping):
-                return {name: self._parted_value(name, value, groups, sizes) for name, value in made.items()}
-            if isinstance(x, Mapping) and made.ndim not in (0, 2):
-                raise ValueError(f"expected the values of a matrix, got those of shape {made.shape}: {OTHER_CHAIN}")
-            return _part_axes(made, groups, sizes) if made.ndim == 2 else made
+                further = tuple(
+                    argument.as_matrix(*groups) if isinstance(argument, Seen) else argument for argument in further
+                )
+                result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
+            if isinstance(result, Mapping):
+                return {name: self._parted_value(name, value, groups, sizes) for name, value in result.items()}
+            if isinstance(x, Mapping) and result.ndim not in (0, 2):
+                raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
+            return _part_axes(result, groups, sizes) if result.ndim == 2 else result
 
-        return each
+        return of_merged
 
     def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
         """The numbers of row and column axes of the array, from its raw values."""
         if (base := self._base(values)) is not None:
             rows, columns = self.axes_of(base.ndim)
             return {"rows": len(rows), "columns": len(columns)}
-        given = {"rows": self.rows, "columns": self.columns}
-        known = {group: len(list_axes(axes)) for group, axes in given.items() if axes is not None}
-        for name, said in self.raw_values.items():
-            missing = [axis for axis in said.axes if axis in given and axis not in known]
-            if known and name in values and len(missing) == 1:
-                rest = sum(known.get(axis, 1) for axis in said.axes if axis not in missing)
-                known[missing[0]] = values[name].ndim - rest
-        other = next(iter(known.values()), 1)  # a square matrix has equally many of both
-        return {group: known.get(group, other) for group in given}
+        axes_of_group = {"rows": self.rows, "columns": self.columns}
+        count_of_group = {group: len(list_axes(axes)) for group, axes in axes_of_group.items() if axes is not None}
+        for name, declaration in self.raw_values.items():
+            missing = [axis for axis in declaration.axes if axis in axes_of_group and axis not in count_of_group]
+            if count_of_group and name in values and len(missing) == 1:
+                count_of_others = sum(count_of_group.get(axis, 1) for axis in declaration.axes if axis not in missing)
+                count_of_group[missing[0]] = values[name].ndim - count_of_others
+        default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
+        return {group: count_of_group.get(group, default) for group in axes_of_group}
 
     def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
         """Refuses raw values with a wrong number of axes."""
-        for name, said in self.raw_values.items():
-            wanted = sum(counts.get(axis, 1) for axis in said.axes)
-            if said.axes and name in values and values[name].ndim != wanted:
-                got = values[name].shape
-                raise ValueError(f"expected {name} of {wanted} axes, got one of shape {got}: {OTHER_CHAIN}")
+        for name, declaration in self.raw_values.items():
+            ndim = sum(counts.get(axis, 1) for axis in declaration.axes)
+            if declaration.axes and name in values and values[name].ndim != ndim:
+                shape = values[name].shape
+                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {shape}: {OTHER_CHAIN}")
 
     def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
         """Refuses raw values whose rows or columns differ from those of the base."""
         if (base := self._base(values)) is None:
             return
         rows, columns = _sizes_of_groups(base, self.axes_of(base.ndim))
-        known = {"rows": rows, "columns": columns}
+        sizes_of_base = {"rows": rows, "columns": columns}
         for name in values:
             for axis, size in self._axis_sizes(name, values[name], counts).items():
-                if axis in known and size != known[axis]:
-                    raise ValueError(f"expected {name} of {known[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+                if axis in sizes_of_base and size != sizes_of_base[axis]:
+                    raise ValueError(f"expected {name} of {sizes_of_base[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
 
     def _base(self, values: Mapping[str, Array]) -> Array | None:
         """The value that has the axes of the array itself, if there is one."""
@@ -187,8 +191,10 @@ class RowsAndColumns(MatrixAxes):
             return None
         if (base := self._base(values)) is not None:
             return _sizes_of_groups(base, self.axes_of(base.ndim))
-        found = {axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()}
-        return found["rows"], found.get("columns", found["rows"])
+        sizes_of_axis = {
+            axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()
+        }
+        return sizes_of_axis["rows"], sizes_of_axis.get("columns", sizes_of_axis["rows"])
 
     def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: AxisGroups) -> Array:
         """A raw value with merged axes, for the formula."""
@@ -227,6 +233,6 @@ def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
 def _part_axes(matrix: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
     """The inverse of :func:`merge_axes`: the array for a matrix."""
     rows, columns = groups
-    whole = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
+    array = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
     order = (*rows, *columns)
-    return whole if order == (0, 1) else whole.transpose([order.index(axis) for axis in range(len(order))])
+    return array if order == (0, 1) else array.transpose([order.index(axis) for axis in range(len(order))])

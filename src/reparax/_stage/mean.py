@@ -86,11 +86,11 @@ class Mean(Parametrization):
     _planner: ClassVar[type[Planner]] = _OfMean
 
     def __post_init__(self) -> None:
-        got: Any = self.stage
-        known = isinstance(got, Parametrization) and got.stochastic
-        if not known:
+        stage: Any = self.stage
+        is_stochastic = isinstance(stage, Parametrization) and stage.stochastic
+        if not is_stochastic:
             raise TypeError(
-                f"Mean takes a stage that draws random numbers and defines their mean, but got {got!r}. Leave it out."
+                f"Mean takes a stage that draws random numbers and defines their mean, but got {stage!r}. Leave it out."
             )
 
-        object.__setattr__(self, "kind", got.kind)  # its markers are those of the stage
+        object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage

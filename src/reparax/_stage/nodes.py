@@ -37,14 +37,14 @@ class Node:
         require_values(self.content, self.mark)
 
     @property
-    def held(self) -> Any:
+    def content_below(self) -> Any:
         """What stands under the marker: a dict, unless the tree is damaged."""
         return self.content[self.mark]
 
     @cached_property
     def types(self) -> Types:
         """The types of the values."""
-        return types_under(self.held)
+        return types_under(self.content_below)
 
     @property
     def values(self) -> dict[str, Names]:
@@ -61,27 +61,27 @@ def own_nodes(who: str, kind: str, tree: Flat) -> tuple[dict[Names, Node], Flat]
     nodes = find_nodes(tree, kind)
     if not nodes:
         raise no_own_node_error(who, kind, nest(tree))
-    return nodes, tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
+    return nodes, tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
 
 def find_nodes(tree: Flat, kind: str) -> dict[Names, Node]:
     """The nodes of a kind that hold no other marker, by the place of their array."""
-    held: dict[Names, list[Names]] = {}
+    places_in_node: dict[Names, list[Names]] = {}
     nested_marks: set[Names] = set()
     for place in tree.arrays:
         marks = [i for i, name in enumerate(place) if is_mark(name)]
         nested_marks.update(place[: i + 1] for i in marks[:-1])
         if marks and kind_of(place[marks[-1]]) == kind:
-            held.setdefault(place[: marks[-1] + 1], []).append(place)
-    parents, beside = {node[:-1]: node for node in held}, dict[Names, list[Names]]()
+            places_in_node.setdefault(place[: marks[-1] + 1], []).append(place)
+    parents, beside = {node[:-1]: node for node in places_in_node}, dict[Names, list[Names]]()
     for place in tree.arrays:
         for n in range(len(place)):
             if place[:n] in parents and place[: n + 1] != parents[place[:n]]:
                 beside.setdefault(parents[place[:n]], []).append(place)
-    found: dict[Names, Node] = {}
-    for node, inside in held.items():
+    nodes: dict[Names, Node] = {}
+    for node, inside in places_in_node.items():
         if node not in nested_marks:
             everything = [*inside, *beside.get(node, ())]
             content = nest_below({place: tree.arrays[place] for place in everything}, node[:-1])
-            found[node[:-1]] = Node(node[:-1], node[-1], inside, content)
-    return found
+            nodes[node[:-1]] = Node(node[:-1], node[-1], inside, content)
+    return nodes

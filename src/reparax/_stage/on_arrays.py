@@ -37,10 +37,12 @@ class OnArraysInPlace(OnRoles):
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[InPlace]()
-        for each in self.present(method, tree):
-            own, slot, w = self.taking(who, each), each.slot, each.array()
-            spot = Spot(each.place, {"w": each.place}, None, type_in_place(own, w))
-            sites.append(self.site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, stacked=own.stacked))
+        for candidate in self.present(method, tree):
+            arrangement, slot, w = self.checked_arrangement(who, candidate), candidate.slot, candidate.array()
+            spot = Spot(candidate.place, {"w": candidate.place}, None, type_in_place(arrangement, w))
+            sites.append(
+                self.site(arrangement.stage, f"{slot.path!r}", {"w": spot}, slot.seed, stacked=arrangement.stacked)
+            )
         return self.layer(method, sites)
 
 
@@ -60,18 +62,23 @@ class OnArrays(OnRoles):
     def at_arrays(self, method: str, tree: Flat) -> Layer:
         """Where the stage finds arrays as the model has them."""
         who, sites = self.who(method), list[FromValues]()
-        for each in self.present(method, tree):
-            place, slot, w, number = each.place, each.slot, each.array(), next_number(each.place, self.stage.kind)
+        for candidate in self.present(method, tree):
+            place = candidate.place
+            slot = candidate.slot
+            w = candidate.array()
+            number = next_number(candidate.place, self.stage.kind)
             if isinstance(w, jax.ShapeDtypeStruct) and not self.stage._bare:
                 raise TypeError(
                     f"{who} at {slot.path!r}: expected an array, got its type. For types, call "
                     f"`jax.eval_shape(p.init, params)`."
                 )
-            own = self.taking(who, each)
+            arrangement = self.checked_arrangement(who, candidate)
             spot, site = opened_spot(self.stage.kind, place, w), FromValues
             if self.stage._bare:
                 spot, site = Spot(place, dict.fromkeys(self.stage.raw_values, place), None, w), Bare
-            sites.append(site(own.stage, f"{slot.path!r}", {"w": spot}, slot.seed, number, stacked=own.stacked))
+            sites.append(
+                site(arrangement.stage, f"{slot.path!r}", {"w": spot}, slot.seed, number, stacked=arrangement.stacked)
+            )
         return self.layer(method, sites)
 
     def plan(self, method: str, tree: Flat) -> Layer:
@@ -84,45 +91,47 @@ class OnArrays(OnRoles):
             return self.at_arrays(method, tree)
         who = self.who(method)
         nodes, tree, places = self._find_nodes(who, tree)
-        for each in places:
-            if each.place in nodes:
-                with locate_errors(f"{who} at {each.slot.path!r}"):
-                    nodes[each.place].require_values()
+        for candidate in places:
+            if candidate.place in nodes:
+                with locate_errors(f"{who} at {candidate.slot.path!r}"):
+                    nodes[candidate.place].require_values()
         if not by_path(self.stage.where):
-            fitting = {each.place for each in places if each.place in nodes and _has_type(each)}
-            others = nodes.keys() - fitting if fitting else ()
-            places = [replace(each, present=False) if each.place in others else each for each in places]
-        chosen = self.selected(method, tree, places)
-        if plain := [each.slot.path for each in chosen if each.place not in nodes]:
+            fitting = {candidate.place for candidate in places if candidate.place in nodes and _has_type(candidate)}
+            foreign = nodes.keys() - fitting if fitting else ()
+            places = [
+                replace(candidate, present=False) if candidate.place in foreign else candidate for candidate in places
+            ]
+        selection = self.select(method, tree, places)
+        if plain := [candidate.slot.path for candidate in selection if candidate.place not in nodes]:
             raise ValueError(
                 f"{who} selects {plain[0]!r}, which never went through init. Call `raw = p.init(params)` once, with "
                 f"the whole chain, and pass `raw`."
             )
         sites = list[FromValues]()
-        for each in chosen:
-            slot, w = each.slot, each.array()
+        for candidate in selection:
+            slot, w = candidate.slot, candidate.array()
             with locate_errors(f"{who} at {slot.path!r}"):
-                own = self.arranged(slot.path, w, each.names)
-            spots = {"w": nodes[each.place].spot(w)}
-            sites.append(FromValues(own.stage, f"{slot.path!r}", spots, slot.seed, stacked=own.stacked))
+                arrangement = self.arrangement_at(slot.path, w, candidate.names)
+            spots = {"w": nodes[candidate.place].spot(w)}
+            sites.append(FromValues(arrangement.stage, f"{slot.path!r}", spots, slot.seed, stacked=arrangement.stacked))
         return self.layer(method, sites)
 
     def require_own(self, tree: Flat, path: str) -> None:
-        for each in self._find_nodes(self.who("apply"), tree)[2]:
-            if each.slot.path == path:
-                each.array()
+        for candidate in self._find_nodes(self.who("apply"), tree)[2]:
+            if candidate.slot.path == path:
+                candidate.array()
 
     def _find_nodes(self, who: str, tree: Flat) -> tuple[Mapping[Names, Node], Flat, list[Candidate]]:
         """The nodes of the stage's kind in a tree of types, the tree with each at one place, and its places."""
         nodes, tree = own_nodes(who, self.stage.kind, tree)
         names, places = self.axis_names(tree), list[Candidate]()
         for place, slot in tree.slots(bases=self.stage._takes_base).items():
-            own, named, array = place in nodes, names[place], partial(tree.arrays.get, place)
-            if own:
-                array = cache(partial(self._own_type, who, nodes[place], slot.path, named))
+            has_node, axis_names, array = place in nodes, names[place], partial(tree.arrays.get, place)
+            if has_node:
+                array = cache(partial(self._own_type, who, nodes[place], slot.path, axis_names))
             # After a stage that changes types, the effective array does not show the type of the model's.
-            taken = own and self.stage.changes_type
-            places.append(Candidate(place, slot, named, own or is_array(tree.arrays[place]), array, taken))
+            is_taken = has_node and self.stage.changes_type
+            places.append(Candidate(place, slot, axis_names, has_node or is_array(tree.arrays[place]), array, is_taken))
         return nodes, tree, places
 
     def _own_type(self, who: str, node: Node, path: str, names: AxisNames | None) -> Any:
@@ -130,11 +139,11 @@ class OnArrays(OnRoles):
 
         To know which it could, formulas are traced on types.
         """
-        alike = self.alike(path, names), node.types
+        group = self.group_key(path, names), node.types
         with locate_errors(f"{who} at {path!r}"):
-            if alike not in self._known:
-                self._known[alike] = call_remembered(facts_of, self.typical(path, names), node.types)
-            effective, expected = self._known[alike]
+            if group not in self._known:
+                self._known[group] = call_remembered(facts_of, self.typical(path, names), node.types)
+            effective, expected = self._known[group]
             require_fit(node.types, expected)
         return effective
 
@@ -144,7 +153,7 @@ class OnArrays(OnRoles):
         return {}
 
     def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        made, flat = types_of_result(init, tree), flatten(tree)
+        raw_types, flat = types_of_result(init, tree), flatten(tree)
         names, slots = self.axis_names(flat), flat.slots(bases=self.stage._takes_base)
 
         def of(path: Names) -> tuple[Names, FollowedAxes]:
@@ -152,12 +161,12 @@ class OnArrays(OnRoles):
             w, at = flat.arrays[source], self.typical(slots[source].path, names[source])
             return source, call_remembered(followed_axes, at, types_under({"w": w}))[path[-1]]
 
-        found = keep_origins(made)
-        return made, {path: origin if path in flat.arrays else of(path) for path, origin in found.items()}
+        origins = keep_origins(raw_types)
+        return raw_types, {path: origin if path in flat.arrays else of(path) for path, origin in origins.items()}
 
 
-def _has_type(each: Candidate) -> bool:
+def _has_type(candidate: Candidate) -> bool:
     """Whether a stage could have made the values at a place."""
     with suppress(Exception):  # a formula may fail in any way on the values of another stage
-        return each.array() is not None
+        return candidate.array() is not None
     return False

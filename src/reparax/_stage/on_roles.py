@@ -27,57 +27,61 @@ class OnRoles(Selection):
         stage, slots = self.stage, tree.slots(bases=self.stage._takes_base)
         paths = [slot.path for slot in slots.values()]
         stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked_axes(stage, slot, roles.get(at)))}
-        chosen = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
-        asked = [(each.slot, _axes_at(self, each, roles.get(each.place))) for each in chosen]
-        if parts := _split_by_axes(stage, asked):
+        candidates = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
+        axes_of_slots = [
+            (candidate.slot, _axes_at(self, candidate, roles.get(candidate.place))) for candidate in candidates
+        ]
+        if parts := _split_by_axes(stage, axes_of_slots):
             return compose(tuple(type(self)(part).on(tree, roles) for part in parts))
         answers: dict[str, dict[str, Any]] = {}
-        for slot, found in asked:
-            for name, axes in found.items():
+        for slot, axes_of_field in axes_of_slots:
+            for name, axes in axes_of_field.items():
                 answers.setdefault(name, {})[slot.path] = axes
-        for name, found in answers.items():
-            for slot, _ in asked:
-                found.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
+        for name, axes_of_field in answers.items():
+            for slot, _ in axes_of_slots:
+                axes_of_field.setdefault(slot.path, getattr(stage.at_path(slot.path), name))
         new = _with_axes(stage, answers, paths, several=False)
-        if [each.place for each in type(self)(new).present("on", tree)] != [each.place for each in chosen]:
+        if [candidate.place for candidate in type(self)(new).present("on", tree)] != [
+            candidate.place for candidate in candidates
+        ]:
             new = _with_axes(stage, answers, paths, several=True)
         return new
 
     def misfits(self, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         who = self.who("on")
-        for each in self.present("on", tree):
-            role, path, w = roles.get(each.place), each.slot.path, each.array()
+        for candidate in self.present("on", tree):
+            role, path, w = roles.get(candidate.place), candidate.slot.path, candidate.array()
             if role is None or role.why or role.ambiguous:
                 continue
-            at = self.taking(who, each)
+            at = self.checked_arrangement(who, candidate)
             if set(at.stacked) != set(role.stacked) and not self.stage.entrywise:
                 yield Misfit(repr(self.stage), path, "stacked", at.stacked, role.stacked, role)
                 continue
-            numbers, one = axes_by_word(role, at.stacked), one_stacked(w, at.stacked)
-            for field, (axes, word) in at.one.axes_in_use(one).items():
-                got = tuple(axis - one.ndim for axis in axes)
-                if got != numbers[word] and not (self.stage.transposes and got == numbers[INPUTS]):
-                    yield Misfit(repr(self.stage), path, field, got, numbers[word], role)
+            numbers, one_array = axes_by_word(role, at.stacked), one_stacked(w, at.stacked)
+            for field, (axes, word) in at.stage_for_one.axes_in_use(one_array).items():
+                axes_from_end = tuple(axis - one_array.ndim for axis in axes)
+                if axes_from_end != numbers[word] and not (self.stage.transposes and axes_from_end == numbers[INPUTS]):
+                    yield Misfit(repr(self.stage), path, field, axes_from_end, numbers[word], role)
 
 
-def _split_by_axes(stage: Any, asked: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
+def _split_by_axes(stage: Any, axes_of_slots: Iterable[tuple[Slot, Mapping[str, Any]]]) -> list[Any]:
     """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
 
     Axes by path are those of arrays, and both factors of one, for example, have its path.
     """
-    differing, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Slot]]()
-    for slot, axes in asked:
-        known = differing.setdefault(slot.path, [])
-        if axes not in known:
-            known.append(axes)
-        parts.setdefault(known.index(axes), []).append(slot)
+    axes_of_path, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Slot]]()
+    for slot, axes in axes_of_slots:
+        known_axes = axes_of_path.setdefault(slot.path, [])
+        if axes not in known_axes:
+            known_axes.append(axes)
+        parts.setdefault(known_axes.index(axes), []).append(slot)
     return [_stage_at(stage, slots) for slots in parts.values()] if len(parts) > 1 else []
 
 
 def _stage_at(stage: Any, slots: Sequence[Slot]) -> Any:
     """The stage for these places alone."""
-    paths, held = [slot.path for slot in slots], (stage._varied | stage._by_path).items()
-    numbers = {name: given.of(paths) for name, given in held if isinstance(given, ByPath)}
+    paths, fields_by_path = [slot.path for slot in slots], (stage._varied | stage._by_path).items()
+    numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(slot.raw_path) for slot in slots), **numbers)
 
 
@@ -89,15 +93,17 @@ def _with_stacked(planner: Selection, stacks: Mapping[str, Any], paths: Sequence
 
 def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
     """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
-    return replace(stage, **{name: by_path_or_one(found, paths, several=several) for name, found in answers.items()})
+    return replace(
+        stage, **{name: by_path_or_one(axes_of_path, paths, several=several) for name, axes_of_path in answers.items()}
+    )
 
 
 def _fields_in_words(stage: Any) -> dict[str, Any]:
     """The fields of axes that are given in words, or that nobody set, with their words."""
-    held = {name: getattr(stage, name) for name in stage._axis_fields}
-    defaults = {each.name: each.default for each in fields(stage)}
-    unset = {name: word for name, word in stage.by_roles.items() if held[name] == defaults[name]}
-    return unset | {name: axes for name, axes in held.items() if are_words(axes)}
+    axes_of_field = {name: getattr(stage, name) for name in stage._axis_fields}
+    defaults = {field.name: field.default for field in fields(stage)}
+    unset = {name: word for name, word in stage.by_roles.items() if axes_of_field[name] == defaults[name]}
+    return unset | {name: axes for name, axes in axes_of_field.items() if are_words(axes)}
 
 
 def _asks_stacked(stage: Any) -> bool:
@@ -105,42 +111,43 @@ def _asks_stacked(stage: Any) -> bool:
     if are_words(stage.stacked):
         return True
     words = _fields_in_words(stage)
-    others = (getattr(stage, name) for name in stage._axis_fields if name not in words)
+    other_axes = (getattr(stage, name) for name in stage._axis_fields if name not in words)
     # Axes by number count all axes of the array, as nobody set ``stacked``.
-    by_number = any(axes not in (None, EACH, LAST, ()) for axes in others)
-    counted = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
-    return stage.stacked == () and not counted and (bool(words) or not stage.entrywise)
+    by_number = any(axes not in (None, EACH, LAST, ()) for axes in other_axes)
+    counts_all = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
+    return stage.stacked == () and not counts_all and (bool(words) or not stage.entrywise)
 
 
 def _stacked_axes(stage: Any, slot: Slot, role: Role | None) -> Any:
     """The stacked axes of an array, as the network or the stage says; none if it has none, or is not to be seen."""
-    own = stage.at_path(slot.path)
-    if own is None or not slot.visible or role is None or not _asks_stacked(own):
-        return () if own is None else own.stacked
+    stage_at_path = stage.at_path(slot.path)
+    if stage_at_path is None or not slot.visible or role is None or not _asks_stacked(stage_at_path):
+        return () if stage_at_path is None else stage_at_path.stacked
     return _one_or_tuple(role.stacked)
 
 
-def _axes_at(planner: Selection, each: Candidate, role: Role | None) -> dict[str, Any]:
+def _axes_at(planner: Selection, candidate: Candidate, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path = each.slot.path
-    found, stage = dict[str, Any](), planner.stage.at_path(path)
-    known = Role(why="its axes follow none of the network's") if role is None else role
+    path = candidate.slot.path
+    axes_of_field, stage = dict[str, Any](), planner.stage.at_path(path)
+    known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
-        found["stacked"] = _one_or_tuple(known.stacked)
+        axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
     if not (words := _fields_in_words(stage)):
-        return found
-    stacked = known.stacked if "stacked" in found else find_axes(stage.stacked, each.names)
-    if why := _why_unusable(known, stacked):
+        return axes_of_field
+    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, candidate.names)
+    if why := _why_unusable(known_role, stacked):
         raise ValueError(f"{planner.who('on')} at {path!r}: {why}, or leave it out with `where`.")
-    numbers = axes_by_word(known, stacked)
+    numbers = axes_by_word(known_role, stacked)
     for name, axes in words.items():
-        found[name] = _one_or_tuple(words_to_numbers(axes, numbers))
-        if isinstance(found[name], tuple) and stage._checks[name].check in ONE_AXIS:
+        axes_of_field[name] = _one_or_tuple(words_to_numbers(axes, numbers))
+        if isinstance(axes_of_field[name], tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{planner.who('on')} at {path!r}: {name} is one axis, but the network has {len(found[name])} for "
-                f"it, {found[name]} of shape {known.shape}. Give one by number, or leave the array out with `where`."
+                f"{planner.who('on')} at {path!r}: {name} is one axis, but the network has {len(axes_of_field[name])} "
+                f"for it, {axes_of_field[name]} of shape {known_role.shape}. Give one by number, or leave the array "
+                f"out with `where`."
             )
-    return found
+    return axes_of_field
 
 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:

@@ -31,21 +31,21 @@ def inlined_per_type(method: Callable[..., Any], stage: Any, *args: Any) -> Any:
 
 
 def _call_traced(
-    traced: Callable[..., Any], method: Callable[..., Any], of: Any, stage: Any, args: Any, *, traces: bool
+    jitted: Callable[..., Any], method: Callable[..., Any], of: Any, stage: Any, args: Any, *, traces: bool
 ) -> Any:
-    """``method(of, *args)`` by ``traced``, where ``of`` is the stage, or holds it."""
-    held = {each.name: getattr(stage, each.name) for each in fields(stage)}
+    """``method(of, *args)`` by ``jitted``, where ``of`` is the stage, or holds it."""
+    field_values = {field.name: getattr(stage, field.name) for field in fields(stage)}
     # A function may read values that change between calls.
-    impure = any(callable(value) for name, value in held.items() if name != "where")
+    impure = any(callable(value) for name, value in field_values.items() if name != "where")
     tracing = traces or any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
     if impure or not tracing or not _is_hashable(stage):
         return method(of, *args)
-    return traced(method, of, exact_text(stage), *args)  # the formula may tell apart what equality does not
+    return jitted(method, of, exact_text(stage), *args)  # the formula may tell apart what equality does not
 
 
-def _call_of_equal(method: Callable[..., Any], of: Any, shown: str, *args: Any) -> Any:
-    """``method(of, *args)``, to be traced once for equal arguments, among them ``shown``."""
-    del shown
+def _call_of_equal(method: Callable[..., Any], of: Any, text: str, *args: Any) -> Any:
+    """``method(of, *args)``, to be traced once for equal arguments, among them ``text``."""
+    del text
     return method(of, *args)
 
 

@@ -33,50 +33,52 @@ class Selection(Planner):
     def asks_functions(self) -> bool:
         stage = self.stage
         asks = callable(stage.where) and not isinstance(stage.where, Selected | AllBut)
-        return asks or any(isinstance(getattr(stage, each.name), ByArray) for each in fields(stage))
+        return asks or any(isinstance(getattr(stage, field.name), ByArray) for field in fields(stage))
 
     def present(self, method: str, tree: Flat) -> list[Candidate]:
         """The arrays of ``tree`` that the stage acts on."""
         names, arrays = self.axis_names(tree), tree.arrays
         slots = tree.slots(bases=self.stage._takes_base).items()
         places = [Candidate(at, slot, names[at], is_array(arrays[at]), partial(arrays.get, at)) for at, slot in slots]
-        return self.selected(method, tree, places)
+        return self.select(method, tree, places)
 
-    def selected(self, method: str, tree: Flat, places: Sequence[Candidate]) -> list[Candidate]:
+    def select(self, method: str, tree: Flat, places: Sequence[Candidate]) -> list[Candidate]:
         """Those of the places of ``tree`` on which the stage acts."""
-        who, where, slots = self.who(method), self.stage.where, [each.slot for each in places]
+        who, where, slots = self.who(method), self.stage.where, [candidate.slot for candidate in places]
 
-        def by_default(each: Candidate) -> bool:
-            return tree.root(each.place) not in tree.frame.state and self._by_default(who, each)
+        def by_default(candidate: Candidate) -> bool:
+            return tree.root(candidate.place) not in tree.frame.state and self._by_default(who, candidate)
 
         require_known(who, where, slots, nest(tree))
-        chosen = choose(who, where, places, by_default)
-        if not any(chosen) and not self.may_choose_nothing(places):
+        flags = choose(who, where, places, by_default)
+        if not any(flags) and not self.may_choose_nothing(places):
             raise chose_nothing_error(who, where, places, self.stage.stacked)
-        chosen = without_unmatched(who, self.stage._varied | self._by_path, chosen, [slot.path for slot in slots])
-        found = [each for each, flag in zip(places, chosen, strict=True) if flag and not self.is_done(each)]
+        flags = without_unmatched(who, self.stage._varied | self._by_path, flags, [slot.path for slot in slots])
+        candidates = [
+            candidate for candidate, flag in zip(places, flags, strict=True) if flag and not self.is_done(candidate)
+        ]
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and "stacked" not in self._by_path:
-            require_axes(who, "stacked", self.stage.stacked, [each.names for each in found])
-        return found
+            require_axes(who, "stacked", self.stage.stacked, [candidate.names for candidate in candidates])
+        return candidates
 
     def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
         """Whether it is no error that the stage acts on none of these places."""
         del candidates
         return False
 
-    def is_done(self, chosen: Candidate) -> bool:
+    def is_done(self, candidate: Candidate) -> bool:
         """Whether the stage has nothing to do at a place that it acts on."""
-        del chosen
+        del candidate
         return False
 
     def axis_names(self, tree: Flat) -> dict[Names, AxisNames | None]:
         """The axis names of each array, if this stage needs any."""
         return names_of_places(tree) if self.stage._asks_names else dict.fromkeys(tree.arrays)
 
-    def _by_default(self, who: str, each: Candidate) -> bool:
+    def _by_default(self, who: str, candidate: Candidate) -> bool:
         """Whether the stage takes an array by its name and type; of one that it has taken, the type is not known."""
-        slot, w = each.slot, None if each.taken else each.array()
+        slot, w = candidate.slot, None if candidate.is_taken else candidate.array()
         if (self.stage.min_ndim >= 2 and is_bias_or_scale(slot)) or (not self.stage.tables and is_table(slot)):
             return False
         if w is None:
@@ -84,21 +86,21 @@ class Selection(Planner):
         if (stage := self.stage.at_path(slot.path) if self._by_path else self.stage) is None:
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = find_axes(stage.stacked, each.names)
+            stacked = find_axes(stage.stacked, candidate.names)
         return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
-    def alike(self, path: str, names: AxisNames | None) -> object:
+    def group_key(self, path: str, names: AxisNames | None) -> object:
         """What arrays share whose axes have the same meaning for this stage."""
         return (path, names) if self._by_path else names
 
     def typical(self, path: str, names: AxisNames | None) -> Arrangement:
         """The stage at an array with these axis names, if its own numbers do not count."""
-        alike = self.alike(path, names)
-        if alike not in self._typical:
-            self._typical[alike] = arrange(self._at_path(path), names)
-        return self._typical[alike]
+        group = self.group_key(path, names)
+        if group not in self._typical:
+            self._typical[group] = arrange(self._at_path(path), names)
+        return self._typical[group]
 
-    def arranged(self, path: str, w: Any, names: AxisNames | None) -> Arrangement:
+    def arrangement_at(self, path: str, w: Any, names: AxisNames | None) -> Arrangement:
         """The stage at one array."""
         if not self.stage._varied:
             return self.typical(path, names)
@@ -109,8 +111,8 @@ class Selection(Planner):
         if not self._by_path:
             return self.stage
         if (stage := self.stage.at_path(path)) is None:
-            name, given = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
-            raise ValueError(f"expected {name} for {path!r}, got {name}={given!r}. Add an expression that matches it.")
+            name, value = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
+            raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
         return stage
 
     @cached_property
@@ -123,16 +125,16 @@ class Selection(Planner):
         """The arrangements that are known so far, by what they depend on."""
         return {}
 
-    def taking(self, who: str, each: Candidate) -> Arrangement:
+    def checked_arrangement(self, who: str, candidate: Candidate) -> Arrangement:
         """The stage at one array; raises an error if it cannot take the array."""
-        w, where = each.array(), f"{who} at {each.slot.path!r}"
+        w, where = candidate.array(), f"{who} at {candidate.slot.path!r}"
         with locate_errors(where):
-            at = self.arranged(each.slot.path, w, each.names)
-            if each.names is not None:  # the stage asks for names
-                require_names_fit(each.names, w)
-            reason, alone = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.one
-            for one in each_stacked(w, at.stacked) if reason is None else ():
-                if why := alone._why_refused(one):
+            at = self.arrangement_at(candidate.slot.path, w, candidate.names)
+            if candidate.names is not None:  # the stage asks for names
+                require_names_fit(candidate.names, w)
+            reason, stage_for_one = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.stage_for_one
+            for one_array in each_stacked(w, at.stacked) if reason is None else ():
+                if why := stage_for_one._why_refused(one_array):
                     reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why
                     break
         if reason is not None:

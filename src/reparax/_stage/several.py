@@ -15,45 +15,47 @@ Leaves = dict[str, dict[str, Array]]
 
 def require_start(
     stage: Any,
-    closed: Callable[[Leaves], Any],
+    close: Callable[[Leaves], Any],
     formulas: tuple[str, str],
     values: Leaves,
     arrays: Mapping[str, Array],
     *,
-    shared: bool,
+    is_shared: bool,
 ) -> None:
     """Requires that raw values are those that the class declares, and give arrays of the types of ``arrays``.
 
-    ``closed`` gives the arrays; the names of the two formulas are for errors. With ``shared``, values of one array may
-    stand with another.
+    ``close`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array
+    may stand with another.
     """
     start, back = formulas
     require_names(start, "the values of", values, arrays)
-    joined = {value: w for named in values.values() for value, w in named.items()}
-    for named in [joined] if shared else values.values():
-        require_named_arrays(start, named, stage.raw_values)
-    effective = jax.eval_shape(closed, values)
+    all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
+    for values_of_one in [all_values] if is_shared else values.values():
+        require_named_arrays(start, values_of_one, stage.raw_values)
+    effective = jax.eval_shape(close, values)
     require_names(back, "an array for", effective, arrays)
     for name, w in arrays.items():
         if not stage.changes_type:
             require_type(back, effective[name], w)
 
 
-def require_names(method: str, what: str, got: Any, names: Mapping[str, Any]) -> None:
+def require_names(method: str, what: str, result: Any, names: Mapping[str, Any]) -> None:
     """Requires a dict with these names."""
-    if not isinstance(got, Mapping) or set(got) != set(names):
-        given = list(got) if isinstance(got, Mapping) else type(got).__name__
-        shared = " Put a value that several arrays share with one of them." if method == "init_leaves" else ""
-        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {given}.{shared}")
-
-
-def require_fixed(method: str, stage: Any, changed: Leaves) -> None:
-    """Requires that only fixed values change in a training step, unless the stage moves weights."""
-    names = {name for named in changed.values() for name in named}
-    moved = sorted(name for name in names if not value_of(stage.raw_values, name).fixed)
-    if moved and not stage.moves_weights:
-        fixed = [name for name, said in stage.raw_values.items() if said.fixed]
+    if not isinstance(result, Mapping) or set(result) != set(names):
+        names_got = list(result) if isinstance(result, Mapping) else type(result).__name__
+        advice = " Put a value that several arrays share with one of them." if method == "init_leaves" else ""
         raise ValueError(
-            f"{method} gives {moved[0]!r}, which is not one of the fixed values {fixed}. Leave it to the optimizer, or "
-            f"set `moves_weights = True`."
+            f"{method} must return a dict with {what} each of {list(names)}, but returns {names_got}.{advice}"
+        )
+
+
+def require_fixed(method: str, stage: Any, new_values: Leaves) -> None:
+    """Requires that only fixed values change in a training step, unless the stage moves weights."""
+    names = {name for values_of_one in new_values.values() for name in values_of_one}
+    free_names = sorted(name for name in names if not value_of(stage.raw_values, name).fixed)
+    if free_names and not stage.moves_weights:
+        fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
+        raise ValueError(
+            f"{method} gives {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
+            f"optimizer, or set `moves_weights = True`."
         )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._core.layers import Held, Layer, Site
+from reparax._core.layers import Layer, Site, SiteValues
 from reparax._core.planner import Planner, rewrites
 from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
@@ -27,27 +27,27 @@ OWN = ("init_leaf", "apply_leaf", "refuse_leaf")
 class _All(Site):
     """The stage on all of its arrays, by their places."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key, seen
         values = self.stage.init_arrays(dict(arrays))
-        require_start(self.stage, self._apply, ("init_arrays", "apply_arrays"), values, arrays, shared=False)
+        require_start(self.stage, self._apply, ("init_arrays", "apply_arrays"), values, arrays, is_shared=False)
         return values
 
-    def close(self, values: Held, key_or_draw: Array | None) -> Mapping[str, Any]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> Mapping[str, Any]:
         del key_or_draw
         return self._apply(values)
 
-    def _apply(self, values: Held) -> dict[str, Array]:
+    def _apply(self, values: SiteValues) -> dict[str, Array]:
         """The arrays of all values."""
-        return self.stage.apply_arrays({place: dict(held) for place, held in values.items()})
+        return self.stage.apply_arrays({place: dict(values_of_one) for place, values_of_one in values.items()})
 
-    def update(self, values: Held, grads: Mapping[str, Any], key: Array | None) -> Held:
+    def update(self, values: SiteValues, grads: Mapping[str, Any], key: Array | None) -> SiteValues:
         del grads, key
-        changed = self.stage.update_arrays(values)
-        require_fixed("update_arrays", self.stage, changed)
-        return changed
+        new_values = self.stage.update_arrays(values)
+        require_fixed("update_arrays", self.stage, new_values)
+        return new_values
 
-    def number_of(self, formula: str, values: Held) -> Array:
+    def number_of(self, formula: str, values: SiteValues) -> Array:
         return self.stage.penalty_arrays(values) if formula == "penalty" else super().number_of(formula, values)
 
 
@@ -63,8 +63,8 @@ class _OnAll(OnArrays):
     def plan(self, method: str, tree: Flat) -> Layer:
         layer = super().plan(method, tree)
         for site in layer.sites:
-            declared = {name for name, said in self.stage.raw_values.items() if not said.optional}
-            if lacking := declared - set(site.spots["w"].values):
+            required_names = {name for name, declaration in self.stage.raw_values.items() if not declaration.optional}
+            if lacking := required_names - set(site.spots["w"].values):
                 raise ValueError(
                     f"{layer.who_at(site)}: no value {min(lacking)!r} under the marker. Restore the whole raw tree."
                 )
@@ -113,13 +113,13 @@ class Together(Reparametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        unused = [name for name in dir(Reparametrization) if name.endswith("_leaf") and name not in OWN]
-        mine = [name for name in unused if getattr(cls, name) is not getattr(Reparametrization, name)]
-        if mine or cls.stochastic:
-            got = mine[0] if mine else "stochastic"
+        leaf_formulas = [name for name in dir(Reparametrization) if name.endswith("_leaf") and name not in OWN]
+        defined = [name for name in leaf_formulas if getattr(cls, name) is not getattr(Reparametrization, name)]
+        if defined or cls.stochastic:
+            offender = defined[0] if defined else "stochastic"
             raise TypeError(
-                f"{cls.__name__} defines {got}, but the formula of a Together takes all arrays at once and draws no "
-                f"noise. Write init_arrays, apply_arrays, update_arrays or penalty_arrays, or derive from "
+                f"{cls.__name__} defines {offender}, but the formula of a Together takes all arrays at once and draws "
+                f"no noise. Write init_arrays, apply_arrays, update_arrays or penalty_arrays, or derive from "
                 f"Reparametrization."
             )
 

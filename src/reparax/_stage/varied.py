@@ -47,8 +47,8 @@ class ByPath:
 
     def of(self, paths: Sequence[str]) -> ByPath:
         """The expressions that match some of these paths."""
-        used = sorted({i for path in paths for i in self.matching(path)})
-        return ByPath(tuple(self.patterns[i] for i in used), tuple(self.numbers[i] for i in used))
+        matching = sorted({i for path in paths for i in self.matching(path)})
+        return ByPath(tuple(self.patterns[i] for i in matching), tuple(self.numbers[i] for i in matching))
 
     def at(self, path: str, array: Any) -> Any:
         """The number for the array at ``path``, which one expression matches."""
@@ -105,7 +105,7 @@ def per_array(check: Check) -> Check:
       {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
     """
 
-    def checked(value: Any, who: str, name: str) -> Any:
+    def check_each(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):
             return value
         if isinstance(value, ByPath | Mapping):
@@ -114,7 +114,7 @@ def per_array(check: Check) -> Check:
         takes_array = callable(value) and takes(value, 2, unsure=False)
         return ByArray(value, check, who, name) if takes_array else check(value, who, name)
 
-    return checked
+    return check_each
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,16 @@ def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several:
     """
     if len(set(answers.values())) == 1 and not several:
         return next(iter(answers.values()))
-    found: dict[Any, dict[str, None]] = {}
+    paths_of_answer: dict[Any, dict[str, None]] = {}
     for path, answer in answers.items():
-        alike = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
-        same = {answers.get(other, found) == answer for other in paths if re.fullmatch(alike, other)}
-        found.setdefault(answer, {})[alike if same == {True} else re.escape(path)] = None
-    return ByPath(tuple(map("|".join, found.values())), tuple(found))
+        pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
+        agreements = {
+            answers.get(other_path, paths_of_answer) == answer
+            for other_path in paths
+            if re.fullmatch(pattern, other_path)
+        }
+        paths_of_answer.setdefault(answer, {})[pattern if agreements == {True} else re.escape(path)] = None
+    return ByPath(tuple(map("|".join, paths_of_answer.values())), tuple(paths_of_answer))
 
 
 def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
@@ -155,27 +159,30 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     return ByPath(tuple(value), numbers)
 
 
-def without_unmatched(who: str, numbers: Mapping[str, Any], chosen: Sequence[bool], paths: Sequence[str]) -> list[bool]:
-    """``chosen``, without the paths that have no number.
+def without_unmatched(
+    who: str, numbers: Mapping[str, Any], selected: Sequence[bool], paths: Sequence[str]
+) -> list[bool]:
+    """``selected``, without the paths that have no number.
 
     Raises:
       ValueError: If an expression matches nothing, or if two match one path.
     """
-    flags = list(chosen)
+    flags = list(selected)
     for name, by_path in numbers.items():
         if not isinstance(by_path, ByPath):
             continue
-        known = [path for path, flag in zip(paths, chosen, strict=True) if flag]
-        used: set[int] = set()
+        selected_paths = [path for path, flag in zip(paths, selected, strict=True) if flag]
+        matched: set[int] = set()
         for i, path in enumerate(paths):
-            found = by_path.matching(path) if flags[i] else []
-            if len(found) > 1:
-                first, second = (by_path.patterns[place] for place in found[:2])
+            matching = by_path.matching(path) if flags[i] else []
+            if len(matching) > 1:
+                pattern, other_pattern = (by_path.patterns[place] for place in matching[:2])
                 raise ValueError(
-                    f"{who} got {name} for {path!r} from {first!r} and from {second!r}. Narrow one of the expressions."
+                    f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
+                    f"expressions."
                 )
-            flags[i] = bool(found)
-            used.update(found)
-        if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in used]:
-            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why_nothing(lost[0], known)}")
+            flags[i] = bool(matching)
+            matched.update(matching)
+        if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
+            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why_nothing(lost[0], selected_paths)}")
     return flags

@@ -42,7 +42,7 @@ class Selected:
 
     def __call__(self, path: str, array: object) -> bool:
         del array
-        return any(chosen in ("", path) or path.startswith(f"{chosen}/") for chosen in self.paths)
+        return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
 
 
 register_class(Selected)
@@ -131,9 +131,9 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
     paths, flags, _ = flatten_with_names(mask)
     for path, flag in zip(paths, flags, strict=True):
         if not isinstance(flag, bool):
-            got = describe(flag) if is_array(flag) else repr(flag)
+            what = describe(flag) if is_array(flag) else repr(flag)
             raise TypeError(
-                f"selected takes a tree of booleans, but got {got} at {path_text(path)!r}. Write True or False."
+                f"selected takes a tree of booleans, but got {what} at {path_text(path)!r}. Write True or False."
             )
     return Selected(tuple(path_text(path) for path, flag in zip(paths, flags, strict=True) if flag))
 
@@ -152,13 +152,13 @@ def _select_parts(choose: Any, model: PyTree) -> Selected:
     if not callable(choose):
         raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
     pairs = zip(paths, leaves, strict=True)
-    found = jax.tree.leaves(choose(treedef.unflatten([_Place(path_text(path), is_array(x)) for path, x in pairs])))
-    for part in found:
+    parts = jax.tree.leaves(choose(treedef.unflatten([_Place(path_text(path), is_array(x)) for path, x in pairs])))
+    for part in parts:
         if not isinstance(part, _Place):
             raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
-    if not any(part.array for part in found):
+    if not any(part.array for part in parts):
         raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
-    return Selected(tuple(dict.fromkeys(part.path for part in found if part.array)))
+    return Selected(tuple(dict.fromkeys(part.path for part in parts if part.array)))
 
 
 def nearest(path: str, paths: Iterable[str]) -> str:
@@ -168,12 +168,12 @@ def nearest(path: str, paths: Iterable[str]) -> str:
 
 def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
     """The paths that a regular expression matches as a whole; a pattern that is itself a path matches only that one."""
-    known = list(dict.fromkeys(paths))
+    unique = list(dict.fromkeys(paths))
     try:
-        found = [re.fullmatch(re.escape(pattern) if pattern in known else pattern, path) for path in known]
+        all_matches = [re.fullmatch(re.escape(pattern) if pattern in unique else pattern, path) for path in unique]
     except re.error:
         return []
-    return [match for match in found if match]
+    return [match for match in all_matches if match]
 
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
@@ -182,14 +182,14 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
         try:
             re.compile(where)
         except re.error as error:
-            instead = f" Any text is `.*`, so write {found!r}." if (found := _shell_to_regex(where)) else ""
+            instead = f" Any text is `.*`, so write {regex!r}." if (regex := _shell_to_regex(where)) else ""
             raise ValueError(
                 f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
             ) from error
     elif isinstance(where, type) or (where is not None and not callable(where) and not isinstance(where, AllBut)):
-        got = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
+        what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
-            f"{owner} got {got} of type {type(where).__name__}, but takes a regular expression for the whole "
+            f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
             f"path or a predicate (path, array) -> bool. {_suggest(where)}"
         )
     elif callable(where) and not takes(where, 2, unsure=True):
@@ -206,19 +206,19 @@ def _suggest(where: Any) -> str:
         return "Write the paths of arrays of that class, such as '.*/kernel'."
     if isinstance(where, re.Pattern):
         return f"Pass its text, {where.pattern!r}."
-    if isinstance(where, list | tuple | set | frozenset) and all(isinstance(each, str) for each in where):
+    if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
         return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
     return "Wrap a tree of booleans in `rpx.selected`."
 
 
 def _shell_to_regex(pattern: str) -> str | None:
     """A pattern as shells read it, in which ``*`` is any text, as a regular expression; None if it is the same."""
-    found = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
+    regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
     try:
-        re.compile(found)
+        re.compile(regex)
     except re.error:
         return None
-    return found if found != pattern else None
+    return regex if regex != pattern else None
 
 
 def by_path(where: Where) -> bool:
@@ -247,7 +247,7 @@ class Candidate:
       names: The axis names of the array.
       present: Whether there is an array.
       array: Returns the array, or its type.
-      taken: Whether the stage has taken the array already, and ``array`` may return another type than it had.
+      is_taken: Whether the stage has taken the array already, and ``array`` may return another type than it had.
     """
 
     place: Names
@@ -255,7 +255,7 @@ class Candidate:
     names: AxisNames | None
     present: bool
     array: Callable[[], Any]
-    taken: bool = False
+    is_taken: bool = False
 
 
 def choose(who: str, where: Where, places: Sequence[Candidate], by_default: Callable[[Candidate], bool]) -> list[bool]:
@@ -272,8 +272,8 @@ def chose_nothing_error(who: str, where: Where, places: Sequence[Candidate], sta
     """The error for a selection without any place; ``stacked`` are axes that do not count."""
     slots = [place.slot for place in places if _is_visible(where, place)]
     paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
-    by_stacked = where is None and paths and stacked != ()
-    why = why_nothing_stacked(stacked, paths) if by_stacked else why_nothing(where, paths)
+    is_by_stacked = where is None and paths and stacked != ()
+    why = why_nothing_stacked(stacked, paths) if is_by_stacked else why_nothing(where, paths)
     return ValueError(f"{who} selects nothing: {why}")
 
 
@@ -297,18 +297,18 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
     """
     if not slots or not isinstance(where, Selected | AllBut):
         return
-    known = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
+    known_paths = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
-            if not any(re.fullmatch(pattern, path) for path in known):
-                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known)}")
+            if not any(re.fullmatch(pattern, path) for path in known_paths):
+                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known_paths)}")
         return
-    places = {path[:end] for path in known for end in (0, *_ends_of_names(path))}
-    for chosen in where.paths:
-        if chosen not in places:
+    places = {path[:end] for path in known_paths for end in (0, *_ends_of_names(path))}
+    for path_named in where.paths:
+        if path_named not in places:
             raise ValueError(
-                f"{who} got True at {chosen!r} in a tree of booleans, but the tree has no such path. The nearest are "
-                f"{nearest(chosen, dict.fromkeys(known))}. Make the booleans from the same parameters."
+                f"{who} got True at {path_named!r} in a tree of booleans, but the tree has no such path. The nearest "
+                f"are {nearest(path_named, dict.fromkeys(known_paths))}. Make the booleans from the same parameters."
             )
 
 
@@ -340,9 +340,9 @@ def _ask_predicate(who: str, where: Callable[[str, Any], Any], path: str, array:
         error.add_note(f"This happened in the function `where` of {who}, which got the path {path!r} and the array.")
         raise
     if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
-        got = describe(answer) if is_array(answer) else repr(answer)
+        what = describe(answer) if is_array(answer) else repr(answer)
         raise TypeError(
-            f"{who} asked the function `where` about {path!r}, expected True or False, got {got}. Decide by the path, "
+            f"{who} asked the function `where` about {path!r}, expected True or False, got {what}. Decide by the path, "
             f"and by the shape and dtype of the array, not by its numbers."
         )
     return bool(answer)
@@ -386,9 +386,9 @@ def why_nothing(where: Where, paths: Sequence[str]) -> str:
             f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
             f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
         )
-    shown = _list_some(unique)
+    some_paths = _list_some(unique)
     if isinstance(where, AllBut):
-        return f"{where!r} takes none of the {len(unique)} arrays ({shown}). Correct its expressions."
+        return f"{where!r} takes none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
     if where is None:
-        return f"its default takes none of the {len(unique)} arrays ({shown}). Select some with `where`."
-    return f"the predicate is false for all {len(unique)} paths ({shown}). Print the paths that it gets."
+        return f"its default takes none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
+    return f"the predicate is false for all {len(unique)} paths ({some_paths}). Print the paths that it gets."

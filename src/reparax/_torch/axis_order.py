@@ -34,8 +34,8 @@ def axis_order(layout: str, ndim: int) -> tuple[int, ...]:
     channels, _ = _CHANNELS[layout]
     if channels is None or ndim < 2:
         return tuple(range(ndim))
-    first = [axis % ndim for axis in channels]
-    return (*first, *(axis for axis in range(ndim) if axis not in first))
+    channel_axes = [axis % ndim for axis in channels]
+    return (*channel_axes, *(axis for axis in range(ndim) if axis not in channel_axes))
 
 
 def permute(shape: Sequence[int], layout: str) -> tuple[int, ...]:

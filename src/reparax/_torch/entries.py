@@ -62,14 +62,14 @@ class Entry:
         It does by its number of axes, unless a transposed one, with as many inputs as outputs, has the same shape, or
         a stack of experts.
         """
-        others = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
-        alike = permute(self.shape, "kernel") in [permute(self.shape, other) for other in others]
-        return self if alike else self.by_axes(tensors)
+        other_layouts = ("conv_transpose", *((f"{EXPERTS}kernel", "same") if len(self.shape) == 3 else ()))
+        could_be_another = permute(self.shape, "kernel") in [permute(self.shape, layout) for layout in other_layouts]
+        return self if could_be_another else self.by_axes(tensors)
 
     def by_axes(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if a tensor tells a convolution, which cannot be a transposed one."""
-        known = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
-        return replace(self, known=self.known or known)
+        is_convolution = self.layout == "kernel" and any(x.ndim == len(self.shape) for x in tensors)
+        return replace(self, known=self.known or is_convolution)
 
     def part(self, x: Any) -> Any:
         """This tensor's part of a stack, or the type of it."""
@@ -88,9 +88,9 @@ def stack_parts(parts: Mapping[Index, Array]) -> Array:
     """The stack of these parts; the part itself if it is whole."""
     if () in parts:
         return parts[()]
-    ordered = [parts[index] for index in sorted(parts)]
+    in_order = [parts[index] for index in sorted(parts)]
     sizes = (1 + max(places) for places in zip(*parts, strict=True))
-    return jnp.stack(ordered).reshape(*sizes, *ordered[0].shape)
+    return jnp.stack(in_order).reshape(*sizes, *in_order[0].shape)
 
 
 def unstack_stage(stage: Stage, count: int) -> Stage:
@@ -103,32 +103,40 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
             f"`names` gives each layer a name, but {stage!r} does not act on each layer by itself. Give it "
             f"`stacked={0 if count == 1 else tuple(range(count))}`."
         )
-    each: Any = stage
-    return replace(each, stacked=tuple(axis - count for axis in axes[count:]))
+    unstacked: Any = stage
+    return replace(unstacked, stacked=tuple(axis - count for axis in axes[count:]))
 
 
 def restack_stage(stage: Any, count: int) -> Any:
     """The stage on a stack with ``count`` axes, which acts on each array as ``stage`` does."""
-    inner = (axis + count for axis in list_axes(stage.stacked))
-    return replace(stage, stacked=(*range(count), *inner))
+    axes = (axis + count for axis in list_axes(stage.stacked))
+    return replace(stage, stacked=(*range(count), *axes))
 
 
 def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
-    named = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    said, of_classes, role_of = given_layouts(list(arrays), layouts), layouts_by_module(tree), roles_by_path(roles)
-    found: list[Entry] = []
+    name_of_path = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
+    layout_of_rule = given_layouts(list(arrays), layouts)
+    of_classes = layouts_by_module(tree)
+    role_of = roles_by_path(roles)
+    entries: list[Entry] = []
     for path, x in arrays.items():
-        count, tensor, rule = named[path]
+        count, tensor, rule = name_of_path[path]
         shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        by_role = layout_of(role_of[path], count) if path in role_of and path not in {**said, **of_classes} else None
-        layout, known = (by_role, True) if by_role else find_layout(name, shape, said.get(path), of_classes.get(path))
-        whole = Entry(path, tensor, shape, x.dtype, layout, known, path in of_classes, rule=rule)
+        by_role = (
+            layout_of(role_of[path], count)
+            if path in role_of and path not in {**layout_of_rule, **of_classes}
+            else None
+        )
+        layout, is_known = (
+            (by_role, True) if by_role else find_layout(name, shape, layout_of_rule.get(path), of_classes.get(path))
+        )
+        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
-            found.append(replace(whole, tensor=number_tensor(tensor, index), index=index))
-    _require_names_differ(found)
-    return found
+            entries.append(replace(entry, tensor=number_tensor(tensor, index), index=index))
+    _require_names_differ(entries)
+    return entries
 
 
 def require_known(entries: Iterable[Entry]) -> None:
@@ -137,8 +145,8 @@ def require_known(entries: Iterable[Entry]) -> None:
     if not doubtful:
         return
     path, shape = next((entry.path, entry.shape) for entry in doubtful.values())
-    others = ", ".join(repr(each) for each in doubtful if each != path)
-    more = f" (as unclear: {others})" if others else ""
+    other_paths = ", ".join(repr(other_path) for other_path in doubtful if other_path != path)
+    more = f" (as unclear: {other_paths})" if other_paths else ""
     raise ValueError(_explain_matrix(path, shape, more) if len(shape) == 2 else _explain_more_axes(path, shape, more))
 
 
@@ -166,8 +174,8 @@ def _explain_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
 
 def names_by_layer(path: str) -> str:
     """The argument that gives each layer of a stack a name."""
-    first, *rest = default_name(path).split(".")
-    return f"names={{{path!r}: {'.'.join([first, '{i}', *rest] if rest else ['{i}', first])!r}}}"
+    head, *tail = default_name(path).split(".")
+    return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
 
 
 def _require_names_differ(entries: list[Entry]) -> None:
@@ -175,5 +183,5 @@ def _require_names_differ(entries: list[Entry]) -> None:
     owners: dict[str, str] = {}
     for entry in entries:
         if owners.setdefault(entry.tensor, entry.path) != entry.path:
-            both = f"{owners[entry.tensor]!r} and {entry.path!r}"
-            raise ValueError(f"{both} are both called {entry.tensor!r}. Give different `names`.")
+            owners_text = f"{owners[entry.tensor]!r} and {entry.path!r}"
+            raise ValueError(f"{owners_text} are both called {entry.tensor!r}. Give different `names`.")

@@ -23,19 +23,19 @@ _NAMES: Mapping[str, Layout] = {
 }
 
 
-def find_layout(name: str, shape: tuple[int, ...], said: str | None, of_module: Layout | None) -> tuple[str, bool]:
+def find_layout(name: str, shape: tuple[int, ...], by_rule: str | None, of_module: Layout | None) -> tuple[str, bool]:
     """The layout of an array, by a rule, by its module, or by its name, and whether that is sure."""
-    if said in ("conv1d", "embedding") and len(shape) != 2:
-        axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[said]
-        raise ValueError(f"the layout {said!r} is for matrices {axes}, but {name!r} has shape {shape}.")
-    if said == "vector" and max(shape[1:], default=1) > 1:
+    if by_rule in ("conv1d", "embedding") and len(shape) != 2:
+        axes = {"conv1d": "(in, out)", "embedding": "(num, features)"}[by_rule]
+        raise ValueError(f"the layout {by_rule!r} is for matrices {axes}, but {name!r} has shape {shape}.")
+    if by_rule == "vector" and max(shape[1:], default=1) > 1:
         raise ValueError(f"the layout 'vector' is for arrays (out, 1, ..., 1), but {name!r} has shape {shape}.")
-    if said is not None and said.startswith(EXPERTS) and len(shape) != 3:
+    if by_rule is not None and by_rule.startswith(EXPERTS) and len(shape) != 3:
         raise ValueError(
-            f"the layout {said!r} is for stacks of matrices with three axes, but {name!r} has shape {shape}."
+            f"the layout {by_rule!r} is for stacks of matrices with three axes, but {name!r} has shape {shape}."
         )
-    if said is not None:  # a kernel that is the same in torch has its inputs first there too
-        return "conv1d" if (said, name, len(shape)) == ("same", "kernel", 2) else said, True
+    if by_rule is not None:  # a kernel that is the same in torch has its inputs first there too
+        return "conv1d" if (by_rule, name, len(shape)) == ("same", "kernel", 2) else by_rule, True
     layout, axes = of_module or _NAMES.get(name, (None, 0))
     if len(shape) < 2 or layout is None:
         return "same", len(shape) < 2
@@ -72,17 +72,17 @@ _CLASSES: dict[tuple[str, str], _Weights] = {
 
 def layouts_by_module(tree: PyTree) -> dict[str, Layout]:
     """The layout of each array that the class of its module tells, or else Haiku's names, by path."""
-    found = _layouts_by_haiku([names for names, _ in items(tree)])
+    layouts = _layouts_by_haiku([names for names, _ in items(tree)])
     for keys, node in items(tree, lambda x: _known_class(x) is not None):
         if which := _known_class(node):
-            found |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
-    return found
+            layouts |= {path_text((*keys, name)): layout for name, layout in _CLASSES[which](node).items()}
+    return layouts
 
 
 def _known_class(node: object) -> tuple[str, str] | None:
     """The first class of a node that is listed here, by package and name; None if there is none."""
-    named = ((each.__module__.partition(".")[0], each.__name__) for each in type(node).__mro__)
-    return next((each for each in named if each in _CLASSES), None)
+    class_names = ((class_name.__module__.partition(".")[0], class_name.__name__) for class_name in type(node).__mro__)
+    return next((class_name for class_name in class_names if class_name in _CLASSES), None)
 
 
 def _layouts_by_haiku(paths: list[Names]) -> dict[str, Layout]:

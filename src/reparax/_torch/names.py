@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reparax._core.algebra import Parametrization
-from reparax._core.lineage import Made
+from reparax._core.lineage import Maker
 from reparax._torch.entries import Entry, unstack_stage
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
@@ -81,8 +81,8 @@ _Part = tuple[Parametrization | None, Mapping[str, Names], Mapping[str, str]]
 def _require_fields(stage: Any, twin: Twin) -> None:
     """Refuses a stage with a field that torch does not have."""
     for field in fields(stage):
-        others = twin.fields is not None and field.name not in twin.fields
-        if others and getattr(stage, field.name) != field.default:
+        is_foreign = twin.fields is not None and field.name not in twin.fields
+        if is_foreign and getattr(stage, field.name) != field.default:
             how = "Name each layer of a stack, with {i}, by `names`. " if field.name == "stacked" else ""
             raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
 
@@ -92,14 +92,14 @@ class Naming:
     """Torch's names for the values of a chain.
 
     Attributes:
-      made: How each array is made that stages compute, by its place.
+      makers: How each array is made that stages compute, by its place.
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    made: Mapping[Names, Made]
+    makers: Mapping[Names, Maker]
     by_hook: Callable[[str, Twin], bool]
 
-    def held(self, place: Names, entry: Entry) -> Iterator[StageValues]:
+    def raw_values_of(self, place: Names, entry: Entry) -> Iterator[StageValues]:
         """The raw values for a tensor of torch."""
         for stage, places, names in self._within(place, entry.tensor):
             yield StageValues(self._of_one(stage, entry), entry, places, names)
@@ -109,28 +109,28 @@ class Naming:
         if stage is None or not TWINS[type(stage)].listed:
             return stage
         with locate_errors(repr(entry.path)):
-            one = unstack_stage(stage, len(entry.index))
-            _require_fields(one, TWINS[type(stage)])
-        return one
+            stage_on_one = unstack_stage(stage, len(entry.index))
+            _require_fields(stage_on_one, TWINS[type(stage)])
+        return stage_on_one
 
     def _within(self, place: Names, tensor: str, within: str | None = None) -> Iterator[_Part]:
         """The stages of ``tensor``, which may be the original of the list of parametrizations ``within``."""
-        if place not in self.made:
+        if place not in self.makers:
             yield None, {"": place}, {"": tensor}
             return
         stage, twin = self._known(place)
-        listed = self._is_listed(twin, tensor, within)
-        base = (within or _parametrization_list(tensor)) if listed else tensor
-        names = self._names(twin, base, place) if listed else {x: base + end for x, end in twin.hooked.items()}
-        own = dict(self.made[place].values)
-        for x in [x for x, at in own.items() if at in self.made]:
-            alone = listed and twin.listed[x] == "original"
-            yield from self._within(own.pop(x), names[x], base if alone else None)
-        yield stage, own, {x: names[x] for x in own}
+        is_listed = self._is_listed(twin, tensor, within)
+        base = (within or _parametrization_list(tensor)) if is_listed else tensor
+        names = self._names(twin, base, place) if is_listed else {x: base + end for x, end in twin.hooked.items()}
+        places_of_stage = dict(self.makers[place].values)
+        for x in [x for x, at in places_of_stage.items() if at in self.makers]:
+            is_original = is_listed and twin.listed[x] == "original"
+            yield from self._within(places_of_stage.pop(x), names[x], base if is_original else None)
+        yield stage, places_of_stage, {x: names[x] for x in places_of_stage}
 
     def _known(self, place: Names) -> tuple[Parametrization, Twin]:
         """The stage that makes the array at ``place``, and its names."""
-        stage = self.made[place].stage
+        stage = self.makers[place].stage
         if type(stage) not in TWINS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
@@ -149,10 +149,10 @@ class Naming:
 
     def _inside(self, place: Names) -> int:
         """The number of parametrizations of the same list that make the original of one."""
-        listed, values = self._known(place)[1].listed, self.made[place].values
-        originals = [values[value] for value, name in listed.items() if name == "original" and value in values]
-        inner = [place for place in originals if place in self.made and self._known(place)[1].listed]
-        return sum(1 + self._inside(place) for place in inner)
+        name_of_value, values = self._known(place)[1].listed, self.makers[place].values
+        originals = [values[value] for value, name in name_of_value.items() if name == "original" and value in values]
+        makers_inside = [place for place in originals if place in self.makers and self._known(place)[1].listed]
+        return sum(1 + self._inside(place) for place in makers_inside)
 
 
 def _parametrization_list(tensor: str) -> str:

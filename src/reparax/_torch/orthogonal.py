@@ -17,9 +17,9 @@ from reparax.matrices._orthogonal import Orthogonal
 Values = dict[str, Array]
 
 
-def other_chart(stage: Orthogonal, shape: tuple[int, ...], *, turned: bool) -> bool:
+def other_chart(stage: Orthogonal, shape: tuple[int, ...], *, is_transposed: bool) -> bool:
     """Whether torch has other coordinates: reflections for a transposed square matrix."""
-    return turned and stage.map == "householder" and shape[-2] == shape[-1]
+    return is_transposed and stage.map == "householder" and shape[-2] == shape[-1]
 
 
 def at_base(stage: Orthogonal, values: Values) -> Values:
@@ -44,8 +44,8 @@ def has_identity(values: Values) -> bool:
 
 def write_reflections(w: Array) -> Array:
     """Torch's original of reflections without a base, for this weight: the factors of LAPACK, as in torch."""
-    transposed, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
-    factors = transposed.mT
+    reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
+    factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
     diagonal = _identity_of_shape(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
     return _turn_like(jnp.tril(factors, -1) + diagonal, w)
@@ -55,8 +55,8 @@ def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _as_tall(widened(values["x"]))
     rows, columns = original.shape[-2:]
-    whole = _identity_of_shape((*original.shape[:-2], rows, rows), original.dtype)
-    square = widened(values["base"]) if "base" in values else whole
+    identity = _identity_of_shape((*original.shape[:-2], rows, rows), original.dtype)
+    square = widened(values["base"]) if "base" in values else identity
     base, x = square[..., :columns], product(square, jnp.tril(original, -1))
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":

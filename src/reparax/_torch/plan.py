@@ -24,55 +24,57 @@ class TorchPlan:
 
     Attributes:
       weights: The chain without perturbations; its effective weights are those of torch.
-      held: The values, grouped by stage.
+      raw_values: The values, grouped by stage.
       tied: The tensors of parameters without a value of their own.
     """
 
     weights: Parametrization
-    held: tuple[StageValues, ...]
+    raw_values: tuple[StageValues, ...]
     tied: tuple[Entry, ...]
 
     @property
     def names(self) -> dict[Entry, list[str]]:
         """The names in torch of all values of each parameter."""
-        found = {entry: [entry.tensor] for entry in self.tied}
-        for held in self.held:
-            found.setdefault(held.entry, []).extend(held.names.values())
-        return found
+        names = {entry: [entry.tensor] for entry in self.tied}
+        for stage_values in self.raw_values:
+            names.setdefault(stage_values.entry, []).extend(stage_values.names.values())
+        return names
 
     def like(self, state: Mapping[str, Any]) -> "TorchPlan":
         """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
         names = self.names.items()
-        entries = {entry: entry.like(state[name] for name in own if name in state) for entry, own in names}
-        held = tuple(replace(each, entry=entries[each.entry]) for each in self.held)
-        return replace(self, held=held, tied=tuple(entries[each] for each in self.tied))
+        entries = {
+            entry: entry.like(state[name] for name in entry_names if name in state) for entry, entry_names in names
+        }
+        raw_values = tuple(replace(stage_values, entry=entries[stage_values.entry]) for stage_values in self.raw_values)
+        return replace(self, raw_values=raw_values, tied=tuple(entries[stage_values] for stage_values in self.tied))
 
-    def written(self, raw: PyTree, *, based: bool = True) -> dict[str, Array]:
-        """The state dict of a raw tree, concrete or abstract; ``based`` if orthogonal matrices have a base there."""
+    def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
+        """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
         arrays, state = dict(items(raw)), dict[str, Array]()
-        for held in self.held:
-            with locate_errors(repr(held.entry.path)):
-                values = {value: held.entry.part(arrays[keys]) for value, keys in held.keys.items()}
-                found = write_values(held.stage, values, held.entry, based=based)
-            state |= {held.names[value]: x for value, x in found.items()}
-        return state | self.shared(raw)
+        for stage_values in self.raw_values:
+            with locate_errors(repr(stage_values.entry.path)):
+                values = {value: stage_values.entry.part(arrays[keys]) for value, keys in stage_values.keys.items()}
+                tensors = write_values(stage_values.stage, values, stage_values.entry, with_base=with_base)
+            state |= {stage_values.names[value]: x for value, x in tensors.items()}
+        return state | self.tied_tensors(raw)
 
-    def shared(self, raw: PyTree) -> dict[str, Array]:
+    def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
         """The tied weights, which torch has under both names."""
         effective = _leaves_by_path(self.weights.fold(raw)) if self.tied else {}
-        return {each.tensor: write_layout(each.part(effective[each.path]), each.layout) for each in self.tied}
+        return {entry.tensor: write_layout(entry.part(effective[entry.path]), entry.layout) for entry in self.tied}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
-        expected, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
-        for held in self.held:
-            values = {value: state[name] for value, name in held.names.items() if name in state}
-            wanted = {value: held.entry.part(expected[keys]) for value, keys in held.keys.items()}
-            with locate_errors(repr(held.entry.path)):
-                values = read_values(held.stage, values, held.entry, wanted)
+        type_at, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
+        for stage_values in self.raw_values:
+            values = {value: state[name] for value, name in stage_values.names.items() if name in state}
+            types = {value: stage_values.entry.part(type_at[keys]) for value, keys in stage_values.keys.items()}
+            with locate_errors(repr(stage_values.entry.path)):
+                values = read_values(stage_values.stage, values, stage_values.entry, types)
             for value, x in values.items():
-                parts.setdefault(held.keys[value], {})[held.entry.index] = x
+                parts.setdefault(stage_values.keys[value], {})[stage_values.entry.index] = x
         return treedef.unflatten([stack_parts(parts[path]) for path in paths])
 
 
@@ -82,14 +84,14 @@ def make_plan(
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
-    naming, held, tied = Naming(lineage.made, by_hook), list[StageValues](), list[Entry]()
+    naming, raw_values, tied_entries = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
     for entry in list_entries(lineage.effective, names, layouts, roles):
         place = lineage.places[entry.path]
         if lineage.has_values(place):
-            held += naming.held(place, entry)
+            raw_values += naming.raw_values_of(place, entry)
         else:
-            tied.append(entry)
-    return TorchPlan(weights, tuple(held), tuple(tied))
+            tied_entries.append(entry)
+    return TorchPlan(weights, tuple(raw_values), tuple(tied_entries))
 
 
 def _leaves_by_path(tree: PyTree) -> dict[str, Any]:

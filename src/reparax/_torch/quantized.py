@@ -95,21 +95,25 @@ def from_quantized(
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
         tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
-        require_known(entry.like(x for _, x in held.values()) for entry, held in tensors_of.items() if held)
+        require_known(
+            entry.like(x for _, x in tensors_of_entry.values())
+            for entry, tensors_of_entry in tensors_of.items()
+            if tensors_of_entry
+        )
     stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
-    used = set[str]()
-    for entry, held in tensors_of.items():
-        used |= {name for name, _ in held.values()}
+    names_used = set[str]()
+    for entry, tensors_of_entry in tensors_of.items():
+        names_used |= {name for name, _ in tensors_of_entry.values()}
         try:
-            stage, found = _read_parameter(entry, {end: x for end, (_, x) in held.items()}, config)
+            stage, raw_values = _read_parameter(entry, {end: x for end, (_, x) in tensors_of_entry.items()}, config)
         except ValueError as error:
             lines.append(f"{entry.tensor}: {error}")
             continue
         if stage is not None and stages.setdefault(entry.path, stage) != stage:
             lines.append(f"{entry.tensor}: its layers have several formats. Give each a parameter of its own")
-        for end, x in found.items():
+        for end, x in raw_values.items():
             values.setdefault(f"{entry.path}{end}", {})[entry.index] = x
-    lines += [f"{name}: the model has no parameter for it" for name in sorted(arrays.keys() - used)]
+    lines += [f"{name}: the model has no parameter for it" for name in sorted(arrays.keys() - names_used)]
     if lines or not stages:
         text = "\n  ".join(lines or ["it holds no quantized weight"])
         raise ValueError(
@@ -118,8 +122,8 @@ def from_quantized(
     p = _chain_of_stages(stages, {entry.path for entry in entries})
     shapes = jax.eval_shape(p.init, like)
     paths, leaves, treedef = flatten_with_names(shapes)
-    joined = {path: stack_parts(parts) for path, parts in values.items()}
-    return p, treedef.unflatten([joined.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
+    arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
+    return p, treedef.unflatten([arrays_by_path.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _require_method(config: Any) -> None:
@@ -141,61 +145,67 @@ def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, An
     """The tensors of a parameter: their names, and their numbers, by what comes after the name of its module."""
     if config["quant_method"] == "gguf":
         return {"data": (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
-    module, _, last = entry.tensor.rpartition(".")
-    if last != "weight":
+    module, _, ending = entry.tensor.rpartition(".")
+    if ending != "weight":
         ends = ("", *(MXFP4 if config["quant_method"] == "mxfp4" else ()))
-        return {f"{last}{end}": (name, arrays[name]) for end in ends if (name := f"{entry.tensor}{end}") in arrays}
+        return {f"{ending}{end}": (name, arrays[name]) for end in ends if (name := f"{entry.tensor}{end}") in arrays}
     start = f"{module}." if module else ""
-    found = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
-    own = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
-    return {end: pair for end, pair in found.items() if end in own or re.fullmatch(r"weight([._].*)?", end)}
+    tensors_of_module = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
+    known_ends = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
+    return {
+        end: pair
+        for end, pair in tensors_of_module.items()
+        if end in known_ends or re.fullmatch(r"weight([._].*)?", end)
+    }
 
 
 def _read_parameter(
-    entry: Entry, held: Mapping[str, Any], config: Mapping[str, Any]
+    entry: Entry, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[Stored | None, dict[str, Array]]:
     """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
     shape = permute(entry.shape, entry.layout)
-    if not held:
+    if not tensors:
         raise ValueError("there is no tensor for it")
-    matrix = _read_matrix(entry, held, shape, config)
+    matrix = _read_matrix(entry, tensors, shape, config)
     if matrix is None:
-        x = _read_plain(entry, held, shape, config)
+        x = _read_plain(entry, tensors, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
-    turned, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
+    is_transposed, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
     if ins % group_of_codes(numbers.bits)[0]:
         raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
-    turn = {name for name, x in matrix.values.items() if turned and x.ndim > 1}
+    turn = {name for name, x in matrix.values.items() if is_transposed and x.ndim > 1}
     values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
-    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not turned))
+    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not is_transposed))
     block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
     by_output = FORMATS[matrix.format].block is None and block is None
-    axes = _output_axis(entry) if by_output or not turned else None
+    axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
     stage = Stored(matrix.format, block=block, axis=axes, ordered="order" in values, stacked=stacked)
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
 
 def _read_matrix(
-    entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
+    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
 ) -> Matrix | None:
     """What the file says of a quantized matrix; None if it does not quantize it."""
     rows = (shape[0], shape[-1])
     if config["quant_method"] == "mxfp4":
-        return mxfp4(held, entry.path, entry.tensor.rpartition(".")[2], shape if _is_stack(entry) else None)
+        return mxfp4(tensors, entry.path, entry.tensor.rpartition(".")[2], shape if _is_stack(entry) else None)
     if config["quant_method"] != "gguf":
-        return READERS[config["quant_method"]](held, rows, config) if len(shape) == 2 else None
+        return READERS[config["quant_method"]](tensors, rows, config) if len(shape) == 2 else None
     types = config.get("types")
     kind = types.get(entry.tensor) if isinstance(types, Mapping) else None
     if kind is None:
         raise ValueError("there is no type for it in config['types']")
-    return None if kind in PLAIN or len(shape) != 2 else gguf(held, rows, kind)
+    return None if kind in PLAIN or len(shape) != 2 else gguf(tensors, rows, kind)
 
 
-def _read_plain(entry: Entry, held: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
+def _read_plain(
+    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
+) -> np.ndarray:
     """A tensor that the file does not quantize."""
-    x = held.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
+    x = tensors.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
     if x is None:
         raise ValueError("there is no tensor for it")
     halves = config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16"
@@ -213,13 +223,13 @@ def _chain_of_stages(stages: Mapping[str, Stored], paths: set[str]) -> Parametri
     kinds: dict[Stored, list[str]] = {}
     for path, stage in stages.items():
         kinds.setdefault(stage, []).append(path)
-    made: list[Parametrization] = []
-    for stage, own in kinds.items():
-        patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in own}
-        matched = {path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)}
-        texts = sorted(patterns if matched == set(own) else {re.escape(path) for path in own})
-        made.append(replace(stage, where="|".join(texts)))
-    return made[0] if len(made) == 1 else Chain(tuple(made))
+    new_stages: list[Parametrization] = []
+    for stage, stage_paths in kinds.items():
+        patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in stage_paths}
+        matched_paths = {path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)}
+        texts = sorted(patterns if matched_paths == set(stage_paths) else {re.escape(path) for path in stage_paths})
+        new_stages.append(replace(stage, where="|".join(texts)))
+    return new_stages[0] if len(new_stages) == 1 else Chain(tuple(new_stages))
 
 
 def to_quantized(
@@ -259,27 +269,27 @@ def to_quantized(
         entries = list_entries(weights, names, layouts)
         require_known(entries)
     arrays, lineage = dict(items(weights)), lineage_of(p.deterministic, raw)
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for entry in entries:
         place, shape = lineage.places[entry.path], permute(entry.shape, entry.layout)
-        made = lineage.made.get(place)
-        is_own = made is not None and isinstance(made.stage, Stored) and made.stage.format == format
-        codes = made.values if made is not None and is_own else {}
+        maker = lineage.makers.get(place)
+        is_own = maker is not None and isinstance(maker.stage, Stored) and maker.stage.format == format
+        codes = maker.values if maker is not None and is_own else {}
         if len(shape) == 2 and codes and "channel" not in codes:  # no file can hold factors of inputs
-            held = {name: lineage.raw.arrays[at] for name, at in codes.items()}
+            raw_values = {name: lineage.raw.arrays[at] for name, at in codes.items()}
         elif len(shape) == 2 and shape[1] % 32 == 0:
             count = len(entry.index)
             stage = Stored(format, axis=_output_axis(entry), stacked=tuple(range(count)), where=lambda path, x: True)
-            held = stage.init({"w": arrays[place]})["w"]["@stored"][FIXED]
+            raw_values = stage.init({"w": arrays[place]})["w"]["@stored"][FIXED]
         else:
-            found[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
+            tensors[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
             continue
-        turned = _output_axis(entry) == 1
-        values = {name: entry.part(x) for name, x in held.items()}
-        values["q"] = unpack(values["q"], FORMATS[format].numbers.bits, 0 if turned else 1)
-        rows = {name: np.asarray(x.T if turned else x) for name, x in values.items()}
-        found[entry.tensor] = write_gguf(format.removeprefix("gguf:").upper(), rows)
-    return dict(sorted(found.items()))
+        is_transposed = _output_axis(entry) == 1
+        values = {name: entry.part(x) for name, x in raw_values.items()}
+        values["q"] = unpack(values["q"], FORMATS[format].numbers.bits, 0 if is_transposed else 1)
+        rows = {name: np.asarray(x.T if is_transposed else x) for name, x in values.items()}
+        tensors[entry.tensor] = write_gguf(format.removeprefix("gguf:").upper(), rows)
+    return dict(sorted(tensors.items()))
 
 
 def _is_stack(entry: Entry) -> bool:

@@ -40,8 +40,8 @@ def take_tensor(tensors: Tensors, name: str, shape: tuple[int, ...], *dtypes: st
         raise ValueError(f"there is no {name!r}")
     x = tensors[name]
     if x.shape != shape or (dtypes and x.dtype.name not in dtypes):
-        wanted = f"{' or '.join(dtypes)}{list(shape)}" if dtypes else f"shape {shape}"
-        raise ValueError(f"expected {name!r} of {wanted}, got {x.dtype.name}{list(x.shape)}")
+        expected = f"{' or '.join(dtypes)}{list(shape)}" if dtypes else f"shape {shape}"
+        raise ValueError(f"expected {name!r} of {expected}, got {x.dtype.name}{list(x.shape)}")
     if x.dtype.kind not in "iub" and not is_finite(x):
         raise ValueError(f"{name!r} holds numbers that are not finite")
     return x
@@ -65,8 +65,8 @@ def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
     stream = np.unpackbits(rows, axis=-1, bitorder="little")
-    each = stream.reshape(*rows.shape[:-1], -1, bits)
-    return np.moveaxis(np.packbits(each, axis=-1, bitorder="little")[..., 0], -1, axis)
+    bits_of_numbers = stream.reshape(*rows.shape[:-1], -1, bits)
+    return np.moveaxis(np.packbits(bits_of_numbers, axis=-1, bitorder="little")[..., 0], -1, axis)
 
 
 def to_signed(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -74,12 +74,12 @@ def to_signed(codes: np.ndarray, bits: int) -> np.ndarray:
     return ((codes.astype(np.int16) - 2 ** (bits - 1)) & (2**bits - 1)).astype(np.uint8).view(np.int8)
 
 
-def _require_setting(config: Mapping[str, Any], name: str, *allowed: Any) -> Any:
+def _require_setting(config: Mapping[str, Any], name: str, *values: Any) -> Any:
     """The value of a setting, which must be one of these."""
     value = config.get(name)
-    if not any(type(value) is type(each) and value == each for each in allowed):
-        wanted = " or ".join(filter(None, (", ".join(map(repr, allowed[:-1])), repr(allowed[-1]))))
-        raise ValueError(f"expected {name} of {wanted} in the configuration, got {shown(value)}")
+    if not any(type(value) is type(item) and value == item for item in values):
+        expected = " or ".join(filter(None, (", ".join(map(repr, values[:-1])), repr(values[-1]))))
+        raise ValueError(f"expected {name} of {expected} in the configuration, got {shown(value)}")
     return value
 
 
@@ -100,18 +100,18 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     """GPTQ: words of codes along the inputs; zeros are one less than they are, except in the second format."""
     if "qweight" not in tensors:
         return None
-    (out, inputs), bits = shape, _require_setting(config, "bits", 2, 3, 4, 8)
+    (outputs, inputs), bits = shape, _require_setting(config, "bits", 2, 3, 4, 8)
     size = _group_size(config, inputs)
     groups = count_whole_parts(inputs, size, "group_size")
     codes = numbers_in_words(
-        take_tensor(tensors, "qweight", (_count_words(inputs, bits, "inputs"), out), "int32"), bits, 0
+        take_tensor(tensors, "qweight", (_count_words(inputs, bits, "inputs"), outputs), "int32"), bits, 0
     )
     zeros = numbers_in_words(
-        take_tensor(tensors, "qzeros", (groups, _count_words(out, bits, "outputs")), "int32"), bits, 1
+        take_tensor(tensors, "qzeros", (groups, _count_words(outputs, bits, "outputs")), "int32"), bits, 1
     )
-    scales = take_tensor(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
-    first = config.get("checkpoint_format", "gptq") != "gptq_v2"
-    zero = (zeros.astype(np.int32) + first).astype(scales.dtype)
+    scales = take_tensor(tensors, "scales", (groups, outputs), "float16", "bfloat16", "float32")
+    zero_offset = config.get("checkpoint_format", "gptq") != "gptq_v2"
+    zero = (zeros.astype(np.int32) + zero_offset).astype(scales.dtype)
     values = _in_order({"q": codes.T, "scale": scales.T, "zero": zero.T}, tensors, "g_idx", size)
     return Matrix(f"uint{bits}", size, values)
 
@@ -124,28 +124,28 @@ def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: 
         return values
     if not np.array_equal(np.sort(scale), np.arange(inputs) // size):
         raise ValueError(f"expected each scale for {size} inputs in {name!r}, got other counts")
-    after = np.argsort(scale, kind="stable")
-    if np.array_equal(after, np.arange(inputs)):
+    order = np.argsort(scale, kind="stable")
+    if np.array_equal(order, np.arange(inputs)):
         return values
-    return {**values, "q": values["q"][:, after], "order": np.argsort(after).astype(np.int32)}
+    return {**values, "q": values["q"][:, order], "order": np.argsort(order).astype(np.int32)}
 
 
 def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
     """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
-    (out, inputs), _ = shape, _require_setting(config, "bits", 4)
+    (outputs, inputs), _ = shape, _require_setting(config, "bits", 4)
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group_size(config, inputs)
     groups = count_whole_parts(inputs, size, "group_size")
-    scales = take_tensor(tensors, "scales", (groups, out), "float16", "bfloat16", "float32")
+    scales = take_tensor(tensors, "scales", (groups, outputs), "float16", "bfloat16", "float32")
 
     def numbers(name: str, rows: int) -> np.ndarray:
         apart = numbers_in_words(
-            take_tensor(tensors, name, (rows, _count_words(out, 4, "outputs")), "int32"), 4, 1
+            take_tensor(tensors, name, (rows, _count_words(outputs, 4, "outputs")), "int32"), 4, 1
         ).reshape(rows, -1, 8)
-        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, out)  # the inverse of that order
+        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, outputs)  # the inverse of that order
 
     zero = numbers("qzeros", groups).astype(scales.dtype)
     return Matrix("uint4", size, {"q": numbers("qweight", inputs).T, "scale": scales.T, "zero": zero.T})
@@ -154,38 +154,38 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
 def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
     """bitsandbytes: NF4 by blocks of the flat matrix, whose scales may be rounded too; or int8 by rows."""
     del config
-    (out, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
+    (outputs, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
     if "SCB" in tensors:
         q = take_tensor(tensors, "weight", shape, "int8")
-        scale = take_tensor(tensors, "SCB", (out,), "float32")[:, None] * np.float32(1 / 127)
+        scale = take_tensor(tensors, "SCB", (outputs,), "float32")[:, None] * np.float32(1 / 127)
         return Matrix("int8", None, {"q": q, "scale": scale})
     if state not in tensors:
-        if other := next((name for name in tensors if ".quant_state." in name), None):
-            raise ValueError(f"expected numbers of nf4, got {other!r}")
+        if state_name := next((name for name in tensors if ".quant_state." in name), None):
+            raise ValueError(f"expected numbers of nf4, got {state_name!r}")
         return None
-    said = _read_json(tensors[state])
-    size = said.get("blocksize")
-    if not _is_size(size) or said.get("shape") != list(shape):
-        got = f"{shown(size)} and {shown(said.get('shape'))}"
-        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {got}")
-    blocks = out * count_whole_parts(inputs, size, "blocksize")
+    quant_state = _read_json(tensors[state])
+    size = quant_state.get("blocksize")
+    if not _is_size(size) or quant_state.get("shape") != list(shape):
+        found_values = f"{shown(size)} and {shown(quant_state.get('shape'))}"
+        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {found_values}")
+    blocks = outputs * count_whole_parts(inputs, size, "blocksize")
     if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
         raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
-    pairs = take_tensor(tensors, "weight", (out * inputs // 2, 1), "uint8")[:, 0]
+    pairs = take_tensor(tensors, "weight", (outputs * inputs // 2, 1), "uint8")[:, 0]
     codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(shape)
     if "weight.nested_absmax" not in tensors:
         scale = take_tensor(tensors, "weight.absmax", (blocks,), "float32")
-        return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
-    many, offset = said.get("nested_blocksize"), said.get("nested_offset")
+        return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(outputs, -1)})
+    many, offset = quant_state.get("nested_blocksize"), quant_state.get("nested_offset")
     if not _is_size(many) or offset is None or not is_number(offset):
-        got = f"{shown(many)} and {shown(offset)}"
-        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {got}")
+        found_values = f"{shown(many)} and {shown(offset)}"
+        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {found_values}")
     table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")
     units = take_tensor(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
-    rounded = table[take_tensor(tensors, "weight.absmax", (blocks,), "uint8")]
+    absmax = table[take_tensor(tensors, "weight.absmax", (blocks,), "uint8")]
     unit = units[np.arange(blocks) // min(many, max(blocks, 1))]
-    scale = rounded * unit + np.float32(offset)
-    return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(out, -1)})
+    scale = absmax * unit + np.float32(offset)
+    return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(outputs, -1)})
 
 
 def _read_json(x: np.ndarray) -> dict[str, Any]:
@@ -193,14 +193,14 @@ def _read_json(x: np.ndarray) -> dict[str, Any]:
     if x.dtype != np.uint8:
         raise ValueError(f"its state is not text: expected bytes, got {x.dtype.name}{list(x.shape)}")
     try:
-        found = json.loads(x.tobytes().decode())
+        content = json.loads(x.tobytes().decode())
     except ValueError as error:
         raise ValueError(f"its state is not JSON: {error}") from error
     except RecursionError as error:
         raise ValueError("its state is JSON that is nested too deeply") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"its state is not a dict, but {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"its state is not a dict, but {type(content).__name__}")
+    return content
 
 
 def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
@@ -209,16 +209,16 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         return None
     if "weight_global_scale" in tensors:
         return _nvfp4(tensors, shape)
-    (out, inputs), scale = shape, tensors["weight_scale"]
+    (outputs, inputs), scale = shape, tensors["weight_scale"]
     scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
     count = scale.shape[-1] if scale.ndim == 2 else 0
     size = count_whole_parts(inputs, count, "the number of scales")
     scale = take_tensor(
         {"weight_scale": scale}, "weight_scale", (scale.shape[0], count), "float16", "bfloat16", "float32"
     )
-    if scale.shape[0] not in (1, out):
-        raise ValueError(f"expected a scale for each of {out} outputs, got {scale.shape[0]}")
-    values = {"scale": np.broadcast_to(scale, (out, count))}
+    if scale.shape[0] not in (1, outputs):
+        raise ValueError(f"expected a scale for each of {outputs} outputs, got {scale.shape[0]}")
+    values = {"scale": np.broadcast_to(scale, (outputs, count))}
     if "weight_packed" not in tensors:
         if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
             raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
@@ -226,25 +226,25 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
     bits = _bits_of_groups(config)
     codes = numbers_in_words(
-        take_tensor(tensors, "weight_packed", (out, _count_words(inputs, bits, "inputs")), "int32"), bits, 1
+        take_tensor(tensors, "weight_packed", (outputs, _count_words(inputs, bits, "inputs")), "int32"), bits, 1
     )
     if "weight_zero_point" not in tensors:
         if bits == 1:
             raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
         values |= {"q": to_signed(codes, bits)}
         return Matrix(f"int{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
-    held = take_tensor(tensors, "weight_zero_point", (-(-out * bits // 32), count), "int32")
-    zero = numbers_in_words(held, bits, 0)[:out].astype(scale.dtype)
+    words = take_tensor(tensors, "weight_zero_point", (-(-outputs * bits // 32), count), "int32")
+    zero = numbers_in_words(words, bits, 0)[:outputs].astype(scale.dtype)
     values |= {"q": codes, "zero": zero}
     return Matrix(f"uint{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
 
 
 def _nvfp4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
     """nvfp4-pack-quantized: two codes in a byte, the first in the low half, and scales that one number divides."""
-    out, inputs = shape
+    outputs, inputs = shape
     count = count_whole_parts(inputs, 16, "the block of")
-    pairs = take_tensor(tensors, "weight_packed", (out, inputs // 2), "uint8")
-    scale = take_tensor(tensors, "weight_scale", (out, count), "float8_e4m3fn")
+    pairs = take_tensor(tensors, "weight_packed", (outputs, inputs // 2), "uint8")
+    scale = take_tensor(tensors, "weight_scale", (outputs, count), "float8_e4m3fn")
     divisor = take_tensor(tensors, "weight_global_scale", (1,), "float32").reshape(1, 1)
     if divisor[0, 0] == 0:
         raise ValueError("expected a number by which scales are divided as 'weight_global_scale', got 0")
@@ -266,37 +266,41 @@ def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None)
             f"it is a stack of experts, whose axes cannot be inferred: layouts={{{path!r}: 'experts:conv1d'}} for "
             f"(experts, in, out) here, 'experts:kernel' for (experts, out, in)"
         )
-    experts, inputs, out = shape
+    experts, inputs, outputs = shape
     count = count_whole_parts(inputs, 32, "the block of")
-    pairs = take_tensor(tensors, f"{name}_blocks", (experts, out, count, 16), "uint8")
-    scale = take_tensor(tensors, f"{name}_scales", (experts, out, count), "uint8")
+    pairs = take_tensor(tensors, f"{name}_blocks", (experts, outputs, count, 16), "uint8")
+    scale = take_tensor(tensors, f"{name}_scales", (experts, outputs, count), "uint8")
     # Beyond these, numbers are infinite in bfloat16, or so small that XLA takes them for 0. A block of zeros may have
     # any small scale.
     wrong = (scale > 252) | ((scale < 2) & np.any(pairs & 0x77, axis=-1))
     if np.any(wrong):
         raise ValueError(f"expected scales from 2 to 252, for 2^-125 to 2^125, in {name}_scales, got {scale[wrong][0]}")
-    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(experts, out, inputs)
+    codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(experts, outputs, inputs)
     return Matrix("mxfp4", 32, {"q": codes, "scale": scale, "unit": np.ones((experts, 1, 1), jnp.bfloat16)})
 
 
 def _bits_of_groups(config: Mapping[str, Any]) -> int:
     """The number of bits, from 1 to 8, which must be the same in all groups of a configuration."""
     groups = config.get("config_groups")
-    found: list[Any] = [
+    bits_of_groups: list[Any] = [
         weights.get("num_bits")
         for group in (groups.values() if isinstance(groups, Mapping) else ())
         if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
     ]
-    if not found or any(type(bits) is not int or bits != found[0] for bits in found) or found[0] not in range(1, 9):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
-    return found[0]
+    if (
+        not bits_of_groups
+        or any(type(bits) is not int or bits != bits_of_groups[0] for bits in bits_of_groups)
+        or bits_of_groups[0] not in range(1, 9)
+    ):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(bits_of_groups)}")
+    return bits_of_groups[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eight scales and eight offsets of six bits, from twelve bytes."""
-    low, high, both = np.split(x, 3, axis=-1)
-    scale = np.concatenate([low & 63, (both & 15) | ((low >> 2) & 48)], axis=-1)
-    return scale, np.concatenate([high & 63, (both >> 4) | ((high >> 2) & 48)], axis=-1)
+    low, high, mixed = np.split(x, 3, axis=-1)
+    scale = np.concatenate([low & 63, (mixed & 15) | ((low >> 2) & 48)], axis=-1)
+    return scale, np.concatenate([high & 63, (mixed >> 4) | ((high >> 2) & 48)], axis=-1)
 
 
 def _view_float16(x: np.ndarray) -> np.ndarray:
@@ -360,14 +364,14 @@ def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
     """GGUF: blocks of bytes along the inputs."""
     if not isinstance(kind, str) or kind not in _GGUF:
         raise ValueError(f"expected a type of {', '.join(_GGUF)}, F32, F16 or BF16, got {shown(kind)}")
-    entries, size, read = _GGUF[kind]
-    out, inputs = shape
+    entries, size, reader = _GGUF[kind]
+    outputs, inputs = shape
     blocks = count_whole_parts(inputs, entries, "the block of")
-    values = read(take_tensor(tensors, "data", (out, blocks * size), "uint8").reshape(out, blocks, size))
+    values = reader(take_tensor(tensors, "data", (outputs, blocks * size), "uint8").reshape(outputs, blocks, size))
     for name, x in values.items():
         if x.dtype.kind == "f" and not np.all(np.isfinite(x)):
             raise ValueError(f"its {name} holds numbers that are not finite")
-    values = {name: x.reshape(out, -1) for name, x in values.items()}
+    values = {name: x.reshape(outputs, -1) for name, x in values.items()}
     if "unit" not in values:
         ones = np.ones((1, 1), np.float32)
         values |= {"unit": ones} | ({"offset_unit": ones} if "offset" in values else {})
@@ -382,9 +386,9 @@ def write_gguf(kind: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
     halves = [np.ascontiguousarray(x[..., None].astype(np.float16)).view(np.uint8) for x in parts]
     if kind == "Q8_0":
         return np.concatenate([*halves, codes.view(np.uint8)], axis=-1).reshape(len(codes), -1)
-    counted = codes if codes.dtype == np.uint8 else (codes.view(np.uint8) ^ (16 if kind.startswith("Q5") else 8))
-    low = (counted[..., :16] & 15) | (counted[..., 16:] << 4)
-    fifth = [np.packbits((counted >> 4) & 1, axis=-1, bitorder="little")] if kind.startswith("Q5") else []
+    unsigned = codes if codes.dtype == np.uint8 else (codes.view(np.uint8) ^ (16 if kind.startswith("Q5") else 8))
+    low = (unsigned[..., :16] & 15) | (unsigned[..., 16:] << 4)
+    fifth = [np.packbits((unsigned >> 4) & 1, axis=-1, bitorder="little")] if kind.startswith("Q5") else []
     return np.concatenate([*halves, *fifth, low], axis=-1).reshape(len(codes), -1)
 
 

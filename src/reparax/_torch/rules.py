@@ -16,17 +16,17 @@ _COUNTERS = ("i", "j")
 
 def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[str, tuple[int, str, int | None]]:
     """For each parameter, the number of its stacked axes, its torch name with a counter for each, and its rule."""
-    found: dict[str, tuple[int, str, int | None]] = {path: (0, default_name(path), None) for path in shapes}
+    names_of_paths: dict[str, tuple[int, str, int | None]] = {path: (0, default_name(path), None) for path in shapes}
     places = {pattern: place for place, pattern in enumerate(names or {})}
     for path, (match, pattern, name) in _match_rules(list(shapes), names or {}, "names").items():
-        found[path] = _count_counters(path, shapes[path], name), _expand_name(match, name), places[pattern]
-    return found
+        names_of_paths[path] = _count_counters(path, shapes[path], name), _expand_name(match, name), places[pattern]
+    return names_of_paths
 
 
 def number_tensor(tensor: str, index: Sequence[int]) -> str:
     """A torch name with numbers for its counters."""
-    for counter, each in zip(_COUNTERS, index, strict=False):
-        tensor = tensor.replace(f"{{{counter}}}", str(each))
+    for counter, number in zip(_COUNTERS, index, strict=False):
+        tensor = tensor.replace(f"{{{counter}}}", str(number))
     return tensor
 
 
@@ -59,12 +59,12 @@ def _expand_name(match: re.Match[str], name: str) -> str:
 
 def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
     """The layout of each parameter for which a rule gives one."""
-    ruled = _match_rules(paths, layouts or {}, "layouts")
-    for _, _, layout in ruled.values():
+    rule_of_path = _match_rules(paths, layouts or {}, "layouts")
+    for _, _, layout in rule_of_path.values():
         if layout not in LAYOUTS:
-            known = ", ".join(map(repr, LAYOUTS))
-            raise ValueError(f"got {layout!r} as a layout, but takes one of {known}.")
-    return {path: layout for path, (_, _, layout) in ruled.items()}
+            layout_names = ", ".join(map(repr, LAYOUTS))
+            raise ValueError(f"got {layout!r} as a layout, but takes one of {layout_names}.")
+    return {path: layout for path, (_, _, layout) in rule_of_path.items()}
 
 
 def _check_rules(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
@@ -83,10 +83,10 @@ def _match_rules(
     paths: Sequence[str], rules: Mapping[str, str], what: str
 ) -> dict[str, tuple[re.Match[str], str, str]]:
     """For each path that a rule matches, the match, and the first such rule: its expression and its value."""
-    found: dict[str, tuple[re.Match[str], str, str]] = {}
+    match_of_path: dict[str, tuple[re.Match[str], str, str]] = {}
     for pattern, value in _check_rules(paths, rules, what).items():
-        matched = matches(pattern, paths)
-        if not matched:
+        new_matches = matches(pattern, paths)
+        if not new_matches:
             raise ValueError(f"`{what}` matches nothing: {why_nothing(pattern, paths)}")
-        found = {match[0]: (match, pattern, value) for match in matched} | found
-    return found
+        match_of_path = {match[0]: (match, pattern, value) for match in new_matches} | match_of_path
+    return match_of_path

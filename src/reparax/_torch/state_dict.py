@@ -102,13 +102,13 @@ def from_torch(
     require_chains("from_torch(p, state, like)", p)
     arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
-        expected = types_of_result(with_any_key(p.init), like)
+        raw_types = types_of_result(with_any_key(p.init), like)
         plan = make_plan(
-            p, expected, names, layouts, roles, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
+            p, raw_types, names, layouts, roles, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
         ).like(arrays)
-        require_known(entry for entry, found in plan.names.items() if any(name in arrays for name in found))
-        _require_same(p, plan, arrays, jax.eval_shape(plan.written, expected))
-        raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, expected)
+        require_known(entry for entry, entry_names in plan.names.items() if any(name in arrays for name in entry_names))
+        _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
+        raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, raw_types)
         _require_tied(plan, arrays, raw)
     return raw
 
@@ -162,8 +162,8 @@ def to_torch(
     with locate_errors("to_torch"):
         plan = make_plan(p, raw, names, layouts, roles, lambda tensor, twin: style == "hooks")
         require_known(plan.names)
-        written = plan.written(raw, based=style != "no_trivialization")
-        return {name: np.array(x) for name, x in sorted(written.items())}
+        state = plan.state_dict(raw, with_base=style != "no_trivialization")
+        return {name: np.array(x) for name, x in sorted(state.items())}
 
 
 def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
@@ -171,22 +171,25 @@ def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
     return any(tensor + end in state for end in twin.hooked.values())
 
 
-def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], want: Mapping[str, Any]) -> None:
     """Refuses a state dict that does not fit the chain, with a line for each difference."""
     owners = {name: entry for entry, names in plan.names.items() for name in names}
-    holders = {name: held for held in plan.held for name in held.names.values()}
-    bases = {held.names["base"] for held in plan.held if isinstance(held.stage, Orthogonal)}
+    holders = {name: stage_values for stage_values in plan.raw_values for name in stage_values.names.values()}
+    bases = {
+        stage_values.names["base"] for stage_values in plan.raw_values if isinstance(stage_values.stage, Orthogonal)
+    }
     lines, doubtful = list[str](), list[str]()
-    for name in sorted(got.keys() | want.keys()):
+    for name in sorted(state.keys() | want.keys()):
         if name not in want:
-            lines.append(f"{name}: unexpected, holds {describe_as_stored(got[name])}")
-        elif name not in got and name not in bases | {entry.tensor for entry in plan.tied}:
+            lines.append(f"{name}: unexpected, holds {describe_as_stored(state[name])}")
+        elif name not in state and name not in bases | {entry.tensor for entry in plan.tied}:
             lines.append(f"{name}: missing, expected {describe_as_stored(want[name])} for {owners[name].path}")
             doubtful += [] if owners[name].known else [owners[name].path]
-        elif name in got and describe_as_stored(got[name]) != describe_as_stored(want[name]):
+        elif name in state and describe_as_stored(state[name]) != describe_as_stored(want[name]):
             lines.append(
                 f"{name}: expected {describe_as_stored(want[name])} for {owners[name].path}, "
-                f"got {describe_as_stored(got[name])}" + _explain_fit(holders.get(name), name, tuple(got[name].shape))
+                f"got {describe_as_stored(state[name])}"
+                + _explain_fit(holders.get(name), name, tuple(state[name].shape))
             )
     if lines:
         stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
@@ -198,35 +201,40 @@ def _require_same(p: Parametrization, plan: TorchPlan, got: Mapping[str, Any], w
         )
 
 
-def _explain_fit(held: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
+def _explain_fit(stage_values: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    if held is None or len(held.entry.shape) <= 2:
+    if stage_values is None or len(stage_values.entry.shape) <= 2:
         return ""
-    own, layout = held.entry.shape, held.entry.layout
-    if isinstance(held.stage, WeightNorm) and name == held.names["g"]:
-        norms = {axis: np.where(np.arange(len(own)) == axis, own, 1).tolist() for axis in range(len(own))}
-        axes = [axis - len(own) for axis in norms if permute(norms[axis], layout) == shape]
+    axes_sizes, layout = stage_values.entry.shape, stage_values.entry.layout
+    if isinstance(stage_values.stage, WeightNorm) and name == stage_values.names["g"]:
+        norms = {
+            axis: np.where(np.arange(len(axes_sizes)) == axis, axes_sizes, 1).tolist()
+            for axis in range(len(axes_sizes))
+        }
+        axes = [axis - len(axes_sizes) for axis in norms if permute(norms[axis], layout) == shape]
         fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
-        axis = last_to_number(held.stage.axis)
-        own = norms.get(axis % len(own)) if isinstance(axis, int) else None
+        axis = last_to_number(stage_values.stage.axis)
+        axes_sizes = norms.get(axis % len(axes_sizes)) if isinstance(axis, int) else None
     else:
         fits = []
-    own = None if held.entry.by_class else own
+    axes_sizes = None if stage_values.entry.by_class else axes_sizes
     layouts = [
-        each
-        for each in LAYOUTS
-        if own and each not in ("conv1d", "embedding", "vector", layout) and permute(own, each) == shape
+        other_layout
+        for other_layout in LAYOUTS
+        if axes_sizes
+        and other_layout not in ("conv1d", "embedding", "vector", layout)
+        and permute(axes_sizes, other_layout) == shape
     ]
-    fits += [f"layouts={{{held.entry.path!r}: {each!r}}}" for each in layouts]
+    fits += [f"layouts={{{stage_values.entry.path!r}: {other_layout!r}}}" for other_layout in layouts]
     return f", which fits {' or '.join(fits)}" if fits else ""
 
 
 def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
     """Refuses tied parameters whose values differ from those that they are tied to."""
-    found = plan.shared(raw)
+    tied_tensors = plan.tied_tensors(raw)
     for entry in plan.tied:
         name = entry.tensor
-        if name in state and not np.array_equal(found[name], state[name]):
+        if name in state and not np.array_equal(tied_tensors[name], state[name]):
             raise ValueError(
                 f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
             )

@@ -48,12 +48,12 @@ def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
         )
     if not hasattr(x, "detach"):
         return np.asarray(x)
-    for kind, found, how in (
+    for kind, is_such, how in (
         ("on the meta device, without numbers", x.is_meta, "Load the numbers first."),
         ("quantized", x.is_quantized, "Pass `x.dequantize()`."),
         ("sparse", str(x.layout) != "torch.strided", "Pass `x.to_dense()`."),
     ):
-        if found:
+        if is_such:
             raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {how}")
     return _to_numpy(x)
 

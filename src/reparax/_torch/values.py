@@ -27,15 +27,15 @@ from reparax.norms._spectral import SpectralNorm
 Values = dict[str, Array]
 
 
-def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, based: bool) -> Values:
+def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
     """The values that torch stores, in the dtype of the weight, like in torch."""
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_to_torch(stage, values, entry, based=based)
+        tensors = _orthogonal_to_torch(stage, values, entry, with_base=with_base)
     else:
-        found = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
-    return {name: _cast(x, entry.dtype) for name, x in found.items()}
+        tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
+    return {name: _cast(x, entry.dtype) for name, x in tensors.items()}
 
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
@@ -43,10 +43,10 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        found = _orthogonal_from_torch(stage, values, entry)
+        raw_values = _orthogonal_from_torch(stage, values, entry)
     else:
-        found = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
-    return {name: x.astype(like[name].dtype) for name, x in found.items()}
+        raw_values = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
+    return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -78,8 +78,8 @@ def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry
         case SpectralNorm(), "u":
             return x
         case SpectralNorm(), "v":
-            rest = permute(_shape_without_column(stage, entry.shape), entry.layout)
-            return read_layout(x.reshape(rest), entry.layout).reshape(-1)
+            torch_shape = permute(_shape_without_column(stage, entry.shape), entry.layout)
+            return read_layout(x.reshape(torch_shape), entry.layout).reshape(-1)
         case _, "mask":
             return _mask_of_slices(_require_binary(read_layout(x, entry.layout)), shape)
         case _:
@@ -112,19 +112,19 @@ def _require_binary(mask: Array) -> Array:
 
 def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     """A mask of single weights as a mask of slices, if the stage has such a mask."""
-    axes = tuple(i for i, (size, whole) in enumerate(zip(shape, mask.shape, strict=True)) if size < whole)
-    found = jnp.max(mask, axis=axes, keepdims=True)
-    if not jnp.all(found == mask):
+    axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
+    slice_mask = jnp.max(mask, axis=axes, keepdims=True)
+    if not jnp.all(slice_mask == mask):
         raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis='each'`.")
-    return found
+    return slice_mask
 
 
-def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, based: bool) -> Values:
-    """Raw values of Orthogonal as torch stores them; without a base unless ``based``."""
-    turned = _is_turned(stage, values, entry)
-    if not based:
+def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, with_base: bool) -> Values:
+    """Raw values of Orthogonal as torch stores them; without a base unless ``with_base``."""
+    is_transposed = _is_transposed(stage, values, entry)
+    if not with_base:
         return _orthogonal_without_base(stage, values, entry)
-    if other_chart(stage, entry.shape, turned=turned):
+    if other_chart(stage, entry.shape, is_transposed=is_transposed):
         return write_orthogonal(stage, at_base(stage, values))
     return write_orthogonal(stage, {x: write_layout(values[x], entry.layout) for x in values})
 
@@ -133,34 +133,34 @@ def _orthogonal_without_base(stage: Orthogonal, values: Values, entry: Entry) ->
     """The same where torch has no base; raises an error if ours is not the identity."""
     if stage.map == "householder":
         return {"x": write_reflections(write_layout(widened(stage.apply_leaf(values)), entry.layout))}
-    written = {x: write_layout(values[x], entry.layout) for x in values}
-    if not has_identity(written):
+    torch_values = {x: write_layout(values[x], entry.layout) for x in values}
+    if not has_identity(torch_values):
         raise ValueError(
             f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix. Use "
             f"style='parametrizations', or map='householder', which torch can invert."
         )
-    return {"x": write_orthogonal(stage, written)["x"]}
+    return {"x": write_orthogonal(stage, torch_values)["x"]}
 
 
 def _orthogonal_from_torch(stage: Orthogonal, values: Values, entry: Entry) -> Values:
     """Torch's values as raw values of Orthogonal."""
-    turned = _is_turned(stage, values, entry)
-    found = read_orthogonal(stage, values)
-    if other_chart(stage, entry.shape, turned=turned):
-        return at_base(stage, found)
-    return {name: read_layout(x, entry.layout) for name, x in found.items()}
+    is_transposed = _is_transposed(stage, values, entry)
+    raw_values = read_orthogonal(stage, values)
+    if other_chart(stage, entry.shape, is_transposed=is_transposed):
+        return at_base(stage, raw_values)
+    return {name: read_layout(x, entry.layout) for name, x in raw_values.items()}
 
 
-def _is_turned(stage: Orthogonal, values: Values, entry: Entry) -> bool:
+def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
     """Whether torch has the transposed matrix; refuses matrices without an equivalent in torch."""
     if "x" not in values:
         raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
     leading = tuple(range(len(entry.shape) - 2))
     of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
-    turned = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
-    if not of_leading or (turned and leading):
+    is_transposed = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
+    if not of_leading or (is_transposed and leading):
         raise ValueError(
             f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
             f"{EXCHANGE_PLAIN}"
         )
-    return turned
+    return is_transposed

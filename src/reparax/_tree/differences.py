@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
     """For each parameter a description of the arrays under it, and of ``empty`` nodes, by the rest of their paths."""
-    found: dict[str, dict[str, T]] = {}
+    values_of: dict[str, dict[str, T]] = {}
     for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (empty and names and is_empty(leaf)):
             base = parameter_path(names)
-            rest = path_text(names).removeprefix(base).removeprefix("/")
-            found.setdefault(base, {})[rest] = describe(leaf)
-    return found
+            path_below = path_text(names).removeprefix(base).removeprefix("/")
+            values_of.setdefault(base, {})[path_below] = describe(leaf)
+    return values_of
 
 
 def _outer_marker(content: dict[str, str]) -> str:
     """The outermost marker of a parameter, in words if it has none."""
-    rest = next(iter(content))
-    return rest.split("/")[0] if rest else "a plain array"
+    path_below = next(iter(content))
+    return path_below.split("/")[0] if path_below else "a plain array"
 
 
 def _short_description(content: dict[str, str]) -> str:
@@ -41,18 +41,18 @@ def describe_as_stored(x: Any) -> str:
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` differs from ``init(like)``."""
     plain = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
-    got = by_parameter(raw, describe_as_stored if plain else describe, empty=True)
+    held = by_parameter(raw, describe_as_stored if plain else describe, empty=True)
     want = by_parameter(types_of_result(init, like), describe, empty=True)
     lines: list[str] = []
-    for base in sorted(got.keys() | want.keys()):
-        if base not in got:
+    for base in sorted(held.keys() | want.keys()):
+        if base not in held:
             lines.append(f"{base}: missing, expected {_short_description(want[base])}")
         elif base not in want:
-            lines.append(f"{base}: unexpected, holds {_short_description(got[base])}")
-        elif _outer_marker(got[base]) != _outer_marker(want[base]):
-            lines.append(f"{base}: expected {_outer_marker(want[base])}, got {_outer_marker(got[base])}")
+            lines.append(f"{base}: unexpected, holds {_short_description(held[base])}")
+        elif _outer_marker(held[base]) != _outer_marker(want[base]):
+            lines.append(f"{base}: expected {_outer_marker(want[base])}, got {_outer_marker(held[base])}")
         else:
-            lines += _list_value_differences(base, got[base], want[base])
+            lines += _list_value_differences(base, held[base], want[base])
     return lines
 
 
@@ -67,15 +67,19 @@ def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[
         )
 
 
-def _list_value_differences(base: str, got: dict[str, str], want: dict[str, str]) -> list[str]:
+def _list_value_differences(base: str, held: dict[str, str], want: dict[str, str]) -> list[str]:
     """A line for each value that one parameter lacks, has in excess, or has in another type."""
 
-    def line(rest: str) -> str:
-        path = f"{base}/{rest}" if rest else base
-        if rest not in got:
-            return f"{path}: missing, expected {want[rest]}"
-        if rest not in want:
-            return f"{path}: unexpected, holds {got[rest]}"
-        return f"{path}: expected {want[rest]}, got {got[rest]}"
+    def line(path_below: str) -> str:
+        path = f"{base}/{path_below}" if path_below else base
+        if path_below not in held:
+            return f"{path}: missing, expected {want[path_below]}"
+        if path_below not in want:
+            return f"{path}: unexpected, holds {held[path_below]}"
+        return f"{path}: expected {want[path_below]}, got {held[path_below]}"
 
-    return [line(rest) for rest in sorted(got.keys() | want.keys()) if got.get(rest) != want.get(rest)]
+    return [
+        line(path_below)
+        for path_below in sorted(held.keys() | want.keys())
+        if held.get(path_below) != want.get(path_below)
+    ]

@@ -57,15 +57,15 @@ class Flat:
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         return dict(zip(places, describe_places(places, bases=bases), strict=True))
 
-    def swapped(self, swaps: Sequence[Swap]) -> "Flat":
+    def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
-        new = {old[0]: made for old, made in swaps}
-        gone = {place for old, _ in swaps for place in old}
+        new = {old[0]: new_arrays for old, new_arrays in swaps}
+        old_places = {place for old, _ in swaps for place in old}
         arrays: dict[Names, Any] = {}
         for place, x in self.arrays.items():
             if place in new:
                 arrays |= new[place]
-            elif place not in gone:
+            elif place not in old_places:
                 arrays[place] = x
         return replace(self, arrays=arrays)
 
@@ -84,19 +84,19 @@ def flatten(tree: PyTree) -> Flat:
 
 def nest(tree: Flat) -> PyTree:
     """The tree in its own structure."""
-    held: dict[Any, Any] = {}
+    by_root: dict[Any, Any] = {}
     for place, x in tree.arrays.items():
         root = tree.root(place)
-        _put(held, [root, *place[len(root) :]], x)
-    return tree.frame.treedef.unflatten([held[place] for place in tree.frame.places])
+        _put(by_root, [root, *place[len(root) :]], x)
+    return tree.frame.treedef.unflatten([by_root[place] for place in tree.frame.places])
 
 
-def graft(method: str, raw: Flat, before: Flat, after: Flat, *, free: bool) -> Flat:
-    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``before`` and ``after``.
+def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool) -> Flat:
+    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``old_tree`` and ``new_tree``.
 
     A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
     """
-    old, new = before.arrays, after.arrays
+    old, new = old_tree.arrays, new_tree.arrays
     changed = {at: x for at, x in new.items() if at not in old or (x is not old[at] and not is_empty(x))}
     fresh = {at: x for at, x in changed.items() if free or FIXED in at}
     if lost := sorted(fresh.keys() - raw.arrays.keys()):
@@ -109,15 +109,15 @@ def graft(method: str, raw: Flat, before: Flat, after: Flat, *, free: bool) -> F
 
 def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
     """What stands below a place, as nested dicts."""
-    held: dict[Any, Any] = {}
+    nested: dict[Any, Any] = {}
     for names, x in arrays.items():
         if len(names) > len(place) and names[: len(place)] == place:
-            _put(held, names[len(place) :], x)
-    return held
+            _put(nested, names[len(place) :], x)
+    return nested
 
 
-def _put(held: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
+def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
     """Puts ``x`` at the end of ``keys`` in nested dicts."""
     for key in keys[:-1]:
-        held = held.setdefault(key, {})
-    held[keys[-1]] = x
+        nested = nested.setdefault(key, {})
+    nested[keys[-1]] = x

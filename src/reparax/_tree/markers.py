@@ -19,10 +19,10 @@ def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
     """The error for a tree in which a stage finds no marker of its own."""
     mark = marker(kind, 1)
     if marks := outer_markers(tree):
-        path, other = next(iter(marks.items()))
-        if kind_of(other) == kind:
-            return ValueError(f"{who} does not know the values under {other!r} at {path!r}: {OTHER_CHAIN}")
-        return ValueError(f"{who} found no {mark!r} in a raw tree that holds {other!r} at {path!r}: {OTHER_CHAIN}")
+        path, found_mark = next(iter(marks.items()))
+        if kind_of(found_mark) == kind:
+            return ValueError(f"{who} does not know the values under {found_mark!r} at {path!r}: {OTHER_CHAIN}")
+        return ValueError(f"{who} found no {mark!r} in a raw tree that holds {found_mark!r} at {path!r}: {OTHER_CHAIN}")
     return ValueError(
         f"{who} got a tree that never went through init: it holds no {mark!r}. Call `raw = p.init(params)` once, with "
         f"the whole chain, and pass `raw`."
@@ -34,13 +34,13 @@ def require_values(node: Mapping[str, Any], mark: str) -> None:
     for name in node:
         if name != mark:
             raise ValueError(f"found {name!r} beside {mark!r}: {OTHER_CHAIN}")
-    held = node[mark]
-    for name, values in ((mark, held), (FIXED, held.get(FIXED, {}) if isinstance(held, Mapping) else {})):
+    content = node[mark]
+    for name, values in ((mark, content), (FIXED, content.get(FIXED, {}) if isinstance(content, Mapping) else {})):
         if not isinstance(values, Mapping):
             raise ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
-    if is_empty(held.get(FIXED)):
+    if is_empty(content.get(FIXED)):
         raise ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
-    for name, value in {**held, **held.get(FIXED, {})}.items():
+    for name, value in {**content, **content.get(FIXED, {})}.items():
         if name != FIXED and not is_array(value):
             raise ValueError(f"expected an array as {name!r}, got {_describe_other(value)}: {_explain_other(value)}")
 
@@ -73,9 +73,9 @@ def require_fit(types: Types, expected: Mapping[str, tuple[int, ...]] | None) ->
             raise ValueError(f"expected {name} of shape {expected[name]}, got {x.shape}: {OTHER_CHAIN}")
 
 
-def types_under(held: Mapping[str, Any]) -> Types:
+def types_under(content: Mapping[str, Any]) -> Types:
     """The type of each value under a marker."""
-    values = {**{name: x for name, x in held.items() if name != FIXED}, **held.get(FIXED, {})}
+    values = {**{name: x for name, x in content.items() if name != FIXED}, **content.get(FIXED, {})}
     return tuple((name, type_of(x)) for name, x in sorted(values.items()))
 
 
@@ -97,7 +97,7 @@ def locate_errors(who: str) -> Generator[None]:
         raise
 
 
-def require_named_arrays(method: str, values: Any, said: Values) -> None:
+def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
     """Checks the dict that ``init_leaf``, or another ``method``, returns."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
@@ -111,20 +111,20 @@ def require_named_arrays(method: str, values: Any, said: Values) -> None:
             f"{method} must return at least one value, and names without '@', '.' and '/', other than '*', but "
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
-    declared = tuple(name for name, each in said.items() if name != OTHERS and not each.optional)
-    if any(name not in values for name in declared):
+    required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
+    if any(name not in values for name in required):
         raise ValueError(
-            f"{method} must return each value that the class declares, {declared}, but returns {tuple(values)}. "
+            f"{method} must return each value that the class declares, {required}, but returns {tuple(values)}. "
             f"Rename or add values in {method}."
         )
 
 
-def require_type(method: str, got: Any, expected: Array) -> None:
+def require_type(method: str, effective: Any, expected: Array) -> None:
     """Requires that ``method`` returned the shape and dtype of ``expected``, the model's array."""
-    if describe(got) != describe(expected):
+    if describe(effective) != describe(expected):
         vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
             f"{method} must return {describe(expected)}, like the model's array, but returns "
-            f"{describe(got)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
+            f"{describe(effective)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
             f"{', or `min_ndim = 2` to leave vectors alone' if vector else ''}."
         )

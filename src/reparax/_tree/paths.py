@@ -51,8 +51,8 @@ def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
 
     def of_arrays(arrays: list[Any]) -> PyTree:
-        filled = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
-        return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(filled)))
+        new_leaves = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(new_leaves)))
 
     return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
 
@@ -96,9 +96,9 @@ class _Named(dict[str, Any]):
     made_by: Callable[[Any], Any]
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Any], opened: Callable[[Any], Any]) -> "_Named":
+    def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
         """The mapping with key names, also for the mappings inside it."""
-        new = cls({key: opened(mapping[key]) for key in sorted(mapping)})
+        new = cls({key: with_key_names(mapping[key]) for key in sorted(mapping)})
         new.made_by = type(mapping)
         return new
 
@@ -116,24 +116,24 @@ def _is_unnamed(x: object) -> bool:
     if type(x) is dict or not isinstance(x, Mapping):
         return False
     parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
-    unnamed = any(isinstance(key, FlattenedIndexKey) for keypath, _ in parts for key in keypath)
-    return unnamed or (not parts and not is_empty(x))
+    has_index_keys = any(isinstance(key, FlattenedIndexKey) for keypath, _ in parts for key in keypath)
+    return has_index_keys or (not parts and not is_empty(x))
 
 
 def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
     """``tree`` with key names for mappings that have none, unless ``is_leaf`` stops there."""
 
-    def closed(x: object) -> bool:
+    def stops_at(x: object) -> bool:
         return is_leaf is not None and is_leaf(x)
 
-    def opened(x: Any) -> Any:
-        return _Named.of(x, each_opened) if _is_unnamed(x) and not closed(x) else x
+    def name_keys(x: Any) -> Any:
+        return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
 
-    def each_opened(x: Any) -> Any:
-        nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: closed(x) or _is_unnamed(x))
-        return treedef.unflatten(map(opened, nodes)) if any(map(_is_unnamed, nodes)) else x
+    def name_all_keys(x: Any) -> Any:
+        nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: stops_at(x) or _is_unnamed(x))
+        return treedef.unflatten(map(name_keys, nodes)) if any(map(_is_unnamed, nodes)) else x
 
-    return each_opened(tree)
+    return name_all_keys(tree)
 
 
 def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
@@ -169,11 +169,11 @@ def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
     """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
     places: dict[int, Any] = {}
     for keypath, box in boxes:
-        first = places.setdefault(id(box), keypath)
-        if first != keypath and has_ancestor(box, "Variable"):
-            at, again = (keystr(place, simple=True, separator="/") for place in (first, keypath))
+        first_place = places.setdefault(id(box), keypath)
+        if first_place != keypath and has_ancestor(box, "Variable"):
+            at, second = (keystr(place, simple=True, separator="/") for place in (first_place, keypath))
             raise ValueError(
-                f"The tree holds one nnx variable at {at!r} and at {again!r}; the copies would diverge. Split the "
+                f"The tree holds one nnx variable at {at!r} and at {second!r}; the copies would diverge. Split the "
                 f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
             )
 

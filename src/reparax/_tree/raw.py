@@ -144,12 +144,12 @@ def _values_along(place: Names, *, bases: bool = False) -> Iterator[_Value]:
                     f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
                 )
             values, value = _stage_class(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
-            said = value_of(values, value)
-            of_base = bases and any(each.base for each in values.values())
-            main = said.base if of_base else said.main
-            in_path, added = said.part or not main, of_base and not main
-            axes = said.base or (said.main and said.aligned)
-            yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, said.decays)
+            declaration = value_of(values, value)
+            of_base = bases and any(declared.base for declared in values.values())
+            main = declaration.base if of_base else declaration.main
+            in_path, added = declaration.part or not main, of_base and not main
+            axes = declaration.base or (declaration.main and declaration.aligned)
+            yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, declaration.decays)
 
 
 def is_aligned(place: Names) -> bool:
@@ -168,25 +168,25 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slo
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
     def slot(place: Names) -> Slot:
-        shown = seed = own = parameter_path(place)
+        path = seed = parameter = parameter_path(place)
         all_main, visible, added, decays = True, True, False, True
         for value in _values_along(place, bases=bases):
             if value.in_path:
-                shown, seed = f"{shown}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
+                path, seed = f"{path}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
             elif len(mains[value.node]) > 1:
                 seed = f"{seed}/{value.name}"
             all_main = all_main and value.main
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
             decays = decays and value.decays
-        return Slot(shown, path_text(place), seed, own, all_main, FIXED in place, visible, added, decays)
+        return Slot(path, path_text(place), seed, parameter, all_main, FIXED in place, visible, added, decays)
 
     slots = [slot(place) for place in places]
-    known: set[str] = set()
-    for each in slots:
-        if each.seed in known:
-            raise same_path_error(each.seed)
-        known.add(each.seed)
+    seeds: set[str] = set()
+    for slot_here in slots:
+        if slot_here.seed in seeds:
+            raise same_path_error(slot_here.seed)
+        seeds.add(slot_here.seed)
     return slots
 
 
@@ -206,11 +206,11 @@ def flatten_slots(tree: PyTree) -> tuple[list[Any], list[Slot], Any]:
 
 def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
     """``owners`` with each owner that copies a source replaced by the final source."""
-    found = dict(owners)
-    for path in found:
-        while found[path] in sources:
-            found[path] = sources[found[path]]
-    return found
+    final_owners = dict(owners)
+    for path in final_owners:
+        while final_owners[path] in sources:
+            final_owners[path] = sources[final_owners[path]]
+    return final_owners
 
 
 def empty_nodes(tree: PyTree) -> list[Names]:
@@ -220,16 +220,16 @@ def empty_nodes(tree: PyTree) -> list[Names]:
 
 def outer_markers(tree: PyTree) -> dict[str, str]:
     """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
-    found: dict[str, str] = {}
+    markers: dict[str, str] = {}
     for path in flatten_with_names(tree, is_empty)[0]:
-        first = next((name for name in path if name.startswith("@")), None)
-        if first is not None:
-            found.setdefault(parameter_path(path), first)
-    return found
+        mark = next((name for name in path if name.startswith("@")), None)
+        if mark is not None:
+            markers.setdefault(parameter_path(path), mark)
+    return markers
 
 
-def require_no_raw(who: str, params: PyTree, then: str) -> None:
-    """Requires a plain tree; ``then`` says what to do otherwise.
+def require_no_raw(who: str, params: PyTree, advice: str) -> None:
+    """Requires a plain tree; ``advice`` says what to do otherwise.
 
     Raises:
       ValueError: If it is a raw tree.
@@ -237,5 +237,5 @@ def require_no_raw(who: str, params: PyTree, then: str) -> None:
     if marks := outer_markers(params):
         path, mark = next(iter(marks.items()))
         raise ValueError(
-            f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {then}"
+            f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )

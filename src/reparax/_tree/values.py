@@ -36,9 +36,13 @@ class Value:
 
     def __repr__(self) -> str:
         role = "main" if self.main else "fixed" if self.fixed else "aux"
-        implied = {"main", "fixed"} if role == "fixed" else {"main"}
-        said = [each for each in fields(self) if each.name not in implied and getattr(self, each.name) != each.default]
-        return f"{role}({', '.join(f'{each.name}={getattr(self, each.name)}' for each in said)})"
+        implied_fields = {"main", "fixed"} if role == "fixed" else {"main"}
+        written = [
+            field
+            for field in fields(self)
+            if field.name not in implied_fields and getattr(self, field.name) != field.default
+        ]
+        return f"{role}({', '.join(f'{field.name}={getattr(self, field.name)}' for field in written)})"
 
 
 Values = Mapping[str, Value]
@@ -98,8 +102,8 @@ def fixed(*, base: bool = False, optional: bool = False, axes: tuple[str, ...] =
 
 def value_of(values: Values, name: str) -> Value:
     """What the raw value of that name is."""
-    implied = Value(main=not any(each.main for each in values.values()))
-    return values.get(name) or values.get(OTHERS) or implied
+    default = Value(main=not any(value.main for value in values.values()))
+    return values.get(name) or values.get(OTHERS) or default
 
 
 def check_values(who: str, values: Any) -> None:

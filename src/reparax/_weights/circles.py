@@ -33,7 +33,7 @@ class Circle:
     def astype(self, dtype: Any) -> "Circle":
         return Circle(self.numbers.astype(dtype))
 
-    def whole(self) -> Any:
+    def todense(self) -> Any:
         """The matrices."""
         return circulant(self.numbers)
 
@@ -60,8 +60,8 @@ def fourier_transform(x: Any) -> Any:
 
 def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
     """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
-    made = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
-    return made.astype(dtype)
+    numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
+    return numbers.astype(dtype)
 
 
 def fourier_cost(n: int) -> float:

@@ -23,24 +23,24 @@ def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
     return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
 
 
-def covers(dtype: Any, other: Any) -> bool:
+def covers(dtype: Any, other_dtype: Any) -> bool:
     """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
-    if not jnp.issubdtype(other, jnp.inexact):
-        return holds_exactly(dtype, other)
-    if jnp.issubdtype(other, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+    if not jnp.issubdtype(other_dtype, jnp.inexact):
+        return holds_exactly(dtype, other_dtype)
+    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return False
-    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
     return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
 
 
-def holds_exactly(dtype: Any, other: Any) -> bool:
+def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
     """Whether a floating dtype holds each number of another dtype."""
     digits = jnp.finfo(dtype).nmant + 1
-    if jnp.issubdtype(other, jnp.inexact):
-        return covers(dtype, other) and digits > jnp.finfo(other).nmant
-    if other == jnp.bool_:
+    if jnp.issubdtype(other_dtype, jnp.inexact):
+        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
+    if other_dtype == jnp.bool_:
         return True
-    return digits >= jnp.iinfo(other).bits - int(jnp.issubdtype(other, jnp.signedinteger))
+    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
 
 
 def narrows(dtype: Any, new: Any) -> bool:
@@ -51,14 +51,16 @@ def narrows(dtype: Any, new: Any) -> bool:
 
 def product_dtype(dtype: Any, result: Any) -> Any:
     """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
-    chosen = (result, dtype, jnp.float32, jnp.complex64)
-    return next(each for each in chosen if holds_exactly(each, dtype) and holds_exactly(each, result))
+    candidates = (result, dtype, jnp.float32, jnp.complex64)
+    return next(
+        candidate for candidate in candidates if holds_exactly(candidate, dtype) and holds_exactly(candidate, result)
+    )
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
     """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
-    whole = not jnp.issubdtype(array.dtype, jnp.inexact)
-    return array if whole and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
 
 
 def keeps_range(precision: Any) -> bool:

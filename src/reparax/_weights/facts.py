@@ -37,39 +37,45 @@ NUMBER = Facts(known=True, still=True)
 def combined_facts(facts: Sequence[Facts]) -> Facts:
     """The facts of a value computed from several values."""
     return Facts(
-        known=all(each.known for each in facts),
-        still=all(each.still for each in facts),
-        origins=frozenset().union(*(each.origins for each in facts)),
-        differs=frozenset().union(*(each.differs for each in facts)),
+        known=all(fact.known for fact in facts),
+        still=all(fact.still for fact in facts),
+        origins=frozenset().union(*(fact.origins for fact in facts)),
+        differs=frozenset().union(*(fact.differs for fact in facts)),
     )
 
 
 def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
     """Facts that hold for all outputs of an equation, from those of its inputs."""
-    found = combined_facts(facts)
-    stops = found.known and (kind_of(eqn) is StopGradient or not any(map(dependence.smooth, eqn.outvars)))
+    combined = combined_facts(facts)
+    stops = combined.known and (kind_of(eqn) is StopGradient or not any(map(dependence.has_tangent, eqn.outvars)))
     # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
-    differs = found.differs
+    differs = combined.differs
     if differs or not eqn.invars:
-        types = jaxprs.varying([v.aval for v in eqn.outvars])
+        types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
         differs = differs & types if eqn.invars else types
-    known = found.known and not jaxprs.has_effects(eqn)
-    return replace(found, known=known, still=found.still or stops, differs=differs)
+    is_known = combined.known and not jaxprs.has_effects(eqn)
+    return replace(combined, known=is_known, still=combined.still or stops, differs=differs)
 
 
-def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], own: Facts | None = None) -> list[Facts]:
-    """The facts of each output of an equation; ``own`` are those that hold for all, where they are at hand."""
+def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts | None = None) -> list[Facts]:
+    """The facts of each output of an equation; ``out_facts`` are those that hold for all, where they are at hand."""
     if kind_of(eqn) not in (Jit, Checkpoint):
-        return [own or facts_of_equation(eqn, facts)] * len(eqn.outvars)
+        return [out_facts or facts_of_equation(eqn, facts)] * len(eqn.outvars)
     jaxpr, consts = jaxprs.body(eqn)
-    found: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
+    facts_of: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
 
-    def known(v: Any) -> Facts:
-        return NUMBER if isinstance(v, Literal) else found[v]
+    def facts_of_atom(v: Any) -> Facts:
+        return NUMBER if isinstance(v, Literal) else facts_of[v]
 
-    for inside in jaxpr.eqns:
-        found.update(zip(inside.outvars, facts_of_outputs(inside, [known(v) for v in inside.invars]), strict=True))
-    return [known(v) for v in jaxpr.outvars]
+    for inner_eqn in jaxpr.eqns:
+        facts_of.update(
+            zip(
+                inner_eqn.outvars,
+                facts_of_outputs(inner_eqn, [facts_of_atom(v) for v in inner_eqn.invars]),
+                strict=True,
+            )
+        )
+    return [facts_of_atom(v) for v in jaxpr.outvars]
 
 
 def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
@@ -77,10 +83,10 @@ def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
     return [*(NUMBER for _ in consts), *facts]
 
 
-def facts_of_inputs(program: Jaxpr, chosen: list[bool]) -> list[Facts]:
+def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
-    flags = with_roots(program, chosen)
+    flags = with_roots(program, is_chosen)
     return [
-        Facts(flag, not dependence.smooth(v), frozenset((i,) if flag else ()))
+        Facts(flag, not dependence.has_tangent(v), frozenset((i,) if flag else ()))
         for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
     ]

@@ -12,30 +12,31 @@ from reparax._programs.equations.contractions import Gather
 from reparax._weights.sums import Factor, Label, Merged, Product, Sum
 
 
-def look_up_matrices(view: Gather, x: Sum, rest: Sequence[Any]) -> Sum | None:
+def look_up_matrices(view: Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
     """The matrices that a look-up takes from a weight of several; None if it must be formed.
 
     What is taken from an array of two axes are rows, which nothing multiplies as a weight.
     """
-    (places,) = rest
+    (places,) = operands
     if x.ndim < 3 or view.row is None or isinstance(places, Sum) or not _fills_all(view):
         return None
     axis, column = view.row
     offset = view.dimension_numbers.offset_dims
     rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
-    own = [i for i in range(x.ndim) if i not in view.gone]
+    kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
-    def taken(product: Product) -> Product | None:
-        found = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
-        if found is None:
+    def take(product: Product) -> Product | None:
+        product_of_rows = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
+        if product_of_rows is None:
             return None
-        axes = {k: () if i == axis else found.axes[i] for k, i in zip(offset, own, strict=True)}
-        others = iter(rows)
+        axes = {k: () if i == axis else product_of_rows.axes[i] for k, i in zip(offset, kept_axes, strict=True)}
+        row_labels = iter(rows)
         return replace(
-            found, axes=tuple(axes[k] if k in axes else _axis_of(next(others)) for k in range(view.type.ndim))
+            product_of_rows,
+            axes=tuple(axes[k] if k in axes else _axis_of(next(row_labels)) for k in range(view.type.ndim)),
         )
 
-    return x.each(taken, view.type.shape)
+    return x.map_products(take, view.type.shape)
 
 
 def _axis_of(label: Label) -> Merged:
@@ -52,7 +53,7 @@ def _fills_all(view: Gather) -> bool:
 def _take_from_product(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     group, factors = product.axes[axis], list(product.factors)
-    if len(group) > 1 or sum(label in each for each in product.axes for label in group) > 1:
+    if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
         return None
     if view.mode != lax.GatherScatterMode.CLIP:
         # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
@@ -67,7 +68,7 @@ def _take_from_product(view: Gather, product: Product, axis: int, rows: Merged, 
 
 def _repeat(factor: Factor, label: Label) -> Factor:
     """The factor with a new first axis, along which it repeats itself."""
-    array = factor.whole
+    array = factor.dense
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
@@ -76,7 +77,7 @@ def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged,
     if not set(along) & set(factor.labels):
         return factor
     at = factor.labels.index(along[0])
-    array = jnp.moveaxis(factor.whole, at, 0)
+    array = jnp.moveaxis(factor.dense, at, 0)
     behind = range(len(rows), len(rows) + array.ndim - 1)
     numbers = lax.GatherDimensionNumbers(offset_dims=tuple(behind), collapsed_slice_dims=(0,), start_index_map=(0,))
     array = lax.gather(

@@ -26,30 +26,34 @@ def may_make(eqn: JaxprEqn) -> bool:
     kind = kind_of(eqn)
     if kind not in _RULES or kind in (Add, Subtract):
         return False
-    out = type_of(eqn.outvars[0])
-    if out.ndim < 2 or not has_range(out.dtype):
+    output = type_of(eqn.outvars[0])
+    if output.ndim < 2 or not has_range(output.dtype):
         return False
-    given = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
+    operand_types = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if kind is ConvertType:
-        return _holds_integers(given[0].dtype)
-    smaller = [count_entries(aval.shape) < count_entries(out.shape) for aval in given]
+        return _holds_integers(operand_types[0].dtype)
+    smaller = [count_entries(aval.shape) < count_entries(output.shape) for aval in operand_types]
     return all(smaller) if kind is Dot else any(smaller)
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
-    found = make_sum(eqn, args, facts)
-    return found if found is not None and all(each.is_smaller_in_factors for each in found.products) else None
+    made_sum = make_sum(eqn, args, facts)
+    return (
+        made_sum
+        if made_sum is not None and all(product.is_smaller_in_factors for product in made_sum.products)
+        else None
+    )
 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
     view = view_of(eqn)
     rule, dtype = _RULES.get(type(view)), view.type.dtype
-    if rule is None or not holds_factors(dtype, args) or view.is_placed:
+    if rule is None or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [
-        x if isinstance(x, Sum) else _sum_of_array(x, still=each.still) for x, each in zip(args, facts, strict=True)
+        x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
     ]
     return rule(view, *sums)
 
@@ -62,10 +66,10 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
     products: list[Product | None] = []
     for number, case in enumerate(cases):
         x = case if isinstance(case, Sum) else _sum_of_array(case, still=False)
-        chosen = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
-        products += [multiply_entries(each, Product.of(chosen, still=True)) for each in x.products]
-    found = all_or_none(products)
-    return None if found is None else Sum(tuple(found), cases[0].shape, cases[0].dtype, None, None)
+        mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
+        products += [multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
+    terms = all_or_none(products)
+    return None if terms is None else Sum(tuple(terms), cases[0].shape, cases[0].dtype, None, None)
 
 
 def _sum_of_array(x: Any, *, still: bool) -> Sum:
@@ -77,19 +81,19 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """The cost to form the output of an equation from arrays, including gradients."""
     view = view_of(eqn)
     if isinstance(view, Dot):
-        a, b = [Product.of(v.aval, still=each.still) for v, each in zip(eqn.invars, facts, strict=True)]
+        a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
         product = contract(a, b, view.contracting, view.batch)
         return math.inf if product is None else cost(product)
-    return ENTRY * count_entries(view.type.shape) * (1 + sum(not each.still for each in facts))
+    return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
 
 def _multiply_sums(
     view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    out = view.type
+    output = view.type
     products = all_or_none(product(a, b) for a in x.products for b in y.products)
-    return None if products is None else Sum(tuple(products), out.shape, out.dtype, precision, None)
+    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
 
 
 def _make_dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
@@ -112,7 +116,7 @@ def _with_ndim(x: Sum, ndim: int) -> Sum:
     """``x``; if it is a number, with ``ndim`` axes of size 1."""
     if x.ndim or not ndim:
         return x
-    products = tuple(replace(each, axes=((),) * ndim) for each in x.products)
+    products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
     return replace(x, products=products, shape=(1,) * ndim)
 
 
@@ -122,20 +126,22 @@ def _make_quotient(view: View, x: Sum, y: Sum) -> Sum | None:
         return None
     (product,) = y.products
     (factor,) = product.factors
-    inverse = replace(product, factors=(replace(factor, array=1 / factor.whole.astype(y.dtype)),))
+    inverse = replace(product, factors=(replace(factor, array=1 / factor.dense.astype(y.dtype)),))
     return _make_multiple(view, x, replace(y, products=(inverse,)))
 
 
 def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
     """The sum of two sums, or their difference, with the products of both."""
-    out = view.type
+    output = view.type
     if isinstance(view, Subtract):
         y = moves.scale_sum(y, jnp.asarray(-1, y.dtype), still=True)
-    wide = all_or_none(moves.broadcast_sum(_with_ndim(each, out.ndim), out.shape, range(out.ndim)) for each in (x, y))
+    wide = all_or_none(
+        moves.broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)
+    )
     if wide is None:
         return None
-    products = tuple(product for each in wide for product in each.products)
-    return Sum(products, out.shape, out.dtype, x.precision or y.precision, None)
+    products = tuple(product for term in wide for product in term.products)
+    return Sum(products, output.shape, output.dtype, x.precision or y.precision, None)
 
 
 def _make_floats(view: ConvertType, x: Sum) -> Sum | None:

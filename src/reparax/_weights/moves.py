@@ -40,57 +40,57 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     rule = _RULES.get(type(view))
     if rule is None or not isinstance(operands[0], Sum):
         return None
-    made = rule(view, operands[0], operands[1:])
-    outs = made if isinstance(made, list) else [made]
+    result = rule(view, operands[0], operands[1:])
+    outs = result if isinstance(result, list) else [result]
     return all_or_none(outs)
 
 
 def _move_transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
     """The axes in another order."""
     order = view.permutation
-    return x.each(lambda each: each.transposed(order), [x.shape[i] for i in order])
+    return x.map_products(lambda product: product.transpose(order), [x.shape[i] for i in order])
 
 
 def _move_reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
     """Another shape; None if that would split an axis across its labels, or says how it lies on devices."""
-    if view.dimensions is not None or view.is_placed:
+    if view.dimensions is not None or view.has_sharding:
         return None
     shape = view.new_sizes
-    return x.each(lambda each: each.reshaped(shape), shape)
+    return x.map_products(lambda product: product.reshape(shape), shape)
 
 
 def _move_squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
     """The sum without axes of size 1."""
     axes = view.dimensions
-    return x.each(lambda each: each.squeezed(axes), [n for i, n in enumerate(x.shape) if i not in axes])
+    return x.map_products(lambda product: product.squeeze(axes), [n for i, n in enumerate(x.shape) if i not in axes])
 
 
 def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
     """``x`` broadcast to this shape, with its axes at ``places``."""
-    return x.each(lambda each: each.broadcast(shape, places), shape)
+    return x.map_products(lambda product: product.broadcast(shape, places), shape)
 
 
-def _move_broadcast(view: Broadcast, x: Sum, rest: Sequence[Any]) -> Sum | None:
+def _move_broadcast(view: Broadcast, x: Sum, sizes: Sequence[Any]) -> Sum | None:
     """The sum repeated along new axes; None if the shape is not known, or it says how it lies on devices."""
-    if rest or view.is_placed:
+    if sizes or view.has_sharding:
         return None
     return broadcast_sum(x, view.shape, view.broadcast_dimensions)
 
 
 def _move_cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
     """A cast that keeps the range and adds no digits; None for others."""
-    return cast_sum(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.is_placed else None
+    return cast_sum(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.has_sharding else None
 
 
 def cast_sum(x: Sum, dtype: Any) -> Sum:
     """``x`` in another floating dtype."""
-    made = each_factor(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
-    return replace(made, dtype=dtype)
+    result = map_factors(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
+    return replace(result, dtype=dtype)
 
 
 def _move_stop_gradient(_view: StopGradient, x: Sum, _: Any) -> Sum:
     """The sum with no gradient to any factor."""
-    return each_factor(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
+    return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
 
 
 def _move_negate(_view: Negate, x: Sum, _: Any) -> Sum:
@@ -101,24 +101,24 @@ def _move_negate(_view: Negate, x: Sum, _: Any) -> Sum:
 def scale_sum(x: Sum, number: Any, *, still: bool) -> Sum:
     """``x`` times a number."""
 
-    def change(each: Product) -> Product:
-        numbers = [factor for factor in each.factors if not factor.labels and factor.draw is None]
-        rest = [factor for factor in each.factors if factor.labels or factor.draw is not None]
-        array, fixed = number, still
+    def change(product: Product) -> Product:
+        numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
+        other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
+        array, is_still = number, still
         for factor in numbers:
-            array, fixed = array * factor.array.astype(x.dtype), fixed and factor.still
-        return replace(each, factors=(*rest, Factor(array, (), fixed)))
+            array, is_still = array * factor.array.astype(x.dtype), is_still and factor.still
+        return replace(product, factors=(*other_factors, Factor(array, (), is_still)))
 
     return replace(x, products=tuple(map(change, x.products)))
 
 
 def _move_slice(view: Slice, x: Sum, _: Any) -> Sum | None:
     """The slice of all factors that have an axis which it cuts."""
-    made: Sum | None = x
+    result: Sum | None = x
     for axis, (start, limit, stride) in enumerate(view.bounds):
-        if made is not None and (start, limit, stride) != (0, x.shape[axis], 1):
-            made = _change_axis(made, axis, view.type.shape[axis], _slicer(start, limit, stride))
-    return made
+        if result is not None and (start, limit, stride) != (0, x.shape[axis], 1):
+            result = _change_axis(result, axis, view.type.shape[axis], _slicer(start, limit, stride))
+    return result
 
 
 def _slicer(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
@@ -137,37 +137,37 @@ def _move_split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
 
 def _move_dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
     """The slice at given starts, of all factors that have an axis which it cuts."""
-    made: Sum | None = x
+    result: Sum | None = x
     for axis, (start, n) in enumerate(zip(starts, view.slice_sizes, strict=True)):
-        if made is not None and n != x.shape[axis]:
-            made = _change_axis(made, axis, n, _dynamic_slicer(start, n))
-    return made
+        if result is not None and n != x.shape[axis]:
+            result = _change_axis(result, axis, n, _dynamic_slicer(start, n))
+    return result
 
 
 def _dynamic_slicer(start: Any, n: int) -> Callable[[Any, int], Any]:
     """A function of an array and an axis that takes ``n`` indices along it from ``start`` on."""
 
-    def sliced(array: Any, place: int) -> Any:
+    def slice_array(array: Any, place: int) -> Any:
         starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
         sizes = [n if i == place else size for i, size in enumerate(array.shape)]
         # The program has counted negative places from the end already; those that are left are clipped.
         return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
 
-    return sliced
+    return slice_array
 
 
 def _move_reverse(view: Reverse, x: Sum, _: Any) -> Sum | None:
     """The sum with the indices of some axes in the reverse order."""
-    made: Sum | None = x
+    result: Sum | None = x
     for axis in view.dimensions:
-        made = made and _change_axis(made, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
-    return made
+        result = result and _change_axis(result, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
+    return result
 
 
 def _change_axis(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
     """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
-    return x.each(
-        lambda each: change_axis_of_product(each, axis, size, change),
+    return x.map_products(
+        lambda product: change_axis_of_product(product, axis, size, change),
         [size if i == axis else n for i, n in enumerate(x.shape)],
     )
 
@@ -178,28 +178,32 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Calla
     if not group:  # of size 1
         return product if size == 1 else None
     label, new = group[0], Label(size)
-    if len(group) > 1 or sum(label in each for each in product.axes) > 1:
+    if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
     def of_factor(factor: Factor) -> Factor:
         if label not in factor.labels:
             return factor
-        array = change(factor.whole, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if each is label else each for each in factor.labels))
+        array = change(factor.dense, factor.labels.index(label))
+        return replace(
+            factor, array=array, labels=tuple(new if own_label is label else own_label for own_label in factor.labels)
+        )
 
-    axes = tuple(((new,) if size != 1 else ()) if i == axis else each for i, each in enumerate(product.axes))
+    axes = tuple(((new,) if size != 1 else ()) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)
 
 
 def _move_vary(view: Vary, x: Sum, _: Any) -> Sum:
     """The sum, all factors of which are marked as varying over mesh axes."""
-    varied = partial(jaxprs.as_varying, names=view.axes)
-    return each_factor(x, lambda factor: replace(factor, array=jax.tree.map(varied, factor.array)))
+    vary = partial(jaxprs.as_varying, names=view.axes)
+    return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
 
 
-def each_factor(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
+def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
     """``x`` with each factor changed."""
-    return replace(x, products=tuple(replace(each, factors=tuple(map(change, each.factors))) for each in x.products))
+    return replace(
+        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
+    )
 
 
 _RULES: dict[type[View], Move] = {

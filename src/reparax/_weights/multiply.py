@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from reparax._numerics.inlined import inlined
 from reparax._numerics.terms import with_diagonals
 from reparax._weights.circles import Circle, fourier_cost
-from reparax._weights.pairs import How, Labels, fourier_label, lay_along, multiply_pair, sum_unwanted
+from reparax._weights.pairs import How, Labels, fourier_label, lay_along, multiply_pair, sum_except
 from reparax._weights.ragged import Link, multiply_pair_in_groups, split_off_segments
 from reparax._weights.sums import Factor, Label, Product, Sum, count_entries
 
@@ -38,37 +38,37 @@ def array_of_products(products: Sequence[Product], shape: Sequence[int], how: Ho
 @functools.partial(inlined, static_argnums=(1, 2))
 def _array_of_numbered(products: Sequence[Product], shape: Sequence[int], how: How) -> Any:
     """The sum of products whose labels are numbered, so that products of equal sizes are equal to JAX."""
-    return functools.reduce(jnp.add, [array_of_product(each, shape, how) for each in products])
+    return functools.reduce(jnp.add, [array_of_product(product, shape, how) for product in products])
 
 
 def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
-    kept = frozenset(order)
-    factors, which = split_off_segments(product.factors, kept)
-    link = which and Link.of(which, kept)
-    for i, j in cheapest_order(tuple(map(_cost_kind, factors)), kept, link)[1]:
+    out_labels = frozenset(order)
+    factors, which = split_off_segments(product.factors, out_labels)
+    link = which and Link.of(which, out_labels)
+    for i, j in cheapest_order(tuple(map(_cost_kind, factors)), out_labels, link)[1]:
         # The operands' order sets the order of the result's axes.
         a, b = sorted(
             (factors[i], factors[j]), key=lambda f: min((order.get(x, len(order)) for x in f.labels), default=0)
         )
-        rest = [factor for k, factor in enumerate(factors) if k not in (i, j)]
-        wanted = kept.union(*(factor.labels for factor in rest))
+        other_factors = [factor for k, factor in enumerate(factors) if k not in (i, j)]
+        keep = out_labels.union(*(factor.labels for factor in other_factors))
         factors = [
-            *rest,
-            multiply_pair(a, b, wanted, how)
+            *other_factors,
+            multiply_pair(a, b, keep, how)
             if which is None
-            else multiply_pair_in_groups(a, b, wanted, how, which, kept),
+            else multiply_pair_in_groups(a, b, keep, how, which, out_labels),
         ]
-    return _lay_out(sum_unwanted(factors[0], kept), product, shape).astype(how.result)
+    return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
 
 def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
-    kept = frozenset(label for group in product.axes for label in group)
-    factors, which = split_off_segments(product.factors, kept)
-    return cheapest_order(tuple(map(_cost_kind, factors)), kept, which and Link.of(which, kept))[0]
+    out_labels = frozenset(label for group in product.axes for label in group)
+    factors, which = split_off_segments(product.factors, out_labels)
+    return cheapest_order(tuple(map(_cost_kind, factors)), out_labels, which and Link.of(which, out_labels))[0]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def with_numbers(product: Product) -> Product:
     names: dict[Label, Label] = {}
     for label in (label for group in (*product.axes, *(f.labels for f in product.factors)) for label in group):
         names.setdefault(label, _numbered_label(len(names), label.size))
-    return product.renamed(names)
+    return product.rename_labels(names)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -102,42 +102,47 @@ def _numbered_label(number: int, size: int) -> Label:
 
 
 @functools.lru_cache(maxsize=4096)
-def cheapest_order(factors: tuple[CostKind, ...], kept: Labels, link: Link | None) -> tuple[float, Order]:
+def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link | None) -> tuple[float, Order]:
     """The cost of the best order of products, and its pairs; each result goes to the end of the remaining factors."""
     if len(factors) == 1:
         return 0.0, ()
 
-    def first(pair: tuple[int, int]) -> tuple[float, tuple[CostKind, ...]]:
-        rest = [factors[k] for k in range(len(factors)) if k not in pair]
+    def multiply_first(pair: tuple[int, int]) -> tuple[float, tuple[CostKind, ...]]:
+        other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
-        wanted = kept.union(*(each.labels for each in rest))
-        made = a.labels | b.labels
-        made, left = (made, made & wanted) if link is None else link.spans(made, wanted)
-        return _cost_of_pair(a, b, made, left), (*rest, CostKind(left, frozenset(), a.still and b.still))
+        keep = out_labels.union(*(factor.labels for factor in other_factors))
+        loop_labels = a.labels | b.labels
+        loop_labels, result_labels = (
+            (loop_labels, loop_labels & keep) if link is None else link.spans(loop_labels, keep)
+        )
+        return _cost_of_pair(a, b, loop_labels, result_labels), (
+            *other_factors,
+            CostKind(result_labels, frozenset(), a.still and b.still),
+        )
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:
-        pairs = [min(pairs, key=lambda pair: first(pair)[0])]
+        pairs = [min(pairs, key=lambda pair: multiply_first(pair)[0])]
     best: tuple[float, Order] = (math.inf, ())
     for pair in pairs:
-        own, left = first(pair)
-        later, order = cheapest_order(left, kept, link)
-        best = min(best, (own + later, (pair, *order)), key=lambda found: found[0])
+        cost_of_pair, factors_left = multiply_first(pair)
+        cost_of_rest, order = cheapest_order(factors_left, out_labels, link)
+        best = min(best, (cost_of_pair + cost_of_rest, (pair, *order)), key=lambda candidate: candidate[0])
     return best
 
 
-def _cost_of_pair(a: CostKind, b: CostKind, made: Labels, left: Labels) -> float:
-    """The cost of a product that runs over the labels ``made``, of which ``left`` stay."""
-    n, written = _entries_along(made), _entries_along(left)
-    moving = [each for each in (a, b) if not each.still]
-    for circle, other in ((a, b), (b, a)):
-        if (label := fourier_label(circle.circle, circle.labels, other.labels, left)) is not None:
-            rows = _entries_along((other.labels | circle.labels) - circle.circle)
-            return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * written)
-    summed = (a.labels & b.labels) - left
-    once = (2.0 * n if summed else 0.0) + ENTRY * written
+def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: Labels) -> float:
+    """The cost of a product that runs over ``loop_labels``, of which ``result_labels`` stay."""
+    n, n_written = _entries_along(loop_labels), _entries_along(result_labels)
+    moving = [factor for factor in (a, b) if not factor.still]
+    for circle, factor in ((a, b), (b, a)):
+        if (label := fourier_label(circle.circle, circle.labels, factor.labels, result_labels)) is not None:
+            rows = _entries_along((factor.labels | circle.labels) - circle.circle)
+            return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
+    contracting = (a.labels & b.labels) - result_labels
+    once = (2.0 * n if contracting else 0.0) + ENTRY * n_written
     return once + sum(
-        (2.0 * n if summed or x.labels != made else 0.0) + ENTRY * _entries_along(x.labels) for x in moving
+        (2.0 * n if contracting or x.labels != loop_labels else 0.0) + ENTRY * _entries_along(x.labels) for x in moving
     )
 
 
@@ -150,5 +155,5 @@ def _lay_out(factor: Factor, product: Product, shape: Sequence[int]) -> Any:
     """The last remaining factor, with the axes of the product."""
     flat = [label for group in product.axes for label in group]
     once = list(dict.fromkeys(flat))
-    x = jnp.broadcast_to(lay_along(factor.whole, factor.labels, once), [label.size for label in once])
+    x = jnp.broadcast_to(lay_along(factor.dense, factor.labels, once), [label.size for label in once])
     return with_diagonals(x, flat).reshape(tuple(shape))

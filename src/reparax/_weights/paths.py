@@ -9,21 +9,21 @@ from reparax._programs import jaxprs
 from reparax._programs.call import Arguments, Traced
 
 
-def paths_of(arguments: Arguments, traced: Traced) -> dict[int, str]:
+def paths_of(arguments: Arguments, call: Traced) -> dict[int, str]:
     """The path of each input of a program that is an argument, but for keys."""
-    paths = dict(enumerate(arguments.paths, start=len(traced.inputs) - len(arguments.paths)))
-    types = [jaxprs.type_of(v).dtype for v in traced.program.invars]
+    paths = dict(enumerate(arguments.paths, start=len(call.inputs) - len(arguments.paths)))
+    types = [jaxprs.type_of(v).dtype for v in call.program.invars]
     return {i: path for i, path in paths.items() if not jnp.issubdtype(types[i], jax.dtypes.prng_key)}
 
 
 def common_path(origins: Iterable[int], paths: Mapping[int, str]) -> str:
     """The common start of the paths of all arguments of a weight, without the stages' own values."""
-    found = [paths[i].split("/") for i in sorted(origins) if i in paths]
-    if len({names[0] for names in found}) > 1:  # several arguments hold parts of one tree
-        found = [names[1:] for names in found]
+    split_paths = [paths[i].split("/") for i in sorted(origins) if i in paths]
+    if len({names[0] for names in split_paths}) > 1:  # several arguments hold parts of one tree
+        split_paths = [names[1:] for names in split_paths]
     common: list[str] = []
-    for names in zip(*found, strict=False):
+    for names in zip(*split_paths, strict=False):
         if len(set(names)) > 1 or names[0].startswith("@"):
             break
         common.append(names[0])
-    return "/".join(common) or ("of several parameters" if found else "closed over")
+    return "/".join(common) or ("of several parameters" if split_paths else "closed over")

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from reparax._weights.pairs import How, Labels, dot_numbers, lay_along, multiply_pair, sum_unwanted
+from reparax._weights.pairs import How, Labels, dot_numbers, lay_along, multiply_pair, sum_except
 from reparax._weights.segments import Segments
 from reparax._weights.sums import Factor, Label
 
@@ -31,107 +31,113 @@ class Link:
     is_kept: bool
 
     @classmethod
-    def of(cls, which: Factor, kept: Labels) -> "Link":
+    def of(cls, which: Factor, out_labels: Labels) -> "Link":
         """The link by a factor that says which row is in which group, in a product that keeps these labels."""
         *_, rows, group = which.labels
-        return cls(rows, group, rows in kept)
+        return cls(rows, group, rows in out_labels)
 
-    def spans(self, made: Labels, wanted: Labels) -> tuple[Labels, Labels]:
-        """The labels over which a product of factors with the labels ``made`` runs, and those that stay."""
+    def spans(self, loop_labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
+        """The labels over which a product of factors with these labels runs, and those that stay."""
         group = frozenset([self.group])
         if not self.is_kept:
-            return made, (made | group if self.sums(made, wanted) else made) & (wanted | group)
-        if self.rows in made:
-            return made - group, (made - group) & wanted
-        return made, made & (wanted | group)
+            return loop_labels, (loop_labels | group if self.sums(loop_labels, keep) else loop_labels) & (keep | group)
+        if self.rows in loop_labels:
+            return loop_labels - group, (loop_labels - group) & keep
+        return loop_labels, loop_labels & (keep | group)
 
-    def sums(self, made: Labels, wanted: Labels) -> bool:
+    def sums(self, loop_labels: Labels, keep: Labels) -> bool:
         """Whether a product sums the rows of each group."""
-        return not self.is_kept and self.rows in made and self.rows not in wanted
+        return not self.is_kept and self.rows in loop_labels and self.rows not in keep
 
 
-def split_off_segments(factors: Sequence[Factor], kept: Labels) -> tuple[list[Factor], Factor | None]:
+def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    found = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not found:
+    segments = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not segments:
         return list(factors), None
-    (which,) = found
-    rest = [factor for factor in factors if factor is not which]
-    *before, rows, group = which.labels
-    held = frozenset(label for factor in rest for label in factor.labels)
-    if group not in kept | held:  # all groups have the same part
-        return [*rest, Factor(which.array.inside(), (*before, rows), still=True)], None
+    (which,) = segments
+    other_factors = [factor for factor in factors if factor is not which]
+    *leading, rows, group = which.labels
+    other_labels = frozenset(label for factor in other_factors for label in factor.labels)
+    if group not in out_labels | other_labels:  # all groups have the same part
+        return [*other_factors, Factor(which.array.inside(), (*leading, rows), still=True)], None
     # Without a factor that has the rows no pair would bring rows and groups together.
-    return (rest, which) if rows in held and (rows in kept) != (group in kept) else (list(factors), None)
+    return (
+        (other_factors, which)
+        if rows in other_labels and (rows in out_labels) != (group in out_labels)
+        else (list(factors), None)
+    )
 
 
-def multiply_pair_in_groups(a: Factor, b: Factor, wanted: Labels, how: How, which: Factor, kept: Labels) -> Factor:
+def multiply_pair_in_groups(a: Factor, b: Factor, keep: Labels, how: How, which: Factor, out_labels: Labels) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
-    link, made = Link.of(which, kept), frozenset(a.labels + b.labels)
-    _, left = link.spans(made, wanted)
-    if link.sums(made, wanted):
-        return _sum_rows_of_each_group(a, b, left, how, which, link)
+    link, loop_labels = Link.of(which, out_labels), frozenset(a.labels + b.labels)
+    _, result_labels = link.spans(loop_labels, keep)
+    if link.sums(loop_labels, keep):
+        return _sum_rows_of_each_group(a, b, result_labels, how, which, link)
     for x, y in ((a, b), (b, a)):
         if link.is_kept and link.rows in x.labels and link.group in y.labels:
-            return _multiply_by_parts(x, y, left, how, which, link)
-    return multiply_pair(a, b, left, how)
+            return _multiply_by_parts(x, y, result_labels, how, which, link)
+    return multiply_pair(a, b, result_labels, how)
 
 
-def _multiply_by_parts(a: Factor, b: Factor, left: Labels, how: How, which: Factor, link: Link) -> Factor:
+def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, which: Factor, link: Link) -> Factor:
     """The product of rows with the parts of their groups."""
-    a, b = sum_unwanted(a, left.union(b.labels)), sum_unwanted(b, left.union(a.labels, [link.group]))
+    a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     common = [label for label in a.labels if label in b.labels]
-    summed, shared = ([x for x in common if (x in left) is flag] for flag in (False, True))
-    before, groups = which.labels[:-2], which.array
-    if not summed or not set(before) <= set(a.labels):
-        return multiply_pair(a, _part_of_each_row(b, which, how, link), left, how)
-    outer = [label for label in before if label not in shared]
-    inner = [label for label in a.labels if label not in (*common, *outer, link.rows)]
-    labels = (*shared, *outer, link.rows, *inner, *summed)
+    contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
+    leading, groups = which.labels[:-2], which.array
+    if not contracting or not set(leading) <= set(a.labels):
+        return multiply_pair(a, _part_of_each_row(b, which, how, link), keep, how)
+    outer_labels = [label for label in leading if label not in batch]
+    inner_labels = [label for label in a.labels if label not in (*common, *outer_labels, link.rows)]
+    labels = (*batch, *outer_labels, link.rows, *inner_labels, *contracting)
     sizes = groups.sizes
-    if before:
-        own = (*shared, *outer, link.group)
-        sizes = jnp.broadcast_to(lay_along(sizes, (*before, link.group), own), [label.size for label in own])
-    made = _ragged_dot(
-        lay_along(a.whole, a.labels, labels),
-        b.whole,
+    if leading:
+        size_labels = (*batch, *outer_labels, link.group)
+        sizes = jnp.broadcast_to(
+            lay_along(sizes, (*leading, link.group), size_labels), [label.size for label in size_labels]
+        )
+    array = _ragged_dot(
+        lay_along(a.dense, a.labels, labels),
+        b.dense,
         sizes,
         how,
         lax.RaggedDotDimensionNumbers(
-            dot_numbers(labels, b.labels, summed, shared), [labels.index(link.rows)], [b.labels.index(link.group)]
+            dot_numbers(labels, b.labels, contracting, batch), [labels.index(link.rows)], [b.labels.index(link.group)]
         ),
     )
-    others = (label for label in b.labels if label not in (*common, link.group))
-    return Factor(made, (*shared, *outer, link.rows, *inner, *others), a.still and b.still)
+    b_labels = (label for label in b.labels if label not in (*common, link.group))
+    return Factor(array, (*batch, *outer_labels, link.rows, *inner_labels, *b_labels), a.still and b.still)
 
 
 def _part_of_each_row(b: Factor, which: Factor, how: How, link: Link) -> Factor:
     """For each row the part of its group."""
-    *before, rows, group = which.labels
-    if before:
-        return multiply_pair(replace(which, array=which.whole), b, frozenset([*which.labels, *b.labels]) - {group}, how)
+    *leading, rows, group = which.labels
+    if leading:
+        return multiply_pair(replace(which, array=which.dense), b, frozenset([*which.labels, *b.labels]) - {group}, how)
     axis = b.labels.index(group)
-    array = jnp.take(b.whole, which.array.numbers(), axis=axis, mode="fill", fill_value=0)
+    array = jnp.take(b.dense, which.array.numbers(), axis=axis, mode="fill", fill_value=0)
     return replace(b, array=array, labels=(*b.labels[:axis], rows, *b.labels[axis + 1 :]))
 
 
-def _sum_rows_of_each_group(a: Factor, b: Factor, kept: Labels, how: How, groups: Factor, link: Link) -> Factor:
-    """The product of two factors, summed over the rows of each group; the labels ``kept`` are not summed."""
+def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, groups: Factor, link: Link) -> Factor:
+    """The product of two factors, summed over the rows of each group; the labels ``keep`` are not summed."""
     if len(groups.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         # ``ragged_dot_general`` takes rows of both, and groups that are the same for all of a batch.
-        first, second = (a, b) if link.rows in a.labels else (b, a)
-        dense = replace(groups, array=groups.whole)
-        return multiply_pair(multiply_pair(first, dense, kept.union(second.labels), how), second, kept, how)
-    a, b = sum_unwanted(a, kept.union(b.labels)), sum_unwanted(b, kept.union(a.labels))
+        with_rows, other = (a, b) if link.rows in a.labels else (b, a)
+        dense = replace(groups, array=groups.dense)
+        return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), how), other, keep, how)
+    a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     common = [label for label in a.labels if label in b.labels]
-    summed, shared = ([x for x in common if (x in kept) is flag] for flag in (False, True))
-    summed = [link.rows, *(label for label in summed if label is not link.rows)]
+    contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
+    contracting = [link.rows, *(label for label in contracting if label is not link.rows)]
     numbers = lax.RaggedDotDimensionNumbers(
-        dot_numbers(a.labels, b.labels, summed, shared), [a.labels.index(link.rows)], []
+        dot_numbers(a.labels, b.labels, contracting, batch), [a.labels.index(link.rows)], []
     )
-    made = _ragged_dot(a.whole, b.whole, groups.array.sizes, how, numbers)
-    own = [[label for label in each.labels if label not in common] for each in (a, b)]
-    return Factor(made, (link.group, *shared, *own[0], *own[1]), a.still and b.still)
+    array = _ragged_dot(a.dense, b.dense, groups.array.sizes, how, numbers)
+    free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
+    return Factor(array, (link.group, *batch, *free[0], *free[1]), a.still and b.still)
 
 
 def _ragged_dot(x: Any, y: Any, sizes: Any, how: How, numbers: lax.RaggedDotDimensionNumbers) -> Any:

@@ -1,5 +1,6 @@
 """Evaluates a program; weights stay sums of products wherever the equations that read them are linear."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,15 +23,18 @@ Outs = tuple[list[Any], list[Facts]]
 # Equations of other kinds pass nothing on unchanged, and what is known of one output holds for all.
 _ASKED = {Jit, Checkpoint, StopGradient}
 
-AS_IS: Outs = ([], [])
-"""Instead of outputs: the equation is this way's own, and is evaluated unchanged. None says that it is not."""
+
+class Answer(enum.Enum):
+    """What a way says of an equation in place of outputs; None says that the equation is not its own."""
+
+    UNCHANGED = "its own, and evaluated unchanged"
 
 
 class Way(Protocol):
     """What a reader does with weights: where they start, and what happens where they are read.
 
-    For each equation, with what is known of its outputs, the reader asks ``taken_first``; then, if it holds no program
-    and moves no weight, ``made`` and ``used``; and ``formed`` for each weight that is needed as an array.
+    For each equation, with what is known of its outputs, the reader asks ``take_instead``; then, if it holds no program
+    and moves no weight, ``start`` and ``multiply``; and ``form`` for each weight that is needed as an array.
 
     Attributes:
       state: Arrays that go through the program, into the bodies of loops too, and change on the way.
@@ -38,30 +42,39 @@ class Way(Protocol):
 
     state: list[Any]
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         """Whether weights may start in an equation that reads none."""
         ...
 
-    def taken_first(
-        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
+    def take_instead(
+        self,
+        reader: "Reader",
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
+    ) -> Outs | Answer | None:
         """The outputs of an equation that this way takes before its bodies are opened or its weights moved.
 
-        ``alone`` says whether only the first output is read.
+        ``only_first_read`` says whether only the first output is read.
         """
         ...
 
-    def made(
-        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
-    ) -> Outs | None:
+    def start(
+        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Outs | Answer | None:
         """The outputs of an equation that makes a weight."""
         ...
 
-    def used(self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(
+        self, reader: "Reader", eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
         """The array of a product with a weight; None if the equation is no such product."""
         ...
 
-    def formed(self, reader: "Reader", x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: "Reader", x: Sum, eqn: JaxprEqn | None) -> Any:
         """The array of a weight, for an equation that needs it; None for the result of a program."""
         ...
 
@@ -94,7 +107,7 @@ class Reader:
 
     def array(self, x: Any, eqn: JaxprEqn | None) -> Any:
         """``x`` as an array."""
-        return self.way.formed(self, x, eqn) if isinstance(x, Sum) else x
+        return self.way.form(self, x, eqn) if isinstance(x, Sum) else x
 
     def inside(self, eqn: JaxprEqn, *place: int, times: int = 1) -> "Reader":
         """The reader for a body of an equation, which runs several times."""
@@ -106,12 +119,12 @@ class Reader:
         way = self.way
 
         def with_state(body: Callable[..., Any]) -> Callable[..., Any]:
-            def threaded(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+            def body_with_state(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
                 way.state = list(state)
                 outs = body(*args)
                 return outs, way.state
 
-            return threaded
+            return body_with_state
 
         outs, way.state = run(*map(with_state, bodies), state=way.state)
         return outs
@@ -149,50 +162,52 @@ class _Run:
     def _read_equation(self, eqn: JaxprEqn) -> None:
         """Keeps sums of an equation in factors, or puts it with those that wait to be evaluated together."""
         facts = [self._facts_of(v) for v in eqn.invars]
-        own = facts_of_equation(eqn, facts)
-        if self._reads_sum(eqn) or self._reader.way.may_start(eqn, facts, own):
+        out_facts = facts_of_equation(eqn, facts)
+        if self._reads_sum(eqn) or self._reader.way.may_start(eqn, facts, out_facts):
             self._evaluate_waiting()
-            found = self._keep_factors(eqn, [self._value_of(v) for v in eqn.invars], facts, own)
-            if found is not None:
+            outs = self._keep_factors(eqn, [self._value_of(v) for v in eqn.invars], facts, out_facts)
+            if outs is not None:
                 self._reads.subtract(jaxprs.variables(eqn.invars))
-                self._env.update(zip(eqn.outvars, found[0], strict=True))
-                self._facts.update(zip(eqn.outvars, found[1], strict=True))
+                self._env.update(zip(eqn.outvars, outs[0], strict=True))
+                self._facts.update(zip(eqn.outvars, outs[1], strict=True))
                 return
         if kind_of(eqn) not in _ASKED:
-            self._facts.update(dict.fromkeys(eqn.outvars, own))
+            self._facts.update(dict.fromkeys(eqn.outvars, out_facts))
             self._waiting.append(eqn)
             return
-        self._facts.update(zip(eqn.outvars, facts_of_outputs(eqn, facts, own), strict=True))
-        passed = bodies.operands_passed_on(eqn, facts)
-        if passed is None:
+        self._facts.update(zip(eqn.outvars, facts_of_outputs(eqn, facts, out_facts), strict=True))
+        operand_of = bodies.operands_passed_on(eqn, facts)
+        if operand_of is None:
             self._waiting.append(eqn)
             return
         self._evaluate_waiting()
-        self._env |= {v: self._value_of(passed[v]) for v in eqn.outvars}
+        self._env |= {v: self._value_of(operand_of[v]) for v in eqn.outvars}
         self._reads.subtract(jaxprs.variables(eqn.invars))
 
     def _reads_sum(self, eqn: JaxprEqn) -> bool:
         """Whether an equation reads a sum."""
         return any(isinstance(self._env.get(v), Sum) for v in eqn.invars if not isinstance(v, Literal))
 
-    def _keep_factors(self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Outs | None:
+    def _keep_factors(
+        self, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Outs | None:
         """The outputs of an equation that keeps sums in factors, and facts about them; None for other equations."""
         reader = self._reader
-        alone = not any(self._reads[v] for v in eqn.outvars[1:])
-        found = reader.way.taken_first(reader, eqn, args, facts, own, alone=alone)
-        if found is not None:
-            return _none_if_as_is(found)
+        only_first_read = not any(self._reads[v] for v in eqn.outvars[1:])
+        answer = reader.way.take_instead(reader, eqn, args, facts, out_facts, only_first_read=only_first_read)
+        if answer is not None:
+            return _outs_of(answer)
         body = bodies.rule(eqn)
         if body is not None:
             return body(reader, eqn, args, facts)
-        moved = moves.move_sum(eqn, args)
-        if moved is not None:
-            return moved, [own for _ in moved]
-        made = reader.way.made(reader, eqn, args, facts, own)
-        if made is not None:
-            return _none_if_as_is(made)
-        used = reader.way.used(reader, eqn, args, facts, own)
-        return None if used is None else ([used], [own])
+        moved_sums = moves.move_sum(eqn, args)
+        if moved_sums is not None:
+            return moved_sums, [out_facts for _ in moved_sums]
+        new_weight = reader.way.start(reader, eqn, args, facts, out_facts)
+        if new_weight is not None:
+            return _outs_of(new_weight)
+        array = reader.way.multiply(reader, eqn, args, facts, out_facts)
+        return None if array is None else ([array], [out_facts])
 
     def _evaluate_waiting(self) -> None:
         """Evaluates the equations that wait as one program; sums that they read are formed."""
@@ -206,10 +221,10 @@ class _Run:
                 if v in self._env:
                     self._array_of(v, eqns)
             return
-        wanted = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        program = jaxprs.part(self._jaxpr, eqns, wanted)
+        outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
+        program = jaxprs.part(self._jaxpr, eqns, outvars)
         args = [self._array_of(v, eqns) for v in program.invars]
-        self._env.update(zip(wanted, jaxprs.evaluate(program, args), strict=True))
+        self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
 
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
         """The value of a variable as an array, formed once, for the first of ``eqns`` that reads it."""
@@ -221,6 +236,6 @@ class _Run:
         return self._formed[v]
 
 
-def _none_if_as_is(outs: Outs) -> Outs | None:
-    """The outputs; None where they are ``AS_IS``, so that the equation is evaluated unchanged."""
-    return None if outs is AS_IS else outs
+def _outs_of(answer: Outs | Answer) -> Outs | None:
+    """The outputs that a way answers; None for an equation that is evaluated unchanged."""
+    return None if isinstance(answer, Answer) else answer

@@ -39,7 +39,7 @@ class Segments:
         rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
         return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
 
-    def whole(self) -> Any:
+    def todense(self) -> Any:
         """The matrices."""
         groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
         return (self.numbers()[..., None] == groups).astype(self.dtype)

@@ -66,9 +66,9 @@ class Factor:
         return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
 
     @property
-    def whole(self) -> Any:
+    def dense(self) -> Any:
         """The array; what is stored as fewer numbers is expanded."""
-        return self.array.whole() if isinstance(self.array, Circle | Segments) else self.array
+        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,19 @@ class Product:
         size = count_entries(label.size for group in self.axes for label in group)
         return sum(factor.size >= size for factor in self.factors) <= 1
 
-    def transposed(self, order: Sequence[int]) -> "Product":
+    def transpose(self, order: Sequence[int]) -> "Product":
         return replace(self, axes=tuple(self.axes[i] for i in order))
 
-    def squeezed(self, axes: Iterable[int]) -> "Product":
-        dropped = set(axes)
-        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in dropped))
+    def squeeze(self, axes: Iterable[int]) -> "Product":
+        axis_set = set(axes)
+        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
 
     def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
         """This product broadcast to this shape, with its axes at ``places``."""
-        held = dict(zip(places, self.axes, strict=True))
-        return replace(self, axes=tuple(held.get(i) or _new_axis(n) for i, n in enumerate(shape)))
+        axis_at = dict(zip(places, self.axes, strict=True))
+        return replace(self, axes=tuple(axis_at.get(i) or _new_axis(n) for i, n in enumerate(shape)))
 
-    def reshaped(self, shape: Shape) -> "Product | None":
+    def reshape(self, shape: Shape) -> "Product | None":
         """This product in another shape; None if this would split an axis across its labels."""
         labels = [label for group in self.axes for label in group]
         if len(set(labels)) < len(labels):
@@ -118,19 +118,19 @@ class Product:
         parts, sizes = cut
         product = self
         for label, part in zip(labels, parts, strict=True):
-            product = product.split(label, part)
+            product = product.split_label(label, part)
         flat = iter([label for group in product.axes for label in group])
         axes = iter([tuple(next(flat) for _ in part) for part in sizes])
         return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
 
-    def split(self, label: Label, sizes: Shape) -> "Product":
+    def split_label(self, label: Label, sizes: Shape) -> "Product":
         """This product with several labels instead of one."""
         if len(sizes) == 1:
             return self
         new = {label: tuple(Label(n, label.whole) for n in sizes)}
         return self._change_labels(lambda factor: _split_labels(factor, new), new)
 
-    def renamed(self, names: dict[Label, Label]) -> "Product":
+    def rename_labels(self, names: dict[Label, Label]) -> "Product":
         new = {old: (label,) for old, label in names.items()}
         return self._change_labels(
             lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
@@ -164,20 +164,20 @@ class Sum:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def each(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
+    def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
         """This sum with each product changed; None if one cannot be changed."""
-        changed = all_or_none(map(change, self.products))
-        return None if changed is None else replace(self, products=tuple(changed), shape=tuple(shape))
+        products = all_or_none(map(change, self.products))
+        return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
 
 
 def all_or_none(items: Iterable[T | None]) -> list[T] | None:
     """The items; None if one of them is None."""
-    found: list[T] = []
+    results: list[T] = []
     for item in items:
         if item is None:
             return None
-        found.append(item)
-    return found
+        results.append(item)
+    return results
 
 
 for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["products"]}.items():
@@ -187,21 +187,21 @@ for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["product
 
 def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
     """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
-    b = b.renamed({label: Label(label.size) for label in b.labels.union(*b.axes)})
+    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
     for i, j in pairs:
-        first, second = a.axes[i], b.axes[j]
-        if not first or not second:
+        a_labels, b_labels = a.axes[i], b.axes[j]
+        if not a_labels or not b_labels:
             continue
-        cut = _common_refinement([label.size for label in first], [label.size for label in second])
-        if cut is None or len({*first}) < len(first) or len({*second}) < len(second):
+        cut = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
+        if cut is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
             return None
-        for label, sizes in zip(first, cut[0], strict=True):
-            a = a.split(label, sizes)
-        for label, sizes in zip(second, cut[1], strict=True):
-            b = b.split(label, sizes)
+        for label, sizes in zip(a_labels, cut[0], strict=True):
+            a = a.split_label(label, sizes)
+        for label, sizes in zip(b_labels, cut[1], strict=True):
+            b = b.split_label(label, sizes)
         names = dict(zip(b.axes[j], a.axes[i], strict=True))
-        a, b = a.renamed(names), b.renamed(names)
-    twice = any(len(set(factor.labels)) < len(factor.labels) for each in (a, b) for factor in each.factors)
+        a, b = a.rename_labels(names), b.rename_labels(names)
+    twice = any(len(set(factor.labels)) < len(factor.labels) for product in (a, b) for factor in product.factors)
     return None if twice else (a, b)
 
 
@@ -214,18 +214,18 @@ def multiply_entries(a: Product, b: Product) -> Product | None:
     return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
 
 
-def contract(a: Product, b: Product, summed: Sequence[Any], shared: Sequence[Any]) -> Product | None:
+def contract(a: Product, b: Product, contracting: Sequence[Any], batch: Sequence[Any]) -> Product | None:
     """The product of matrices, with the arguments of ``jax.lax.dot_general``."""
-    pairs = [*zip(*summed, strict=True), *zip(*shared, strict=True)]
+    pairs = [*zip(*contracting, strict=True), *zip(*batch, strict=True)]
     pair = align_labels(a, b, pairs)
     if pair is None:
         return None
     a, b = pair
-    if any(label not in a.labels | b.labels for i in summed[0] for label in a.axes[i]):
+    if any(label not in a.labels | b.labels for i in contracting[0] for label in a.axes[i]):
         return None  # no factor has this summed label
-    axes = [a.axes[i] for i in shared[0]]
+    axes = [a.axes[i] for i in batch[0]]
     for product, k in ((a, 0), (b, 1)):
-        axes += [group for i, group in enumerate(product.axes) if i not in (*summed[k], *shared[k])]
+        axes += [group for i, group in enumerate(product.axes) if i not in (*contracting[k], *batch[k])]
     return Product(a.factors + b.factors, tuple(axes))
 
 
@@ -238,12 +238,12 @@ def contract_in_groups(a: Product, b: Product, sizes: Any, view: RaggedDot) -> P
     a_in_groups = multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
     if a_in_groups is None:
         return None
-    (left, right), group = view.contracting, view.group
+    (lhs, rhs), group = view.contracting, view.group
     if group is not None:
-        return contract(a_in_groups, b, ((*left, len(a.axes)), (*right, group)), view.batch)
-    made = contract(a_in_groups, b, view.contracting, view.batch)
-    first = len(a.axes) - len(left)  # the last of the left operand's axes is that of the groups
-    return made and made.transposed([first, *(i for i in range(len(made.axes)) if i != first)])
+        return contract(a_in_groups, b, ((*lhs, len(a.axes)), (*rhs, group)), view.batch)
+    product = contract(a_in_groups, b, view.contracting, view.batch)
+    group_axis = len(a.axes) - len(lhs)  # the last of the left operand's axes is that of the groups
+    return product and product.transpose([group_axis, *(i for i in range(len(product.axes)) if i != group_axis)])
 
 
 def _new_axis(n: int) -> Merged:
@@ -256,7 +256,7 @@ def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
     if not any(label in new for label in factor.labels):
         return factor
     labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
-    return replace(factor, array=factor.whole.reshape([label.size for label in labels]), labels=labels)
+    return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
 
 
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:

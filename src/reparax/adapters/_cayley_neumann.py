@@ -61,8 +61,8 @@ class CayleyNeumann(RowsAndColumns):
         rows = base.shape[0]
         upper = jnp.zeros((rows, rows), x.dtype).at[jnp.triu_indices(rows, 1)].set(x)
         skew = upper - upper.T
-        one = identity(skew)
-        turn = one if self.degree == 1 else 2 * one + skew
+        eye = identity(skew)
+        turn = eye if self.degree == 1 else 2 * eye + skew
         for _ in range(self.degree - 2):
-            turn = 2 * one + product(skew, turn)
-        return product(one + product(skew, turn), base).astype(values["base"].dtype)
+            turn = 2 * eye + product(skew, turn)
+        return product(eye + product(skew, turn), base).astype(values["base"].dtype)

@@ -52,8 +52,8 @@ class Gain(Reparametrization):
     min_ndim: ClassVar[int] = 2
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        kept = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))
-        return {"w": w, "g": jnp.ones([w.shape[axis] for axis in kept], widened(w).real.dtype)}
+        axes = () if self.axis is None else dict.fromkeys(count_from_front(self.axis, w))
+        return {"w": w, "g": jnp.ones([w.shape[axis] for axis in axes], widened(w).real.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, g = values["w"], values["g"]

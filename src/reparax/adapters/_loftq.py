@@ -63,22 +63,22 @@ def loftq(
     adapters = _adapter_stages(p)
     key = jax.random.key(0) if key is None else key
     principal = compose(tuple(replace(stage, start="pissa") for stage in adapters))
-    wanted = flatten(params)
+    weights = flatten(params)
 
     def step(target: Flat) -> tuple[Flat, Flat]:
         """What the chain makes of the target, and what is left of the weights, as factors."""
         raw = flatten(p.init(nest(target), key, seen=seen))
-        return raw, flatten(principal.init(nest(_subtract(wanted, _without_factors(p, raw)))))
+        return raw, flatten(principal.init(nest(_subtract(weights, _without_factors(p, raw)))))
 
-    raw, parts = step(wanted)
+    raw, parts = step(weights)
     if twice := [place for place in parts.arrays if marker("lora", 2) in place]:
         raise ValueError(
             f"loftq takes one LoRA for each array, but two act on {parameter_path(twice[0])!r}. Narrow them with "
             f"`where`."
         )
     for _ in range(steps - 1):
-        less = _subtract(wanted, _factor_products(principal, parts))
-        raw, parts = step(_cast_like(less.arrays, wanted))
+        less = _subtract(weights, _factor_products(principal, parts))
+        raw, parts = step(_cast_like(less.arrays, weights))
     factors = {place: x for place, x in parts.arrays.items() if place[-2:] in FACTORS}
     if lost := [place for place in factors if place not in raw.arrays]:
         raise ValueError(
@@ -91,24 +91,24 @@ def loftq(
 def _factor_products(principal: Parametrization, parts: Flat) -> Mapping[Names, Any]:
     """The products of factors."""
     zeros = {place: x if place[-2:] in FACTORS else jnp.zeros_like(x) for place, x in parts.arrays.items()}
-    made = flatten(principal.fold(nest(replace(parts, arrays=zeros)))).arrays
-    return {root: made[root] for root in {parts.root(place) for place in zeros if place[-2:] in FACTORS}}
+    products = flatten(principal.fold(nest(replace(parts, arrays=zeros)))).arrays
+    return {root: products[root] for root in {parts.root(place) for place in zeros if place[-2:] in FACTORS}}
 
 
 def _adapter_stages(p: Parametrization) -> list[LoRA]:
     """The stages whose factors are found."""
-    found = [stage for stage in p if isinstance(stage, LoRA)]
-    if not found or not isinstance(tuple(p)[-1], LoRA):
+    adapters = [stage for stage in p if isinstance(stage, LoRA)]
+    if not adapters or not isinstance(tuple(p)[-1], LoRA):
         raise ValueError(
             f"loftq takes a chain that ends with LoRA, such as `Freeze() >> Stored('nf4', block=64) >> LoRA(8)`, but "
             f"got {p!r}."
         )
-    if moving := [stage for stage in found if STARTS[stage.start].moves]:
+    if moving := [stage for stage in adapters if STARTS[stage.start].moves]:
         raise ValueError(
             f"loftq got {moving[0]!r}, whose start moves a part of the weights into the factors as well. Leave start "
             f"out."
         )
-    return found
+    return adapters
 
 
 def _without_factors(p: Parametrization, raw: Flat) -> Mapping[Names, Any]:
@@ -117,9 +117,11 @@ def _without_factors(p: Parametrization, raw: Flat) -> Mapping[Names, Any]:
     return flatten(p.fold(nest(replace(raw, arrays={**raw.arrays, **zeros})))).arrays
 
 
-def _subtract(tree: Flat, others: Mapping[Names, Any]) -> Flat:
+def _subtract(tree: Flat, subtrahends: Mapping[Names, Any]) -> Flat:
     """The tree with these arrays taken away from its own, in float32 where that is more."""
-    less = {at: widened(tree.arrays[at]) - widened(x) for at, x in others.items() if _is_inexact_array(tree.arrays[at])}
+    less = {
+        at: widened(tree.arrays[at]) - widened(x) for at, x in subtrahends.items() if _is_inexact_array(tree.arrays[at])
+    }
     return replace(tree, arrays={**tree.arrays, **less})
 
 
@@ -130,7 +132,7 @@ def _is_inexact_array(x: Any) -> bool:
 
 def _cast_like(new: Mapping[Names, Any], tree: Flat) -> Flat:
     """The tree with new arrays of its own dtypes."""
-    own = {
+    new_arrays = {
         at: new[at].astype(dtype_of(x)) if at in new and _is_inexact_array(x) else x for at, x in tree.arrays.items()
     }
-    return replace(tree, arrays=own)
+    return replace(tree, arrays=new_arrays)

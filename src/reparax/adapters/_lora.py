@@ -129,8 +129,8 @@ class LoRA(RowsAndColumns):
 
     def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         start, x = STARTS[self.start], widened(w)
-        factors = start.factors(x, self.rank, self._factor(x), start.given(x, key, seen))
-        a, b = (each.astype(w.dtype) for each in factors)
+        factors = start.factors(x, self.rank, self._factor(x), start.source(x, key, seen))
+        a, b = (x_of_factor.astype(w.dtype) for x_of_factor in factors)
         return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype) if start.moves else w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

@@ -53,18 +53,20 @@ def eva_ranks(seen: PyTree, rank: int, rho: float = 2.0) -> dict[str, int]:
     parts: dict[str, np.ndarray] = {}
     for path, x in zip(map(path_text, paths), nodes, strict=True):
         with locate_errors(f"eva_ranks at {path!r}"):
-            found = _explained_variance(x)
-        if found is not None:
-            parts[path] = found
+            share_of_path = _explained_variance(x)
+        if share_of_path is not None:
+            parts[path] = share_of_path
     if not parts:
         raise ValueError(
             "eva_ranks found no array that products read as one matrix, with full moments. Pass the result of "
             "`rpx.inputs(loss)(params, batch)`."
         )
     most = round(rank * rho)
-    ordered = sorted(((part, path) for path, found in parts.items() for part in found[:most]), key=lambda x: -x[0])
-    taken = [path for _, path in ordered[: rank * len(parts)]]
-    return {path: taken.count(path) for path in parts}
+    shares = sorted(
+        ((part, path) for path, share_of_path in parts.items() for part in share_of_path[:most]), key=lambda x: -x[0]
+    )
+    paths_taken = [path for _, path in shares[: rank * len(parts)]]
+    return {path: paths_taken.count(path) for path in parts}
 
 
 def _explained_variance(seen: Seen) -> np.ndarray | None:
@@ -75,7 +77,7 @@ def _explained_variance(seen: Seen) -> np.ndarray | None:
     if read.second is None or read.second.ndim < 3 or len(read.second) != 1:
         return None
     seen.require_all("data of this array")
-    count, first, second = (np.asarray(x[0], np.float64) for x in (read.count, read.first, read.second))
-    values = np.linalg.eigvalsh(second - np.outer(first, first) / max(count, 1))[::-1]
-    values[values < np.finfo(np.float32).eps * len(values) * np.trace(second)] = 0  # what rounding leaves of a mean
+    count, sums, products = (np.asarray(x[0], np.float64) for x in (read.count, read.first, read.second))
+    values = np.linalg.eigvalsh(products - np.outer(sums, sums) / max(count, 1))[::-1]
+    values[values < np.finfo(np.float32).eps * len(values) * np.trace(products)] = 0  # what rounding leaves of a mean
     return values / max(values.sum(), np.finfo(np.float64).tiny)

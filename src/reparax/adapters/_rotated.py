@@ -10,7 +10,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag, check_positive_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import product, undivided
+from reparax._numerics.linalg import product, why_not_divisible
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
 
@@ -53,7 +53,7 @@ class Rotated(RowsAndColumns):
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided((self.blocks, 1), w)
+        return why_not_divisible((self.blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         size = w.shape[0] // self.blocks

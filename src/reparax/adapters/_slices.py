@@ -17,7 +17,7 @@ from reparax._tree.values import Values, fixed, main
 
 def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
     """At least one whole number from 0 on, all different."""
-    if not isinstance(value, tuple | list) or not all(is_whole(each) and each >= 0 for each in value):
+    if not isinstance(value, tuple | list) or not all(is_whole(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes whole numbers from 0 on as {name}, but got {value!r}.")
     if not value or len(set(value)) < len(value):
         raise ValueError(f"{who} got {name}={value}, but takes different numbers, at least one.")

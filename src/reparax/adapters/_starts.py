@@ -81,16 +81,16 @@ def _start_normal(x: Array, rank: int, factor: Array, key: Array) -> Factors:
     return jax.random.normal(key, (x.shape[0], rank), x.dtype) / rank, _zero_outputs(x, rank)
 
 
-def _start_principal(x: Array, rank: int, factor: Array, given: None = None) -> Factors:
+def _start_principal(x: Array, rank: int, factor: Array, unused: None = None) -> Factors:
     """The factors of the largest singular values."""
-    del given
-    left, singular, right = _singular_directions(x, slice(rank))
-    return _balance(left, singular, right, factor)
+    del unused
+    u, singular, vh = _singular_directions(x, slice(rank))
+    return _balance(u, singular, vh, factor)
 
 
-def _start_triangular(x: Array, rank: int, factor: Array, given: None) -> Factors:
+def _start_triangular(x: Array, rank: int, factor: Array, unused: None) -> Factors:
     """The first rows and columns of the QR decomposition of the transposed matrix."""
-    del factor, given
+    del factor, unused
     q, r = jnp.linalg.qr(x.T)
     return r[:rank].T, q[:, :rank].T
 
@@ -112,17 +112,17 @@ def _start_weighted(x: Array, rank: int, factor: Array, moments: Array) -> Facto
 def _start_spared(x: Array, rank: int, factor: Array, moments: Array) -> Factors:
     """The same with the smallest singular values."""
     regular, inverse = _regularize(moments)
-    left, singular, right = _singular_directions(product(regular, x), slice(-rank, None))
-    a, b = _balance(left, singular, right, factor)
+    u, singular, vh = _singular_directions(product(regular, x), slice(-rank, None))
+    a, b = _balance(u, singular, vh, factor)
     return product(inverse, a), b
 
 
 def _start_descending(x: Array, rank: int, factor: Array, gradient: Array) -> Factors:
     """The first directions of the gradient on the side of the rows, and the next ones on that of the columns."""
     del factor
-    left, _, right = _singular_directions(gradient, slice(2 * rank))
+    u, _, vh = _singular_directions(gradient, slice(2 * rank))
     size = x.shape[1] ** 0.25 / GAMMA**0.5
-    return size * left[:, :rank], size * right[rank:]
+    return size * u[:, :rank], size * vh[rank:]
 
 
 def _zero_outputs(x: Array, rank: int) -> Array:
@@ -132,34 +132,34 @@ def _zero_outputs(x: Array, rank: int) -> Array:
 
 def _singular_directions(x: Array, which: slice) -> tuple[Array, Array, Array]:
     """Some of the singular vectors, as columns and as rows, and their singular values."""
-    left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-    return left[:, which], singular[which], right[which]
+    u, singular, vh = jnp.linalg.svd(x, full_matrices=False)
+    return u[:, which], singular[which], vh[which]
 
 
-def _balance(left: Array, singular: Array, right: Array, factor: Array) -> Factors:
+def _balance(u: Array, singular: Array, vh: Array, factor: Array) -> Factors:
     """Factors of equal norms whose product, times ``factor``, has these singular values."""
     root = jnp.sqrt(singular / jnp.abs(factor))
-    other = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
-    a = left * (jnp.sign(factor) * root).astype(left.dtype)[None]
-    return a, other.astype(right.dtype)[:, None] * right
+    nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
+    a = u * (jnp.sign(factor) * root).astype(u.dtype)[None]
+    return a, nonzero_root.astype(vh.dtype)[:, None] * vh
 
 
 def _regularize(moments: Array) -> tuple[Array, Array]:
     """The moments, with as much of the identity that their inverse is accurate, and the inverse."""
-    one = identity(moments)
+    eye = identity(moments)
     mean = jnp.trace(moments) / moments.shape[0]
     mean = jnp.where(mean == 0, 1, mean)
 
-    def inverted(share: Array) -> tuple[Array, Array, Array]:
-        regular = moments + share * mean * one
+    def invert(share: Array) -> tuple[Array, Array, Array]:
+        regular = moments + share * mean * eye
         return share, regular, jnp.linalg.inv(regular)
 
     def inaccurate(state: tuple[Array, Array, Array]) -> Array:
         _, regular, inverse = state
-        return jnp.linalg.norm(product(regular, inverse) - one) >= 0.05
+        return jnp.linalg.norm(product(regular, inverse) - eye) >= 0.05
 
-    start = inverted(jnp.asarray(0.01, moments.dtype))
-    _, regular, inverse = jax.lax.while_loop(inaccurate, lambda state: inverted(2 * state[0]), start)
+    start = invert(jnp.asarray(0.01, moments.dtype))
+    _, regular, inverse = jax.lax.while_loop(inaccurate, lambda state: invert(2 * state[0]), start)
     return regular, inverse
 
 
@@ -199,7 +199,7 @@ class Start:
     """A formula for the factors, and what it needs."""
 
     factors: Callable[[Array, int, Array, Any], Factors]
-    given: Callable[[Array, Array, Seen | None], Any] = _give_nothing
+    source: Callable[[Array, Array, Seen | None], Any] = _give_nothing
     moves: bool = False
     """Whether a part of the base moves into the factors; if not, one of them starts at zero."""
     refuses: Callable[[int, Array], str | None] = _exceeds_empty
@@ -208,14 +208,14 @@ class Start:
     @property
     def random(self) -> bool:
         """Whether the formula takes a key."""
-        return self.given is _give_key
+        return self.source is _give_key
 
     @property
     def collects(self) -> tuple[str, ...]:
         """The data that it needs."""
-        if self.given is _give_gradient:
+        if self.source is _give_gradient:
             return ("gradients",)
-        return ("full",) if self.given in (_give_moments, _give_covariance) else ()
+        return ("full",) if self.source in (_give_moments, _give_covariance) else ()
 
 
 STARTS = {

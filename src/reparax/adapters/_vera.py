@@ -65,15 +65,15 @@ class VeRA(RowsAndColumns):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, d, b = values["w"], widened(values["d"]), widened(values["b"])
-        left, right = self.factors(w)
-        return (widened(w) + product(left * d[None], right) * b[None]).astype(w.dtype)
+        a_random, b_random = self.factors(w)
+        return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
 
     def factors(self, w: Array) -> tuple[Array, Array]:
         """The random factors A and B for a matrix like ``w``."""
         key, dtype = jax.random.key(self.seed, impl="threefry2x32"), widened(w).real.dtype
-        left = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
-        right = _draw_uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
-        return left.astype(dtype), right.astype(dtype)
+        a_random = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
+        b_random = _draw_uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
+        return a_random.astype(dtype), b_random.astype(dtype)
 
 
 def _draw_uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:

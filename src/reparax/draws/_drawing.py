@@ -19,7 +19,7 @@ from reparax._weights.dtypes import narrows
 from reparax._weights.facts import Facts
 from reparax._weights.reader import Outs, Reader
 from reparax._weights.sums import Product, Sum
-from reparax.draws._noisy import Noisy, formed, mean_and_noise
+from reparax.draws._noisy import Noisy, array_of, mean_and_noise
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class NoisyRead:
 
     Attributes:
       eqn: The equation that reads; None for the result of a program or of a body.
-      made: What made the weight.
+      origin: What made the weight.
       is_own: Whether each row of the result has a draw of its own.
     """
 
     eqn: JaxprEqn | None
-    made: NoiseOrigin
+    origin: NoiseOrigin
     is_own: bool
 
 
@@ -60,75 +60,84 @@ class Drawing:
     def __init__(self) -> None:
         self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         return is_draw(eqn) or (bodies.rule(eqn) is not None and _holds_draw(eqn))
 
-    def taken_first(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
+    def take_instead(
+        self,
+        reader: Reader,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
     ) -> Outs | None:
         view = view_of(eqn)
         if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
             # The factors stay as they are, because the whole is rounded, and not each of them.
-            return [replace(args[0], dtype=view.new_dtype)], [own]
+            return [replace(args[0], dtype=view.new_dtype)], [out_facts]
         if not is_draw(eqn):
             return None
-        own = replace(own, origins=own.origins | {A_DRAW})
+        out_facts = replace(out_facts, origins=out_facts.origins | {A_DRAW})
         (array,) = view.bind(*args)
         product = Product.of(array, still=True)
         (factor,) = product.factors
         product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-        return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, own))], [own]
+        return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))], [out_facts]
 
-    def made(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    def start(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
     ) -> Outs | None:
-        others = _others(args, facts)
+        array_facts = _facts_of_arrays(args, facts)
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-        if len(others) == len(args) or not own.known or any(A_DRAW in each.origins for each in others):
+        if len(array_facts) == len(args) or not out_facts.known or any(A_DRAW in fact.origins for fact in array_facts):
             return None
-        made = makers.select_sum(args) if kind_of(eqn) is Select else makers.make_sum(eqn, args, facts)
-        return None if made is None else ([replace(made, root=_noise_origin(eqn, own))], [own])
+        noisy_sum = makers.select_sum(args) if kind_of(eqn) is Select else makers.make_sum(eqn, args, facts)
+        return None if noisy_sum is None else ([replace(noisy_sum, root=_noise_origin(eqn, out_facts))], [out_facts])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
-        others = _others(args, facts)
-        if len(others) != len(args) - 1 or all(each.known for each in others):
+    def multiply(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
+        array_facts = _facts_of_arrays(args, facts)
+        if len(array_facts) != len(args) - 1 or all(fact.known for fact in array_facts):
             return None
         (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
-        found = weight and mean_and_noise(eqn, args, i, weight)
-        if weight is None or found is None:
+        mean_with_noise = weight and mean_and_noise(eqn, args, i, weight)
+        if weight is None or mean_with_noise is None:
             return None
-        (number,), (mean, noise) = self.state, found
-        result = noise(key_of_use(weight.key, number, sorted(own.differs)), mean)
+        (number,), (mean, noise) = self.state, mean_with_noise
+        result = noise(key_of_use(weight.key, number, sorted(out_facts.differs)), mean)
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [number + jnp.uint32(1)]
         self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
         return result.astype(jaxprs.type_of(eqn.outvars[0]).dtype)
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.reads.append(NoisyRead(eqn, x.root, is_own=False))
-        return formed(x)
+        return array_of(x)
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
     """Whether the output of an equation is an array of independent normal numbers."""
     view = view_of(eqn)
-    named = isinstance(view, Jit) and view.name == random.DRAW
-    return named and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
+    has_name = isinstance(view, Jit) and view.name == random.DRAW
+    return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
-def _others(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
+def _facts_of_arrays(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
     """The facts of the operands that are arrays."""
-    return [each for x, each in zip(args, facts, strict=True) if not isinstance(x, Sum)]
+    return [fact for x, fact in zip(args, facts, strict=True) if not isinstance(x, Sum)]
 
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation draws."""
-    return any(is_draw(each) or _holds_draw(each) for jaxpr in jaxprs.inner(eqn) for each in jaxpr.eqns)
+    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
 
 
-def _noise_origin(eqn: JaxprEqn, own: Facts) -> NoiseOrigin:
+def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
     """What a sum that an equation makes knows of its draw."""
-    out = jaxprs.type_of(eqn.outvars[0])
-    return NoiseOrigin(own.origins, jax.ShapeDtypeStruct(out.shape, out.dtype))
+    output = jaxprs.type_of(eqn.outvars[0])
+    return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))

@@ -40,9 +40,9 @@ class ExplainedDraws:
     weights: tuple[NoisyWeight, ...]
 
     def __repr__(self) -> str:
-        own = sum(weight.is_own for weight in self.weights)
-        head = f"{own} of {len(self.weights)} noisy weights draw for each example"
-        rows = [(each.is_own, (each.path, (each.type, each.reason))) for each in self.weights]
+        n_own = sum(weight.is_own for weight in self.weights)
+        head = f"{n_own} of {len(self.weights)} noisy weights draw for each example"
+        rows = [(weight.is_own, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
         return write_sections(head, ("for each example", "one draw for all"), rows)
 
 
@@ -57,10 +57,10 @@ def _noisy_weights(
     """For each path, its noisy weight, and how many products draw for each row, or why not."""
     of_path: dict[str, list[NoisyRead]] = {}
     for read in reads:
-        of_path.setdefault(common_path(read.made.origins, paths), []).append(read)
+        of_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
     for path, all_reads in of_path.items():
         of_one_draw = [read for read in all_reads if not read.is_own]
         n = len(all_reads) - len(of_one_draw)
         reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
         reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in of_one_draw)
-        yield NoisyWeight(path, describe(all_reads[0].made.type), not of_one_draw, "; ".join(reasons))
+        yield NoisyWeight(path, describe(all_reads[0].origin.type), not of_one_draw, "; ".join(reasons))

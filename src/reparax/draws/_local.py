@@ -31,25 +31,25 @@ class Local(Reports):
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rehearse()
-        traced, program, consts = self.rewritten(Drawing(), args, kwargs)
+        check_this_jax()
+        call, program, consts = self.rewritten(Drawing(), args, kwargs)
         # A draw that nothing reads is not drawn.
-        return traced.restore(jaxprs.evaluate(jaxprs.live(program), [*consts, *traced.inputs]))
+        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
-        rehearse()
+        check_this_jax()
         way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        traced, *_ = self.rewritten(way, args, kwargs)
-        return explained(way.reads, paths_of(arguments, traced), lines_by_origin(traced.program))
+        call, *_ = self.rewritten(way, args, kwargs)
+        return explained(way.reads, paths_of(arguments, call), lines_by_origin(call.program))
 
     def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
         """The program, the one in which products draw for each row, and the constants that are its first inputs."""
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        traced = arguments.trace()
-        closed_over = len(traced.inputs) - len(arguments.arrays)
-        facts = facts_of_inputs(traced.program, [i < closed_over or flag for i, flag in enumerate(traced.chosen)])
-        made = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(traced.program, inputs, facts))(*traced.inputs)
-        return traced, *jaxprs.consts_first(made)
+        call = arguments.trace()
+        closed_over = len(call.inputs) - len(arguments.arrays)
+        facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
+        closed_jaxpr = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(call.program, inputs, facts))(*call.inputs)
+        return call, *jaxprs.consts_first(closed_jaxpr)
 
 
 def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
@@ -118,12 +118,12 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _own_draws() == [True, True, True])
+    jaxprs.check_this_jax(lambda: _draws_of_a_network() == [True, True, True])
 
 
-def _own_draws() -> list[bool]:
+def _draws_of_a_network() -> list[bool]:
     """For each product of a small network whether it draws for itself."""
     w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
     noisy = Local(lambda w, key, x: network(w + random.normal(key, w), x), None)

@@ -42,17 +42,21 @@ class Noisy:
     @classmethod
     def of(cls, x: Sum) -> "Noisy | None":
         """The parts of a sum; None if its entries are not independent."""
-        drawn = [(each, [factor for factor in each.factors if factor.draw is not None]) for each in x.products]
-        noise = [(each, draws) for each, draws in drawn if draws]
+        products_with_draws = [
+            (product, [factor for factor in product.factors if factor.draw is not None]) for product in x.products
+        ]
+        noise = [(product, draws) for product, draws in products_with_draws if draws]
         names = {draws[0].draw for _, draws in noise}
-        if not noise or not all(_is_entrywise(*each) for each in noise) or len(names) < len(noise):
+        if not noise or not all(_is_entrywise(*product) for product in noise) or len(names) < len(noise):
             return None
         dtype = _wide(x.dtype)
         return cls(
-            replace(x, products=tuple(each for each, draws in drawn if not draws)),
-            replace(x, products=tuple(_without(each, draws[0], dtype) for each, draws in noise), dtype=dtype),
+            replace(x, products=tuple(product for product, draws in products_with_draws if not draws)),
+            replace(
+                x, products=tuple(_without_draw(product, draws[0], dtype) for product, draws in noise), dtype=dtype
+            ),
             noise[0][1][0].key,
-            any(_long_labels(draws[0].labels) != _long_labels(_all_labels(each)) for each, draws in noise),
+            any(_long_labels(draws[0].labels) != _long_labels(_all_labels(product)) for product, draws in noise),
         )
 
 
@@ -72,10 +76,12 @@ def _long_labels(labels: Iterable[Label]) -> set[Label]:
     return {label for label in labels if label.size != 1}
 
 
-def _without(product: Product, draw: Factor, dtype: Any) -> Product:
+def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     """A product without its draw."""
-    rest = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
-    return replace(product, factors=tuple(rest or [Factor(jnp.ones((), dtype), (), still=True)]))
+    other_factors = [
+        replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw
+    ]
+    return replace(product, factors=tuple(other_factors or [Factor(jnp.ones((), dtype), (), still=True)]))
 
 
 Noise = Callable[[Any, Array], Array]
@@ -92,16 +98,16 @@ def mean_and_noise(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) ->
     if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
         return None
     noise = rule(view, args, i, weight)
-    return noise and (widened(view.bind(*args[:i], formed(weight.mean), *args[i + 1 :])), noise)
+    return noise and (widened(view.bind(*args[:i], array_of(weight.mean), *args[i + 1 :])), noise)
 
 
-def formed(x: Sum) -> Array:
+def array_of(x: Sum) -> Array:
     """The array of a sum, computed in float32 or wider, and rounded once."""
     wide = _wide(x.dtype)
-    made = (
+    array = (
         array_of_products(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
     )
-    return made.astype(x.dtype)
+    return array.astype(x.dtype)
 
 
 def _wide(dtype: Any) -> Any:
@@ -109,19 +115,19 @@ def _wide(dtype: Any) -> Any:
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
-def _squared(x: Sum) -> Sum:
+def _square_factors(x: Sum) -> Sum:
     """The squares of the factors of each product."""
     products = tuple(
-        replace(each, factors=tuple(replace(factor, array=jnp.square(factor.whole)) for factor in each.factors))
-        for each in x.products
+        replace(product, factors=tuple(replace(factor, array=jnp.square(factor.dense)) for factor in product.factors))
+        for product in x.products
     )
     return replace(x, products=products)
 
 
 def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
     """Noise whose variance is a function of data, a squared spread and settings; it is traced once for equal types."""
-    alike = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
-    return partial(_add_noise, variance, settings, x, alike)
+    numbered_spread = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
+    return partial(_add_noise, variance, settings, x, numbered_spread)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -131,9 +137,9 @@ def _add_noise(
     """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
 
     def noise(x: Any, spread: Sum, key: Any) -> Array:
-        squares = variance(x, _squared(spread), *settings)
+        squares = variance(x, _square_factors(spread), *settings)
         # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
-        squares = pull_back_once(squares) if any(each.labels for each in spread.products) else squares
+        squares = pull_back_once(squares) if any(product.labels for product in spread.products) else squares
         return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
@@ -174,7 +180,7 @@ def _noise_of_dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Nois
 def _products_with_data(x: Any, squares: Sum, i: int, view: Dot) -> list[Product] | None:
     """The products of data and a weight, which is the ``i``-th operand."""
     data = Product.of(x, still=False)
-    pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+    pairs = [(data, product) if i == 1 else (product, data) for product in squares.products]
     return all_or_none(contract(a, b, view.contracting, view.batch) for a, b in pairs)
 
 
@@ -197,7 +203,7 @@ def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: N
 def _products_in_groups(x: Any, sizes: Any, squares: Sum, i: int, view: RaggedDot) -> list[Product] | None:
     """The products of data in groups of these sizes and a weight, which is the ``i``-th operand."""
     data = Product.of(x, still=False)
-    pairs = [(data, each) if i == 1 else (each, data) for each in squares.products]
+    pairs = [(data, product) if i == 1 else (product, data) for product in squares.products]
     return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
 
 
@@ -219,9 +225,9 @@ def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
     """The variance of a convolution, from data and a squared spread, for one channel if all are alike."""
     numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
-    alike = not any(each.labels.intersection(each.axes[channels]) for each in squares.products)
-    n = groups if alike else squares.shape[channels]
-    kernel = lax.slice_in_dim(formed(squares), 0, n, axis=channels)
+    same_for_channels = not any(product.labels.intersection(product.axes[channels]) for product in squares.products)
+    n = groups if same_for_channels else squares.shape[channels]
+    kernel = lax.slice_in_dim(array_of(squares), 0, n, axis=channels)
     settings = {"precision": _precision(view), "preferred_element_type": squares.dtype}
     return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
 
@@ -233,8 +239,8 @@ def _noise_of_gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -
 
 def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
     """The variance of rows at these places; where there is no row, there is no noise."""
-    changed = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
-    return view.bind(formed(squares), places, **changed)
+    new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
+    return view.bind(array_of(squares), places, **new_params)
 
 
 def _noise_of_multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
@@ -254,17 +260,17 @@ def _noise_of_sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> No
 
 def _variance_of_multiple(x: Any, squares: Sum) -> Any:
     """The variance of a weight times data, from data and a squared spread."""
-    return _square(x) * formed(squares)
+    return _square(x) * array_of(squares)
 
 
 def _variance_of_quotient(x: Any, squares: Sum) -> Any:
     """The variance of a weight over data, from data and a squared spread."""
-    return formed(squares) / _square(x)
+    return array_of(squares) / _square(x)
 
 
 def _variance_of_weight(_: None, squares: Sum) -> Any:
     """The variance of a weight."""
-    return formed(squares)
+    return array_of(squares)
 
 
 _RULES: dict[type[View], Rule] = {

@@ -64,10 +64,10 @@ class Reading:
         self._lines = lines_by_origin(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
-        data = (x for x, chosen in zip(arguments.arrays, arguments.chosen, strict=True) if not chosen)
+        data = (x for x, chosen in zip(arguments.arrays, arguments.is_chosen, strict=True) if not chosen)
         closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
         values = [self._fixed_value(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
-        for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.chosen, strict=True)):
+        for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
                 self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
@@ -200,7 +200,7 @@ class Reading:
 
     def _read_scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         """What a scan carries in the end, and the stacks of what its body gives at each step."""
-        n_consts, n_carry = jaxprs.counts(eqn)
+        n_consts, n_carry = jaxprs.scan_counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
         why, steps = describe_read(eqn, "takes it in steps", self._lines), list[Labelled]()
         for value in operands[n_consts + n_carry :]:

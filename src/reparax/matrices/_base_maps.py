@@ -32,8 +32,8 @@ def exponential(base: Array, x: Array) -> Array:
     skew, across = _split_by_base(base, x)
     if base.shape[-2] == base.shape[-1]:
         return product(base, expm(skew))
-    one = identity(skew)
-    turning = jnp.block([[skew, -product(adjoint(across), across)], [one, jnp.zeros_like(one)]])
+    eye = identity(skew)
+    turning = jnp.block([[skew, -product(adjoint(across), across)], [eye, jnp.zeros_like(eye)]])
     return product(jnp.concatenate([base, across], axis=-1), expm(turning)[..., : base.shape[-1]])
 
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_two
-from reparax._numerics.linalg import divided, undivided
+from reparax._numerics.linalg import as_blocks, why_not_divisible
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
@@ -53,10 +53,10 @@ class Blocks(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided(self.shape, w)
+        return why_not_divisible(self.shape, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"x": jnp.swapaxes(divided(w, *self.shape), -3, -2)}
+        return {"x": jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         *batch, rows, columns, height, width = values["x"].shape

@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._numerics.lengths import is_zero, unit
-from reparax._numerics.linalg import divided, no_rank, product, undivided
+from reparax._numerics.linalg import as_blocks, no_rank, product, why_not_divisible
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
@@ -79,8 +79,8 @@ class LowRank(RowsAndColumns, Constraint):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         values = self.init_leaf(w)
         v, rows = values["v"], (values["v"].ndim - 1,)
-        drawn = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
-        return {**values, "v": jnp.where(is_zero(v, rows), drawn, v)}
+        noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
+        return {**values, "v": jnp.where(is_zero(v, rows), noise, v)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
@@ -90,10 +90,10 @@ class LowRank(RowsAndColumns, Constraint):
 @functools.partial(inlined, static_argnums=1)
 def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
     """The factors of the nearest matrix of this rank, with more columns and rows of zeros if there are fewer."""
-    left, singular, right = jnp.linalg.svd(w, full_matrices=False)
+    left_vectors, singular, right_vectors = jnp.linalg.svd(w, full_matrices=False)
     root = jnp.sqrt(singular[..., :rank])
-    u = left[..., :rank] * root[..., None, :].astype(left.dtype)
-    v = root[..., :, None].astype(right.dtype) * right[..., :rank, :]
+    u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
+    v = root[..., :, None].astype(right_vectors.dtype) * right_vectors[..., :rank, :]
     batch, more = [(0, 0)] * (w.ndim - 2), (0, rank - root.shape[-1])
     return jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
 
@@ -132,17 +132,17 @@ class Kronecker(RowsAndColumns, Constraint):
     shape: tuple[int, int] = argument(check_two)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided(self.shape, w)
+        return why_not_divisible(self.shape, w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).init_leaf(self._arranged(w)))
+        return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w)))
 
     @property
     def random_start(self) -> bool:
         return False  # only rows of zeros are drawn
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).draw_leaf(self._arranged(w), key))
+        return self._reshape_factors(w, LowRank(1).draw_leaf(self._rearrange(w), key))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]
@@ -150,9 +150,9 @@ class Kronecker(RowsAndColumns, Constraint):
         *batch, rows, height, columns, width = blocks.shape
         return blocks.reshape(*batch, rows * height, columns * width).astype(a.dtype)
 
-    def _arranged(self, w: Array) -> Array:
+    def _rearrange(self, w: Array) -> Array:
         """W rearranged, with the entries of A as rows and those of B as columns; of rank 1 on the image."""
-        blocks = jnp.swapaxes(divided(w, *self.shape), -3, -2)
+        blocks = jnp.swapaxes(as_blocks(w, *self.shape), -3, -2)
         *batch, rows, columns, height, width = blocks.shape
         return blocks.reshape(*batch, rows * columns, height * width)
 

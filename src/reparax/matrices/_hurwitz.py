@@ -92,10 +92,10 @@ class Hurwitz(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)
-        norm, one, excess = _row_sum_norm(x, self.margin), identity(x), self._excess(x)[..., None, None]
+        norm, eye, excess = _row_sum_norm(x, self.margin), identity(x), self._excess(x)[..., None, None]
         inside = excess < -resolution(x, norm) / 2
-        stable = x + (self.margin - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * one
-        q = norm * one
+        stable = x + (self.margin - jnp.where(inside, 0, excess + norm / 100 + 2 * resolution(w, norm))) * eye
+        q = norm * eye
         solution = _solve_lyapunov(stable, q)
         values, vectors = definite_eigen(solution)
         values = {

@@ -10,7 +10,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import adjoint, no_square, oriented, polar, product
+from reparax._numerics.linalg import adjoint, no_square, polar, product, without_reflection
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
@@ -52,7 +52,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         """The matrix that the values stand for; a wide one is transposed, computed, and transposed back."""
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
-        return self.reached(base.mT, x.mT).mT if wide else self.reached(base, x)
+        return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
 
     def refuse_shape(self, w: Array) -> str | None:
         """Why a matrix of this shape is refused, or None."""
@@ -63,7 +63,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
         """The point of the image nearest to ``w``."""
         return polar(w)
 
-    def reached(self, base: Array, x: Array) -> Array:
+    def move(self, base: Array, x: Array) -> Array:
         """The matrix that ``x`` reaches from ``base``; both have at least as many rows as columns."""
         return _MAPS[self.map](base, x)
 
@@ -139,8 +139,8 @@ class SpecialOrthogonal(_Orthonormal):
         return no_square(w)
 
     def nearest(self, w: Array) -> Array:
-        left, _, right = jnp.linalg.svd(w)
-        return product(oriented(left, right), right)
+        u, _, vh = jnp.linalg.svd(w)
+        return product(without_reflection(u, vh), vh)
 
 
 class Stiefel(_Orthonormal):
@@ -216,5 +216,5 @@ class Grassmann(_Orthonormal):
             return None
         return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
 
-    def reached(self, base: Array, x: Array) -> Array:
-        return super().reached(base, x - product(base, product(adjoint(base), x)))
+    def move(self, base: Array, x: Array) -> Array:
+        return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -12,7 +12,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import divided, identity, no_square, undivided
+from reparax._numerics.linalg import as_blocks, identity, no_square, why_not_divisible
 from reparax._numerics.terms import Term
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
@@ -37,8 +37,8 @@ class _Pattern(RowsAndColumns, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
         n = self.order(x.shape[-1])
-        padded = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
-        return padded[..., self.places(*_row_and_column(n), n)]
+        with_zero = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
+        return with_zero[..., self.places(*_row_and_column(n), n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
@@ -215,8 +215,8 @@ class Diagonal(_Pattern):
         return jnp.where(jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=bool), columns.shape), columns, 0)
 
     def terms_leaf(self, values: dict[str, Array]) -> list[Term]:
-        stacked = "abcdefgh"[: values["x"].ndim - 1]
-        return [Term(f"{stacked}i->{stacked}ii", values["x"])]
+        batch = "abcdefgh"[: values["x"].ndim - 1]
+        return [Term(f"{batch}i->{batch}ii", values["x"])]
 
     def size(self, n: int) -> int:
         return n
@@ -253,8 +253,8 @@ class Circulant(_Pattern):
     """
 
     def terms_leaf(self, values: dict[str, Array]) -> list[Term]:
-        stacked = "abcdefgh"[: values["x"].ndim - 1]
-        return [Term(f"{stacked}(i-j)->{stacked}ij", values["x"])]
+        batch = "abcdefgh"[: values["x"].ndim - 1]
+        return [Term(f"{batch}(i-j)->{batch}ij", values["x"])]
 
     def size(self, n: int) -> int:
         return n
@@ -325,15 +325,15 @@ class BlockDiagonal(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return undivided((self.blocks, self.blocks), w)
+        return why_not_divisible((self.blocks, self.blocks), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        diagonal = jnp.diagonal(divided(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
+        diagonal = jnp.diagonal(as_blocks(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
         return {"x": jnp.moveaxis(diagonal, -1, -3)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
         *batch, blocks, height, width = x.shape
-        here = jnp.eye(blocks, dtype=bool).reshape(blocks, 1, blocks, 1)
-        spread = jnp.where(jnp.broadcast_to(here, (*batch, blocks, height, blocks, width)), x[..., None, :], 0)
+        is_diagonal = jnp.eye(blocks, dtype=bool).reshape(blocks, 1, blocks, 1)
+        spread = jnp.where(jnp.broadcast_to(is_diagonal, (*batch, blocks, height, blocks, width)), x[..., None, :], 0)
         return spread.reshape(*batch, blocks * height, blocks * width)

@@ -17,10 +17,10 @@ from reparax._numerics.linalg import (
     adjoint,
     no_rank,
     no_square,
-    oriented,
     polar,
     product,
     resolution,
+    without_reflection,
 )
 from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
@@ -41,8 +41,8 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x, rank = widened(w), self.rank_of(w)
-        left, singular, right = jnp.linalg.svd(x, full_matrices=False)
-        u, v = self.turned(left, right)[..., :rank], adjoint(right)[..., :rank]
+        left_vectors, singular, right_vectors = jnp.linalg.svd(x, full_matrices=False)
+        u, v = self.left_vectors(left_vectors, right_vectors)[..., :rank], adjoint(right_vectors)[..., :rank]
         s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
         free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
         return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}
@@ -54,20 +54,20 @@ class _SingularValues(RowsAndColumns, Constraint):
         return product(u * singular.astype(u.dtype), adjoint(v)).astype(values["u"].dtype)
 
     def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        def moved(side: str) -> dict[str, Array]:
+        def rebase_side(side: str) -> dict[str, Array]:
             base, x = values[f"base_{side}"], values[side]
             return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
 
-        return {**values, **moved("u"), **moved("v")}
+        return {**values, **rebase_side("u"), **rebase_side("v")}
 
     def rank_of(self, w: Array) -> int:
         """The number of singular values."""
         return min(w.shape[-2:])
 
-    def turned(self, left: Array, right: Array) -> Array:
+    def left_vectors(self, u: Array, vh: Array) -> Array:
         """The left singular vectors at the start."""
-        del right
-        return left
+        del vh
+        return u
 
     @abstractmethod
     def spectrum(self, s: Array) -> Array:
@@ -104,8 +104,8 @@ class _BoundedBelow(_SingularValues):
         return jax.nn.softplus(s) + self.least
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        bound = jnp.maximum(self.least, least)
-        return softplus_inverse(jnp.where(singular > bound, singular, 2 * bound) - self.least)
+        floor = jnp.maximum(self.least, least)
+        return softplus_inverse(jnp.where(singular > floor, singular, 2 * floor) - self.least)
 
 
 class FixedRank(_BoundedBelow):
@@ -211,8 +211,8 @@ class SpecialLinear(_SingularValues):
     def refuse_leaf(self, w: Array) -> str | None:
         return no_square(w)
 
-    def turned(self, left: Array, right: Array) -> Array:
-        return oriented(left, right)
+    def left_vectors(self, u: Array, vh: Array) -> Array:
+        return without_reflection(u, vh)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether the determinant is 1, up to rounding.
@@ -237,10 +237,10 @@ class SpecialLinear(_SingularValues):
     def coordinates(self, singular: Array, least: Array) -> Array:
         hidden = singular <= least
         size = jnp.max(jnp.where(hidden, 1, singular), axis=-1, keepdims=True)
-        known = jnp.log(jnp.where(hidden, 1, singular / size))  # small numbers, whose rounding is small
-        count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(known.dtype)
-        others = jnp.sum(known + jnp.where(hidden, 0, jnp.log(size)), axis=-1, keepdims=True)
-        s = jnp.where(hidden, jnp.minimum(-others / count, jnp.log(least)) - jnp.log(size), known)
+        logs = jnp.log(jnp.where(hidden, 1, singular / size))  # small numbers, whose rounding is small
+        count = jnp.maximum(jnp.sum(hidden, axis=-1, keepdims=True), 1).astype(logs.dtype)
+        sum_of_logs = jnp.sum(logs + jnp.where(hidden, 0, jnp.log(size)), axis=-1, keepdims=True)
+        s = jnp.where(hidden, jnp.minimum(-sum_of_logs / count, jnp.log(least)) - jnp.log(size), logs)
         return s - jnp.mean(s, axis=-1, keepdims=True)
 
 

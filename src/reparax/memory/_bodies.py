@@ -10,13 +10,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax._numerics.tie import read_in_step
 from reparax._programs import dependence, jaxprs
-from reparax._programs.dependence import Flags, Known, Special
+from reparax._programs.dependence import EquationRule, Flags, Known
 from reparax._programs.roots import contains_apply, is_apply, with_roots
 from reparax._programs.steps import LARGE
 from reparax._reports.sizes import size_in_bytes
 from reparax.memory._ties import read_as_more_than_views
 
-Cut = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
+FunctionOfBody = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
 
 def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
@@ -26,65 +26,66 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     """
     applies = functools.cache(contains_apply)  # many equations hold one program
 
-    def opens(eqn: JaxprEqn) -> bool:
+    def is_opened(eqn: JaxprEqn) -> bool:
         return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
 
-    def opening(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-        if not opens(eqn):
+    def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if not is_opened(eqn):
             return None
-        inside, consts = jaxprs.body(eqn)
-        return lambda *args: dependence.run(inside, [*consts, *args], opening)
+        inner_jaxpr, consts = jaxprs.body(eqn)
+        return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
 
-    return jaxprs.open_calls(jaxpr, opens) or dependence.rewritten(jaxpr, args, opening)
+    return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
 
 
-def cutting(env: Known, cut: Cut) -> Special:
-    """How to run the equations of a program: ``cut`` splits the bodies that mix values known in ``env`` with others."""
+def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> EquationRule:
+    """How to run the equations of a program: bodies that mix known values with others recompute too."""
 
-    def special(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        given = dependence.flags(env, eqn.invars)
-        rebound = jaxprs.runner_of(eqn)
-        if rebound is None or all(given) or not any(given):
+    def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        known_inputs = dependence.are_known(is_known, eqn.invars)
+        run_with_body = jaxprs.runner_of(eqn)
+        if run_with_body is None or all(known_inputs) or not any(known_inputs):
             return None
         if jaxprs.is_scan(eqn):
-            given = dependence.steady_inputs(eqn, given)
+            known_inputs = dependence.steady_inputs(eqn, known_inputs)
         jaxpr, consts = jaxprs.body(eqn)
-        given = with_roots(jaxpr, [True for _ in consts] + given)
+        known_inputs = with_roots(jaxpr, [True for _ in consts] + known_inputs)
         if jaxprs.is_scan(eqn):
-            jaxpr, added = _read_by_steps(jaxpr, given, len(consts) + sum(jaxprs.counts(eqn)))
-            consts, given = [*added, *consts], [True for _ in added] + given
-        if not _mixes(jaxpr, given):
+            jaxpr, new_consts = _read_by_steps(jaxpr, known_inputs, len(consts) + sum(jaxprs.scan_counts(eqn)))
+            consts, known_inputs = [*new_consts, *consts], [True for _ in new_consts] + known_inputs
+        if not _mixes(jaxpr, known_inputs):
             return None
-        return functools.partial(rebound, functools.partial(cut(jaxpr, given), *consts))
+        return functools.partial(run_with_body, functools.partial(function_of_body(jaxpr, known_inputs), *consts))
 
-    return special
+    return rule
 
 
-def _mixes(jaxpr: Jaxpr, given: Flags) -> bool:
+def _mixes(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
     """Whether there is anything to recompute, here or in an inner program."""
-    env = dependence.known(jaxpr, given)
+    is_known = dependence.known_variables(jaxpr, known_inputs)
     for eqn in jaxpr.eqns:
-        own = dependence.flags(env, eqn.invars)
-        if all(own) or (any(own) and jaxprs.runner_of(eqn) is not None):
+        known_operands = dependence.are_known(is_known, eqn.invars)
+        if all(known_operands) or (any(known_operands) and jaxprs.runner_of(eqn) is not None):
             return True
     return False
 
 
-def _read_by_steps(jaxpr: Jaxpr, given: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
+def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
     """The body of a scan, in which weights are marked that a step reads as they are, and constants, its first inputs.
 
     The inputs from ``start`` on are one step's slices.
     """
-    again, slices = read_as_more_than_views(jaxpr, given), zip(jaxpr.invars[start:], given[start:], strict=True)
-    chosen = {v for v, own in slices if own and v not in again and _is_large(jaxprs.type_of(v))}
-    if not chosen:
+    copied = read_as_more_than_views(jaxpr, known_inputs)
+    slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
+    weights = {v for v, is_known in slices if is_known and v not in copied and _is_large(jaxprs.type_of(v))}
+    if not weights:
         return jaxpr, []
 
-    def marked(*args: Any) -> list[Any]:
+    def with_marks(*args: Any) -> list[Any]:
         pairs = zip(jaxpr.invars, args, strict=True)
-        return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in chosen else x for v, x in pairs])
+        return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in weights else x for v, x in pairs])
 
-    return jaxprs.consts_first(jax.make_jaxpr(marked)(*(v.aval for v in jaxpr.invars)))
+    return jaxprs.consts_first(jax.make_jaxpr(with_marks)(*(v.aval for v in jaxpr.invars)))
 
 
 def _is_large(x: Any) -> bool:

@@ -21,55 +21,55 @@ LEAST = 1024
 """Masks of fewer entries are drawn again: to store them saves no time."""
 
 
-def in_bits(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:
+def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
     """The program whose masks are read from bits, with constants as its first inputs, and these."""
-    chosen = _masks(jaxpr, given)
-    if not chosen:
+    masks = _masks(jaxpr, known_inputs)
+    if not masks:
         return jaxpr, []
 
-    def special(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        if chosen.isdisjoint(eqn.outvars):
+    def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        if masks.isdisjoint(eqn.outvars):
             return None
-        alone = jaxprs.part(jaxpr, [eqn], eqn.outvars)
-        places = [eqn.invars.index(v) for v in alone.invars]
+        program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in program.invars]
 
-        def made(*args: Any) -> list[Any]:
-            outs = jaxprs.evaluate(alone, [args[i] for i in places])
-            return [_stored(x) if v in chosen else x for v, x in zip(eqn.outvars, outs, strict=True)]
+        def run_with_bits(*args: Any) -> list[Any]:
+            outs = jaxprs.evaluate(program, [args[i] for i in places])
+            return [_read_from_bits(x) if v in masks else x for v, x in zip(eqn.outvars, outs, strict=True)]
 
-        return made
+        return run_with_bits
 
-    return dependence.rewritten(jaxpr, args, special)
+    return dependence.rewrite(jaxpr, args, rule)
 
 
-def _masks(jaxpr: Jaxpr, given: Flags) -> set[Var]:
-    """The masks that are made from given inputs, and for which alone their random numbers are drawn."""
-    known = dependence.known(jaxpr, given)
-    behind: dict[Any, set[Var]] = {v: set() for v in jaxpr.invars if _is_key(v)}  # the random numbers behind a value
+def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
+    """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
+    is_known = dependence.known_variables(jaxpr, known_inputs)
+    randoms_behind: dict[Any, set[Var]] = {v: set() for v in jaxpr.invars if _is_key(v)}
     masks = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
-        drawn = [behind[v] for v in jaxprs.variables(eqn.invars) if v in behind]
-        if drawn:
+        randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]
+        if randoms:
             for v in eqn.outvars:
-                behind[v] = set().union(*drawn) | ({v} if not _is_bool(v) else set())
-                if _is_bool(v) and known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
-                    masks[v] = {u for u in behind[v] if _entries_of(u) >= _entries_of(v)}
-    chosen = set(masks)
+                randoms_behind[v] = set().union(*randoms) | ({v} if not _is_bool(v) else set())
+                if _is_bool(v) and is_known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
+                    masks[v] = {u for u in randoms_behind[v] if _entries_of(u) >= _entries_of(v)}
+    candidates = set(masks)
     while True:
-        read = _needed(jaxpr, chosen)
-        kept = {v for v in chosen if masks[v].isdisjoint(read)}
-        if kept == chosen:
-            return chosen
-        chosen = kept
+        needed = _variables_needed(jaxpr, candidates)
+        remaining = {v for v in candidates if masks[v].isdisjoint(needed)}
+        if remaining == candidates:
+            return candidates
+        candidates = remaining
 
 
-def _needed(jaxpr: Jaxpr, stored: set[Var]) -> set[Var]:
+def _variables_needed(jaxpr: Jaxpr, candidates: set[Var]) -> set[Var]:
     """What the outputs of a program depend on, if they read some values from memory."""
-    read = set(jaxprs.variables(jaxpr.outvars))
+    needed = set(jaxprs.variables(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
-        if any(v in read and v not in stored for v in eqn.outvars):
-            read.update(jaxprs.variables(eqn.invars))
-    return read
+        if any(v in needed and v not in candidates for v in eqn.outvars):
+            needed.update(jaxprs.variables(eqn.invars))
+    return needed
 
 
 def _is_key(v: Any) -> bool:
@@ -95,13 +95,13 @@ def _axis(type_: Any) -> int | None:
     return next((i for i, (n, name) in enumerate(sizes) if n % 8 == 0 and name is None), None)
 
 
-def _stored(mask: Array) -> Array:
+def _read_from_bits(mask: Array) -> Array:
     """A mask, read from its bits."""
     axis = _axis(jax.typeof(mask))
     assert axis is not None
-    before, after = mask.shape[:axis], mask.shape[axis + 1 :]
-    eights = mask.reshape(*before, -1, 8, *after).astype(jnp.uint8)
+    leading, trailing = mask.shape[:axis], mask.shape[axis + 1 :]
+    eights = mask.reshape(*leading, -1, 8, *trailing).astype(jnp.uint8)
     places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
-    packed = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
-    bits = jnp.expand_dims(packed, axis + 1) >> places & jnp.uint8(1)
+    byte = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
+    bits = jnp.expand_dims(byte, axis + 1) >> places & jnp.uint8(1)
     return bits.reshape(mask.shape).astype(jnp.bool_)

@@ -21,34 +21,36 @@ class Piece:
 
     Attributes:
       program: The program.
-      given: Which inputs are given: parameters and keys, from which weights are computed.
+      known_inputs: Which inputs are known: parameters and keys, from which weights are computed.
       n_dots: How many inputs, the last, are tangents.
       keeps_masks: Whether the backward pass reads masks in bits instead of drawing them again.
     """
 
     program: Jaxpr
-    given: Flags
+    known_inputs: Flags
     n_dots: int = 0
     keeps_masks: bool = False
 
     @property
     def n_fixed(self) -> int:
         """How many inputs are not tangents."""
-        return len(self.given) - self.n_dots
+        return len(self.known_inputs) - self.n_dots
 
     def evaluate(self, *args: Any) -> list[Any]:
         """The outputs, by the equations of the program."""
         return jaxprs.evaluate(self.program, args)
 
-    def behind(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
-        """Another program of the same inputs, after constants, which are given."""
-        return replace(self, program=program, given=[True for _ in consts] + self.given)
+    def with_constants_first(self, consts: Sequence[Any], program: Jaxpr) -> "Piece":
+        """Another program of the same inputs, after constants, which are known."""
+        return replace(self, program=program, known_inputs=[True for _ in consts] + self.known_inputs)
 
-    def pruned(self, used: Flags) -> tuple["Piece", Flags]:
+    def keep_outputs(self, used_outputs: Flags) -> tuple["Piece", Flags]:
         """The piece with only the used outputs, and which inputs these need."""
-        program, read = jaxprs.keep_used(self.program, used)
-        given = [flag for flag, each in zip(self.given, read, strict=True) if each]
-        return replace(self, program=program, given=given, n_dots=sum(read[self.n_fixed :])), read
+        program, read_inputs = jaxprs.keep_used(self.program, used_outputs)
+        known_inputs = [flag for flag, is_read in zip(self.known_inputs, read_inputs, strict=True) if is_read]
+        return replace(
+            self, program=program, known_inputs=known_inputs, n_dots=sum(read_inputs[self.n_fixed :])
+        ), read_inputs
 
 
 class Pieces:
@@ -63,7 +65,7 @@ class Pieces:
     """
 
     def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
-        self.primitive = made = _Call(name)
+        self.primitive = primitive = _Call(name)
 
         def of_arguments(*args: Any, **params: Any) -> list[Any]:
             return run(piece_of(params), args)
@@ -72,14 +74,16 @@ class Pieces:
             program = piece_of(params).program
             return jaxprs.types(program), program.effects
 
-        made.def_impl(of_arguments)
-        made.def_effectful_abstract_eval(types)
-        mlir.register_lowering(made, mlir.lower_fun(of_arguments, multiple_results=True))
-        ad.primitive_jvps[made] = lambda primals, tangents, **params: jvp(piece_of(params), primals, tangents)
-        ad.primitive_transposes[made] = lambda cts, *args, **params: transpose(piece_of(params), cts, args)
-        batching.fancy_primitive_batchers[made] = self._batched
+        primitive.def_impl(of_arguments)
+        primitive.def_effectful_abstract_eval(types)
+        mlir.register_lowering(primitive, mlir.lower_fun(of_arguments, multiple_results=True))
+        ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp(piece_of(params), primals, tangents)
+        ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(piece_of(params), cts, args)
+        batching.fancy_primitive_batchers[primitive] = self._batched
         # One more argument since jax 0.12.0.
-        partial_eval.dce_rules[made] = lambda used, *rest: _prune_equation(used, rest[-1])
+        partial_eval.dce_rules[primitive] = lambda used_outputs, *arguments: _prune_equation(
+            used_outputs, arguments[-1]
+        )
 
     def __call__(self, piece: Piece, args: Sequence[Any]) -> list[Any]:
         """The outputs of a piece, as one equation."""
@@ -88,7 +92,7 @@ class Pieces:
     def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
         piece = piece_of(params)
         program, consts, places = jaxprs.batch_program(piece.program, args, dims, axis)
-        return self(piece.behind(consts, program), [*consts, *args]), places
+        return self(piece.with_constants_first(consts, program), [*consts, *args]), places
 
 
 class _Call(Primitive):
@@ -106,27 +110,27 @@ class _Call(Primitive):
         if params["n_dots"]:  # what is added need not be linear
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
-        added = len(operands) - len(params["given"])
-        given = [*(True for _ in consts), *(False for _ in range(added)), *params["given"]]
-        return self.bind(*consts, *operands, **_params(Piece(program, given, keeps_masks=params["keeps_masks"])))
+        n_new = len(operands) - len(params["known_inputs"])
+        known_inputs = [*(True for _ in consts), *(False for _ in range(n_new)), *params["known_inputs"]]
+        return self.bind(*consts, *operands, **_params(Piece(program, known_inputs, keeps_masks=params["keeps_masks"])))
 
 
-def _prune_equation(used: Flags, eqn: Any) -> tuple[Flags, Any]:
+def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
     """The rule of dead code: which operands of a piece are read, and its equation with the outputs that are used."""
-    if not any(used) and not eqn.effects:
+    if not any(used_outputs) and not eqn.effects:
         return [False for _ in eqn.invars], None
-    piece, read = piece_of(jaxprs.own_parameters(eqn)).pruned(used)
-    invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
-    outvars = [v for v, flag in zip(eqn.outvars, used, strict=True) if flag]
-    return read, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))
+    piece, read_operands = piece_of(jaxprs.params_of_our_equation(eqn)).keep_outputs(used_outputs)
+    invars = [v for v, flag in zip(eqn.invars, read_operands, strict=True) if flag]
+    outvars = [v for v, flag in zip(eqn.outvars, used_outputs, strict=True) if flag]
+    return read_operands, eqn.replace(invars=invars, outvars=outvars, params=_params(piece))
 
 
 def _params(piece: Piece) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
-    own = {"given": tuple(piece.given), "n_dots": piece.n_dots, "keeps_masks": piece.keeps_masks}
-    return {jaxprs.PROGRAM: piece.program, **own}
+    settings = {"known_inputs": tuple(piece.known_inputs), "n_dots": piece.n_dots, "keeps_masks": piece.keeps_masks}
+    return {jaxprs.PROGRAM: piece.program, **settings}
 
 
 def piece_of(params: Any) -> Piece:
     """The piece that parameters of an equation hold."""
-    return Piece(params[jaxprs.PROGRAM], list(params["given"]), params["n_dots"], params["keeps_masks"])
+    return Piece(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])

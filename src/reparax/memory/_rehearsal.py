@@ -9,15 +9,15 @@ from jax import Array
 
 from reparax._core.recompute import recompute
 from reparax._programs import dependence, jaxprs
-from reparax.memory._derivative import recomputing
+from reparax.memory._derivative import recomputing_function
 
 _TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: all(map(_is_weight_known, _PAIRS)) and _is_made_again(_network))
+    jaxprs.check_this_jax(lambda: all(map(_is_weight_known, _PAIRS)) and _is_recomputed(_network))
 
 
 # ---- a value that depends on weights only, and one that does not
@@ -53,8 +53,8 @@ _PAIRS = (_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice
 def _is_weight_known(pair: Any) -> bool:
     """Whether the first output is known to follow from the weight alone, and the second not."""
     program, consts = jaxprs.consts_first(jax.make_jaxpr(pair)(*_TYPES))
-    known = dependence.known(program, [*(True for _ in consts), True, False])
-    return dependence.flags(known, program.outvars) == [True, False]
+    is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
+    return dependence.are_known(is_known, program.outvars) == [True, False]
 
 
 # ---- a gradient
@@ -68,24 +68,24 @@ def _network(w: Array, x: Array) -> Array:
     return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)
 
 
-def _is_made_again(network: Any) -> bool:
+def _is_recomputed(network: Any) -> bool:
     """Whether a network keeps a weight without ``remat``, and none with it."""
 
-    def again(w: Array, x: Array) -> Array:
+    def remat_network(w: Array, x: Array) -> Array:
         program, consts = jaxprs.consts_first(jax.make_jaxpr(network)(w, x))
-        # No input is given: apply alone marks the weights.
-        return recomputing(program, [False for _ in program.invars])(*consts, w, x)[0]
+        # No input is known: apply alone marks the weights.
+        return recomputing_function(program, [False for _ in program.invars])(*consts, w, x)[0]
 
-    before, after = _kept(network), _kept(again)
-    return any(before) and not any(after) and before.count(False) == after.count(False)
+    with_storage, with_remat = _depends_on_weights(network), _depends_on_weights(remat_network)
+    return any(with_storage) and not any(with_remat) and with_storage.count(False) == with_remat.count(False)
 
 
-def _kept(network: Any) -> list[bool]:
+def _depends_on_weights(network: Any) -> list[bool]:
     """For each array that the gradient stores, except arguments, whether it depends on the weights only."""
 
     def residuals(w: Array, x: Array) -> list[Any]:
         return jaxprs.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*_TYPES))
-    known = dependence.known(program, [*(True for _ in consts), True, False])
-    return [known[v] for v in jaxprs.variables(program.outvars) if v not in program.invars]
+    is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
+    return [is_known[v] for v in jaxprs.variables(program.outvars) if v not in program.invars]

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from reparax._programs import jaxprs
 from reparax._programs.call import Argnums, Arguments, check_call
-from reparax.memory._derivative import recomputing
-from reparax.memory._rehearsal import rehearse
+from reparax.memory._derivative import recomputing_function
+from reparax.memory._rehearsal import check_this_jax
 
 
 def remat(
@@ -70,13 +70,15 @@ def remat(
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
-        rehearse()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        if jaxprs.has_refs(traced.program):
+        check_this_jax()
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        if jaxprs.has_refs(call.program):
             raise TypeError(
                 f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
                 f"function, and return its value together with the loss."
             )
-        return traced.restore(recomputing(traced.program, traced.chosen, keeps_masks=keep == "masks")(*traced.inputs))
+        return call.restore(
+            recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
+        )
 
     return function

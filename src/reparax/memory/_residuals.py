@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import Jaxpr, Var
 
 from reparax._programs import dependence, jaxprs
-from reparax._programs.dependence import Flags, Known, Special
+from reparax._programs.dependence import EquationRule, Flags, Known
 from reparax._programs.jaxprs import Env
 from reparax.memory._linear import linear, run_beside
 from reparax.memory._piece import Piece
@@ -25,7 +25,7 @@ class Linearized:
     Attributes:
       program: Gives the outputs, then the residuals.
       inputs: The value of each input of ``program``.
-      given: Which inputs are given.
+      known_inputs: Which inputs are known.
       push: The linear part, a program of the residuals and then of tangents; None if no output has a tangent.
       moving: Which inputs these tangents belong to, as indices among the inputs that have any.
       smooth: Which outputs can have tangents.
@@ -34,7 +34,7 @@ class Linearized:
 
     program: Jaxpr
     inputs: Env
-    given: Flags
+    known_inputs: Flags
     push: Jaxpr | None
     moving: Sequence[int]
     smooth: Sequence[int]
@@ -42,58 +42,58 @@ class Linearized:
 
     @classmethod
     def of(
-        cls, program: Jaxpr, given: Flags, special: Special, args: Sequence[Any], wrt: Sequence[Any]
+        cls, program: Jaxpr, known_inputs: Flags, rule: EquationRule, args: Sequence[Any], wrt: Sequence[Any]
     ) -> "Linearized":
         """The linearization of ``program`` in the inputs ``wrt``, traced but not yet run."""
-        early, late = dependence.halves(program, given)
-        found: list[Sequence[_Part]] = []
+        early, late = dependence.halves(program, known_inputs)
+        linear_parts: list[Sequence[_Part]] = []
 
         def of_inputs(*args: Any) -> tuple[list[Any], list[Any]]:
             env = dict(zip(program.invars, args, strict=True))
-            made, kept, first = _linearized(early, env, wrt, lambda eqn: None)
-            env |= dict(zip(early.outvars, made, strict=True))
-            outs, others, second = _linearized(late, env, [*wrt, *first.moved], special)
-            found.append((first, second))
-            return outs, [*kept, *others]
+            early_outs, early_residuals, early_part = _linearize_half(early, env, wrt, lambda eqn: None)
+            env |= dict(zip(early.outvars, early_outs, strict=True))
+            outs, late_residuals, late_part = _linearize_half(late, env, [*wrt, *early_part.moved], rule)
+            linear_parts.append((early_part, late_part))
+            return outs, [*early_residuals, *late_residuals]
 
-        traced, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))
-        first, second = found[-1]
-        of_halves = {*first.moving, *second.moving}
+        linearized_program, consts = jaxprs.consts_first(jax.make_jaxpr(of_inputs)(*args))
+        early_part, late_part = linear_parts[-1]
+        of_halves = {*early_part.moving, *late_part.moving}
         moving = [i for i, v in enumerate(wrt) if v in of_halves]
         return cls(
-            program=traced,
-            inputs=dict(zip(traced.invars, [*consts, *args], strict=True)),
-            given=[True for _ in consts] + given,
-            push=first.then(second, [wrt[i] for i in moving]) if second.moving else None,
+            program=linearized_program,
+            inputs=dict(zip(linearized_program.invars, [*consts, *args], strict=True)),
+            known_inputs=[True for _ in consts] + known_inputs,
+            push=early_part.then(late_part, [wrt[i] for i in moving]) if late_part.moving else None,
             moving=moving,
-            smooth=[i for i, v in enumerate(program.outvars) if dependence.smooth(v)],
+            smooth=[i for i, v in enumerate(program.outvars) if dependence.has_tangent(v)],
             n_outs=len(program.outvars),
         )
 
     def forward(self, dots: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs, and the values to store, in the order in which :meth:`tangents` takes them beside ``dots``."""
         outvars = [*self.program.outvars[: self.n_outs], *self._saved]
-        forward = jaxprs.live(jaxprs.part(self.program, self.program.eqns, outvars))
+        forward = jaxprs.without_dead_code(jaxprs.part(self.program, self.program.eqns, outvars))
         args = jaxprs.values(self.inputs, forward.invars)
-        values = run_beside(dots, Piece(forward, dependence.flags(self._known, forward.invars)), args)
+        values = run_beside(dots, Piece(forward, dependence.are_known(self._known, forward.invars)), args)
         return values[: self.n_outs], values[self.n_outs :]
 
-    def tangents(self, saved: Sequence[Any], dots: Sequence[Any]) -> dict[int, Any]:
+    def tangents(self, residuals: Sequence[Any], dots: Sequence[Any]) -> dict[int, Any]:
         """The tangents of the outputs that have any, from the stored values and the tangents of the inputs."""
         if self.push is None:
             return {}
-        given = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
-        others = [v for v in self._needed if not self._known[v]]
-        moving = self.push.invars[len(self._residuals) :]
+        known_inputs = dict.fromkeys(v for v in self._needed if self._known[v])  # a set that keeps its order
+        other_inputs = [v for v in self._needed if not self._known[v]]
+        tangent_vars = self.push.invars[len(self._residuals) :]
         push = jaxprs.substitute_inputs(self.push, dict(zip(self.push.invars, self._residuals, strict=False)))
-        fixed = [*given, *others, *self._saved]
+        invars = [*known_inputs, *other_inputs, *self._saved]
         piece = Piece(
-            program=jaxprs.join_parts([self._remade, push], [*fixed, *moving]),
-            given=[self._known.get(v, False) for v in fixed] + [False for _ in moving],
-            n_dots=len(moving),
+            program=jaxprs.join_parts([self._remade, push], [*invars, *tangent_vars]),
+            known_inputs=[self._known.get(v, False) for v in invars] + [False for _ in tangent_vars],
+            n_dots=len(tangent_vars),
         )
-        held = [*(self.inputs[v] for v in (*given, *others)), *saved]
-        return dict(zip(self.smooth, linear(piece, [*held, *(dots[i] for i in self.moving)]), strict=True))
+        operands = [*(self.inputs[v] for v in (*known_inputs, *other_inputs)), *residuals]
+        return dict(zip(self.smooth, linear(piece, [*operands, *(dots[i] for i in self.moving)]), strict=True))
 
     @property
     def _residuals(self) -> list[Any]:
@@ -102,13 +102,13 @@ class Linearized:
     @cached_property
     def _known(self) -> Known:
         """Whether each value of ``program`` can be recomputed."""
-        return dependence.known(self.program, self.given)
+        return dependence.known_variables(self.program, self.known_inputs)
 
     @cached_property
     def _remade(self) -> Jaxpr:
         """The program that recomputes residuals."""
-        again = [v for v in jaxprs.variables(self._residuals) if self._known[v] and v not in self.inputs]
-        return dependence.recomputing_program(self.program, again, self._known)
+        recomputable = [v for v in jaxprs.variables(self._residuals) if self._known[v] and v not in self.inputs]
+        return dependence.recomputing_program(self.program, recomputable, self._known)
 
     @cached_property
     def _needed(self) -> list[Any]:
@@ -118,9 +118,9 @@ class Linearized:
 
     @cached_property
     def _saved(self) -> list[Any]:
-        made = set(self._remade.outvars)
+        recomputed = set(self._remade.outvars)
         atoms = jaxprs.variables([*self._residuals, *self._remade.invars])
-        return [v for v in atoms if v not in self.inputs and v not in made]
+        return [v for v in atoms if v not in self.inputs and v not in recomputed]
 
 
 @dataclass(frozen=True)
@@ -145,26 +145,30 @@ class _Part:
         return jaxprs.join_parts([self.program, jaxprs.substitute_inputs(late.program, self.moved)], [*residuals, *wrt])
 
 
-def _linearized(half: Jaxpr, env: Env, wrt: Sequence[Any], special: Special) -> tuple[list[Any], list[Any], _Part]:
+def _linearize_half(
+    half: Jaxpr, env: Env, wrt: Sequence[Any], rule: EquationRule
+) -> tuple[list[Any], list[Any], _Part]:
     """The outputs of one half, its residuals, and its linear part in the inputs among ``wrt``."""
-    wanted = set(wrt)
-    moving = [v for v in half.invars if v in wanted]
-    smooth = [i for i, v in enumerate(half.outvars) if dependence.smooth(v)]
+    wrt_set = set(wrt)
+    moving = [v for v in half.invars if v in wrt_set]
+    smooth = [i for i, v in enumerate(half.outvars) if dependence.has_tangent(v)]
 
     def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
-        held = env | dict(zip(moving, values, strict=True))
-        outs = dependence.run(half, jaxprs.values(held, half.invars), special)
+        inputs = env | dict(zip(moving, values, strict=True))
+        outs = dependence.run(half, jaxprs.values(inputs, half.invars), rule)
         return [outs[i] for i in smooth], outs
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
         return of_moving(*points)[1], [], _Part([], {}, jaxprs.part(half, [], []))
-    _, pushed, outs = jax.linearize(of_moving, *points, has_aux=True)
-    program, residuals = jaxprs.program_and_residuals(pushed, points, len(smooth))
+    _, linear, outs = jax.linearize(of_moving, *points, has_aux=True)
+    program, residuals = jaxprs.program_and_residuals(linear, points, len(smooth))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
-    still = dependence.flags(dependence.known(program, [i < n for i in range(len(program.invars))]), program.outvars)
-    named = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
-    pairs = zip(smooth, named.outvars, still, strict=True)
-    moved = {half.outvars[i]: dot for i, dot, same in pairs if not same}
-    return outs, residuals, _Part(moving, moved, named.replace(invars=[*program.invars[:n], *moving]))
+    are_still = dependence.are_known(
+        dependence.known_variables(program, [i < n for i in range(len(program.invars))]), program.outvars
+    )
+    renamed = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
+    pairs = zip(smooth, renamed.outvars, are_still, strict=True)
+    tangent_of = {half.outvars[i]: dot for i, dot, is_still in pairs if not is_still}
+    return outs, residuals, _Part(moving, tangent_of, renamed.replace(invars=[*program.invars[:n], *moving]))

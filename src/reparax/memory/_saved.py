@@ -16,7 +16,7 @@ from reparax._programs.sources import line_of_output, lines_by_origin
 from reparax._reports.folding import Line, count_lines, fold_lines
 from reparax._reports.sizes import readable_size, size_in_bytes
 from reparax._tree.paths import describe
-from reparax.memory._rehearsal import rehearse
+from reparax.memory._rehearsal import check_this_jax
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
 _TITLES = {
@@ -64,7 +64,7 @@ class Saved:
         """
         if kind is not None and kind not in _TITLES:
             raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
-        return sum(each.bytes for each in self.kept if kind in (None, each.kind))
+        return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
@@ -76,7 +76,7 @@ class Saved:
         return "\n".join(lines)
 
     def _lines(self, kind: str) -> list[Line]:
-        of_kind = [(each.origin, (each.type, each.bytes)) for each in self.kept if each.kind == kind]
+        of_kind = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
         return fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is not a path
 
     @staticmethod
@@ -122,7 +122,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       0
     """
     who = check_call("saved", fun, argnums)
-    rehearse()
+    check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(arguments, arguments.arrays):
         raise TypeError(
@@ -130,37 +130,40 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
             f"Pass the parameters first, or name them by argnums."
         )
     loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
-    called, constants = jaxprs.consts_first(loss)
+    loss_jaxpr, constants = jaxprs.consts_first(loss)
 
-    def kept(*arrays: Any) -> list[Any]:
-        return _residuals(called, constants, arrays, _moving(arguments, arrays))
+    def residuals(*arrays: Any) -> list[Any]:
+        return _residuals(loss_jaxpr, constants, arrays, _moving(arguments, arrays))
 
-    program, consts = jaxprs.consts_first(jax.make_jaxpr(kept)(*arguments.arrays))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
     names = ["closed over" for _ in consts] + arguments.paths
-    known = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.chosen
-    return Saved(tuple(_kept_by(program, known, names, lines_by_origin(called))))
+    known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
+    return Saved(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
 
 
 def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
     """The indices of the arrays whose gradients are taken."""
-    return [i for i, x in enumerate(arrays) if arguments.chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return [
+        i for i, x in enumerate(arrays) if arguments.is_chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
 
 
-def _residuals(called: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
+def _residuals(loss_jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
     """What is stored for the gradients of the first result."""
 
     def of_moving(*values: Any) -> Any:
         inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
-        return jaxprs.evaluate(called, [*constants, *inputs.values()])[0]
+        return jaxprs.evaluate(loss_jaxpr, [*constants, *inputs.values()])[0]
 
     return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
 
-def _kept_by(program: Jaxpr, given: list[bool], origins: list[str], found: Mapping[int, str]) -> Iterator[Kept]:
+def _kept_by(program: Jaxpr, known_inputs: list[bool], origins: list[str], lines: Mapping[int, str]) -> Iterator[Kept]:
     """What a program keeps: for each output its kind, type, bytes and origin."""
-    known, inputs = dependence.known(program, given), dict(zip(program.invars, origins, strict=True))
+    is_known = dependence.known_variables(program, known_inputs)
+    inputs = dict(zip(program.invars, origins, strict=True))
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     for v in jaxprs.variables(program.outvars):
-        kind = ACTIVATIONS if not known[v] else PARAMETERS if v in inputs else WEIGHTS
-        origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), found)
+        kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in inputs else WEIGHTS
+        origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), lines)
         yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)

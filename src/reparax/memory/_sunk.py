@@ -20,20 +20,20 @@ from reparax._programs.steps import LARGE, StepPlan
 from reparax._reports.sizes import size_in_bytes
 
 
-def sunk(jaxpr: Jaxpr, args: Sequence[Any], given: Flags) -> tuple[Jaxpr, list[Any]]:
+def sink_weights(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
     """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
     loops = [eqn for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)]
-    known = dependence.known(jaxpr, given) if loops else {}
-    found = {id(eqn): _Scan.of(jaxpr, eqn, known) for eqn in loops}
-    scans = {i: scan for i, scan in found.items() if scan is not None}
+    is_known = dependence.known_variables(jaxpr, known_inputs) if loops else {}
+    scan_of = {id(eqn): _Scan.of(jaxpr, eqn, is_known) for eqn in loops}
+    scans = {i: scan for i, scan in scan_of.items() if scan is not None}
     if not scans:
         return jaxpr, []
     eqns = [scans[id(eqn)].eqn if id(eqn) in scans else eqn for eqn in jaxpr.eqns]
     functions = {id(scan.eqn): scan.run for scan in scans.values()}
     program = jaxpr.replace(eqns=eqns)
 
-    flat, consts = dependence.rewritten(program, args, lambda eqn: functions.get(id(eqn)))
-    return jaxprs.live(flat), consts
+    flat, consts = dependence.rewrite(program, args, lambda eqn: functions.get(id(eqn)))
+    return jaxprs.without_dead_code(flat), consts
 
 
 @dataclass(frozen=True)
@@ -51,43 +51,43 @@ class _Scan:
     plan: StepPlan
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, known: Known) -> "_Scan | None":
+    def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, is_known: Known) -> "_Scan | None":
         """The scan changed; None if it reads nothing that its body can compute."""
-        stacked = jaxprs.variables(eqn.invars[sum(jaxprs.counts(eqn)) :])
-        chosen = [v for v in stacked if known[v] and _is_worth(jaxpr, v)]
-        if not chosen:
+        sliced_operands = jaxprs.variables(eqn.invars[sum(jaxprs.scan_counts(eqn)) :])
+        weights = [v for v in sliced_operands if is_known[v] and _is_worth_sinking(jaxpr, v)]
+        if not weights:
             return None
-        plan = steps.plan(jaxpr, [(v, 0) for v in chosen])
-        others = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.counts(eqn)) or v not in chosen]
-        return cls(eqn.replace(invars=[*others, *(v for v, _ in plan.parts)]), eqn, plan)
+        plan = steps.plan(jaxpr, [(v, 0) for v in weights])
+        other_operands = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.scan_counts(eqn)) or v not in weights]
+        return cls(eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)]), eqn, plan)
 
     def run(self, *args: Any) -> Sequence[Any]:
         """The outputs, from the operands of ``eqn``."""
         eqn, parts = self.old, self.plan.parts
         jaxpr, consts = jaxprs.body(eqn)
-        start, made = sum(jaxprs.counts(eqn)), [v for v, _ in self.plan.wanted]
-        wholes = list(args[len(args) - len(parts) :])
-        given = args[: len(args) - len(parts)]
-        stacked = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(wholes, parts, strict=True) if axis is not None]
+        start, weights = sum(jaxprs.scan_counts(eqn)), [v for v, _ in self.plan.outputs]
+        arrays = list(args[len(args) - len(parts) :])
+        operands = args[: len(args) - len(parts)]
+        slices = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(arrays, parts, strict=True) if axis is not None]
 
         def body(*inputs: Any) -> list[Any]:
-            own, (number, *rest) = inputs[: len(given)], inputs[len(given) :]
-            sliced = iter(rest)
+            step_operands, (number, *xs_of_step) = inputs[: len(operands)], inputs[len(operands) :]
+            step_slices = iter(xs_of_step)
             values = [
-                x if axis is None else lax.expand_dims(next(sliced), [axis])
-                for x, (_, axis) in zip(wholes, parts, strict=True)
+                x if axis is None else lax.expand_dims(next(step_slices), [axis])
+                for x, (_, axis) in zip(arrays, parts, strict=True)
             ]
-            found = dict(zip(made, self.plan.run(number, values), strict=True))
-            other = iter(own[start:])
-            xs = [lax.squeeze(found[v], [0]) if v in found else next(other) for v in eqn.invars[start:]]
-            return jaxprs.evaluate(jaxpr, [*consts, *own[:start], *xs])
+            weight_of = dict(zip(weights, self.plan.run(number, values), strict=True))
+            other_slices = iter(step_operands[start:])
+            xs = [lax.squeeze(weight_of[v], [0]) if v in weight_of else next(other_slices) for v in eqn.invars[start:]]
+            return jaxprs.evaluate(jaxpr, [*consts, *step_operands[:start], *xs])
 
-        again = jaxprs.runner_of(eqn)
-        assert again is not None
-        return again(body, *given, jnp.arange(Scan(eqn).length), *stacked)
+        run_with_body = jaxprs.runner_of(eqn)
+        assert run_with_body is not None
+        return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *slices)
 
 
-def _is_worth(jaxpr: Jaxpr, v: Var) -> bool:
+def _is_worth_sinking(jaxpr: Jaxpr, v: Var) -> bool:
     """Whether one step's part of a value is computed from inputs and small values, and large arrays are involved.
 
     The cotangents of what it is computed from are large too, if that is large.
@@ -95,6 +95,6 @@ def _is_worth(jaxpr: Jaxpr, v: Var) -> bool:
     if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
         return False
     parts = steps.plan(jaxpr, [(v, 0)]).parts
-    made = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
+    n_bytes = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
     size = max(size_in_bytes(u.aval) for u in (v, *(u for u, axis in parts if axis == 0)))
-    return size > LARGE and 2 * made <= size
+    return size > LARGE and 2 * n_bytes <= size

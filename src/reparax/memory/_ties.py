@@ -64,55 +64,55 @@ def ties(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
     free = _views(program)
     products = [v for eqn in program.eqns if kind_of(eqn) in _PRODUCTS for v in eqn.invars]
-    wanted = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
-    if not wanted:
+    targets = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
+    if not targets:
         return set()
-    size = max(map(_bytes_of, wanted)) / SMALL
-    chosen = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting, least = set(chosen), {v: v for v in program.invars}
+    size = max(map(_bytes_of, targets)) / SMALL
+    tied = {v for v in program.invars if _bytes_of(v) <= size}
+    waiting, least = set(tied), {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
         if v not in waiting and v in least:
-            chosen.add(least[v])
+            tied.add(least[v])
             waiting.update((v, least[v]))
 
     for eqn in program.eqns:
-        read = jaxprs.variables(eqn.invars)
-        if not read:
+        operands = jaxprs.variables(eqn.invars)
+        if not operands:
             continue
-        best = min((least[v] for v in read if v in least), key=_bytes_of, default=None)
+        best = min((least[v] for v in operands if v in least), key=_bytes_of, default=None)
         for v in eqn.outvars:
             least[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
-            if not waiting.isdisjoint(read):
+            if not waiting.isdisjoint(operands):
                 waiting.add(v)
             elif _bytes_of(v) > size and not _are([eqn], _CHEAP):
                 wait(v)
-    for v in wanted:
+    for v in targets:
         wait(v)
-    return chosen
+    return tied
 
 
-def read_as_more_than_views(program: Jaxpr, given: Flags) -> set[Var]:
-    """The given inputs from which a program computes more than views of them."""
-    known, views, found = dependence.known(program, given), _views(program), set[Var]()
+def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
+    """The known inputs from which a program computes more than views of them."""
+    is_known, views, copied = dependence.known_variables(program, known_inputs), _views(program), set[Var]()
     for eqn in reversed(program.eqns):
-        if all(dependence.flags(known, eqn.invars)) and any(v not in views or v in found for v in eqn.outvars):
-            found.update(jaxprs.variables(eqn.invars))
-    return found.intersection(program.invars)
+        if all(dependence.are_known(is_known, eqn.invars)) and any(v not in views or v in copied for v in eqn.outvars):
+            copied.update(jaxprs.variables(eqn.invars))
+    return copied.intersection(program.invars)
 
 
 def costly(program: Jaxpr) -> set[Var]:
     """The outputs that take many operations for each entry, or one that is not cheap."""
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
 
-    def cost(out: Var) -> int:
-        stack, chosen, total = [out], set[int](), 0
+    def cost(output: Var) -> int:
+        stack, counted, total = [output], set[int](), 0
         while stack:
             eqn = makers.get(stack.pop())
-            if eqn is not None and id(eqn) not in chosen:
-                chosen.add(id(eqn))
+            if eqn is not None and id(eqn) not in counted:
+                counted.add(id(eqn))
                 total += _count([eqn]) if _are([eqn], _CHEAP) else FEW + 1
-                stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(out)]
+                stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
         return total
 
     return {v for v in jaxprs.variables(program.outvars) if cost(v) > FEW}
@@ -122,8 +122,8 @@ def _views(program: Jaxpr) -> set[Var]:
     """What compilers read in place, or compute from nothing."""
     free = set(program.invars)
     for eqn in program.eqns:
-        read = jaxprs.variables(eqn.invars)
-        if not read or (free.issuperset(read) and (_are([eqn], _IN_PLACE) or _adds_axes(eqn))):
+        operands = jaxprs.variables(eqn.invars)
+        if not operands or (free.issuperset(operands) and (_are([eqn], _IN_PLACE) or _adds_axes(eqn))):
             free.update(eqn.outvars)
     return free
 

@@ -82,19 +82,21 @@ def noise_gradient(p: Parametrization, raw: PyTree, keys: Array, fitness: Array,
     tree = flatten(gather_boxes(raw))
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
-    def before(values: dict[Names, Array]) -> Flat:
+    def apply_earlier(values: dict[Names, Array]) -> Flat:
         return close_all(stages[:place], replace(tree, arrays={**tree.arrays, **values}), Keys(None))
 
-    seen = before(moving)
-    arrays = {place: x if is_traceable(x) else None for place, x in seen.arrays.items()}
-    total = _sum_over_members(replace(noise, std=1.0), nest(replace(seen, arrays=arrays)), keys, fitness, chunk)
+    noisy_tree = apply_earlier(moving)
+    arrays = {place: x if is_traceable(x) else None for place, x in noisy_tree.arrays.items()}
+    total = _sum_over_members(replace(noise, std=1.0), nest(replace(noisy_tree, arrays=arrays)), keys, fitness, chunk)
     scale = 1 / (len(fitness) * jnp.asarray(noise.std))
-    _, pull = jax.vjp(lambda values: {at: before(values).arrays[at] for at in total}, moving)
+    _, pull = jax.vjp(lambda values: {at: apply_earlier(values).arrays[at] for at in total}, moving)
     # Each part of a complex number has half of the variance, and JAX's gradients are conjugates.
-    whole = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
-    (found,) = pull({at: (t * scale.astype(t.dtype)).astype(seen.arrays[at].dtype) for at, t in whole.items()})
+    cotangents = {at: 2 * t.conj() if jnp.iscomplexobj(t) else t for at, t in total.items()}
+    (gradient,) = pull(
+        {at: (t * scale.astype(t.dtype)).astype(noisy_tree.arrays[at].dtype) for at, t in cotangents.items()}
+    )
     return spread_like(
-        raw, nest(replace(tree, arrays={at: found.get(at, _zero_gradient(x)) for at, x in tree.arrays.items()}))
+        raw, nest(replace(tree, arrays={at: gradient.get(at, _zero_gradient(x)) for at, x in tree.arrays.items()}))
     )
 
 
@@ -102,8 +104,8 @@ def _require_counts(keys: Array, fitness: Array) -> None:
     """Requires one number of ``fitness`` for each key."""
     if keys.shape[:1] == fitness.shape and fitness.ndim == 1:
         return
-    mirrored = fitness.shape == (2 * keys.shape[0],) if keys.ndim else False
-    remedy = "half the difference of each mirrored pair" if mirrored else "one number for each member"
+    is_mirrored = fitness.shape == (2 * keys.shape[0],) if keys.ndim else False
+    remedy = "half the difference of each mirrored pair" if is_mirrored else "one number for each member"
     raise ValueError(
         f"noise_gradient takes a number for each key, but got fitness of shape {fitness.shape} for keys of shape "
         f"{keys.shape}. Pass one key and {remedy}."
@@ -115,12 +117,14 @@ def _sum_over_members(
     noise: VarNoise, tree: PyTree, keys: Array, fitness: Array, chunk: int | None
 ) -> dict[Names, Array]:
     """For each array with noise the sum over all members of it times their fitness; the loop is compiled once."""
-    seen = flatten(tree)
-    layer, total = planner_of(noise).plan("apply", seen.types), dict[Names, Array]()
+    noisy_tree = flatten(tree)
+    layer, total = planner_of(noise).plan("apply", noisy_tree.types), dict[Names, Array]()
     for kind in (_Full, _LowRank):
-        own = [site for site in layer.sites if site.stage._is_low(seen.arrays[site.spots["w"].place]) == kind.is_low]
-        sites = [replace(site, stage=kind(site.stage)) for site in own]
-        total |= _sum_alike(replace(layer, sites=sites), seen.arrays, keys, fitness, chunk) if sites else {}
+        sites_of_kind = [
+            site for site in layer.sites if site.stage._is_low(noisy_tree.arrays[site.spots["w"].place]) == kind.is_low
+        ]
+        sites = [replace(site, stage=kind(site.stage)) for site in sites_of_kind]
+        total |= _sum_alike(replace(layer, sites=sites), noisy_tree.arrays, keys, fitness, chunk) if sites else {}
     return total
 
 
@@ -136,18 +140,18 @@ def _sum_alike(
     shape = steps, -(-len(fitness) // max(steps, 1))
     places = np.arange(math.prod(shape)).reshape(shape)
 
-    def drawn(key: Array) -> dict[int, Array]:
+    def draw_member(key: Array) -> dict[int, Array]:
         return draw_for_sites(layer, arrays, Keys(check_key(key, "noise_gradient", CALL)))
 
     def add(total: list[Array], members: tuple[Array, Array]) -> tuple[list[Array], None]:
-        noise = jax.vmap(drawn)(members[0])
-        parts = [stage.summed(like, members[1], noise[i]) for i, (stage, like) in enumerate(pairs)]
+        noise = jax.vmap(draw_member)(members[0])
+        parts = [stage.sum_members(like, members[1], noise[i]) for i, (stage, like) in enumerate(pairs)]
         return [t + part for t, part in zip(total, parts, strict=True)], None
 
     # The last member fills the last step, and counts once.
-    given = np.minimum(places, len(fitness) - 1)
-    counted = jnp.where(places < len(fitness), fitness[given], 0)
-    total, _ = jax.lax.scan(add, [jnp.zeros_like(like) for like in likes], (keys[given], counted))
+    members = np.minimum(places, len(fitness) - 1)
+    fitness_or_zero = jnp.where(places < len(fitness), fitness[members], 0)
+    total, _ = jax.lax.scan(add, [jnp.zeros_like(like) for like in likes], (keys[members], fitness_or_zero))
     return {site.spots["w"].place: t for site, t in zip(layer.sites, total, strict=True)}
 
 
@@ -171,9 +175,9 @@ class _Full:
     def draw(self, like: Array, key: Array) -> Array:
         return self.stage.draw(like, key)
 
-    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, noise: Array) -> Array:
         """The sum over members of their noise times their fitness."""
-        return jnp.tensordot(fitness.astype(like.dtype), drawn, 1, precision="highest")
+        return jnp.tensordot(fitness.astype(like.dtype), noise, 1, precision="highest")
 
 
 class _LowRank(_Full):
@@ -192,12 +196,12 @@ class _LowRank(_Full):
         factors = self.stage._factors(widened(like), key)
         return jnp.concatenate([x.reshape(*key.shape, -1) for x in factors], axis=-1)
 
-    def summed(self, like: Array, fitness: Array, drawn: Array) -> Array:
+    def sum_members(self, like: Array, fitness: Array, noise: Array) -> Array:
         a, b = self._factor_types(like)
-        first, second = jnp.split(drawn, [math.prod(a.shape)], axis=1)
-        left = first.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
-        pairs = jnp.einsum("n...ir,n...rj->...ij", left, second.reshape(-1, *b.shape), precision="highest")
-        return self.stage._unfolded(pairs, like)
+        first_factors, second_factors = jnp.split(noise, [math.prod(a.shape)], axis=1)
+        weighted = first_factors.reshape(-1, *a.shape) * fitness.astype(like.dtype).reshape(-1, *(1 for _ in a.shape))
+        pairs = jnp.einsum("n...ir,n...rj->...ij", weighted, second_factors.reshape(-1, *b.shape), precision="highest")
+        return self.stage._unfold(pairs, like)
 
 
 def _zero_gradient(x: Any) -> Any:
@@ -207,8 +211,8 @@ def _zero_gradient(x: Any) -> Any:
 
 def _find_noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tuple[int, Any]:
     """The index of the noise stage in the chain, and the stage."""
-    found = [i for i, stage in enumerate(stages) if stage.stochastic]
-    noise: Any = stages[found[0]] if len(found) == 1 else None
+    random_stages = [i for i, stage in enumerate(stages) if stage.stochastic]
+    noise: Any = stages[random_stages[0]] if len(random_stages) == 1 else None
     varies = isinstance(noise, VarNoise) and not isinstance(noise.std, float | jax.Array)
     is_zero = isinstance(noise, VarNoise) and isinstance(noise.std, float) and noise.std == 0.0
     if not isinstance(noise, VarNoise) or noise.relative is not None or is_zero or varies:
@@ -216,4 +220,4 @@ def _find_noise(p: Parametrization, stages: tuple[Parametrization, ...]) -> tupl
             f"{call_name(p, 'noise_gradient')} takes a chain with one VarNoise, with one nonzero std and without "
             f"`relative`, and no other random stage. Pass such a chain."
         )
-    return found[0], noise
+    return random_stages[0], noise

@@ -93,8 +93,8 @@ class Gaussian(Reparametrization):
         )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        alike = other_axes(self.axis, w)
-        shape = [1 if i in alike else size for i, size in enumerate(w.shape)]
+        shared_axes = other_axes(self.axis, w)
+        shape = [1 if i in shared_axes else size for i, size in enumerate(w.shape)]
         dtype = widened(w).real.dtype
         return {"mean": w, "rho": jnp.full(shape, softplus_inverse(scalar(self.std, jnp.zeros((), dtype))), dtype)}
 
@@ -109,9 +109,11 @@ class Gaussian(Reparametrization):
             return random.normal(key, like)
         if like.ndim == 1:
             return _signed_root(random.normal(key, like))
-        first, second = split_key(key, (2,))
+        row_key, column_key = split_key(key, (2,))
         rows, columns = jnp.zeros(like.shape[0], like.dtype), jnp.zeros(like.shape[1], like.dtype)
-        return _signed_root(random.normal(first, rows))[:, None] * _signed_root(random.normal(second, columns))[None]
+        return (
+            _signed_root(random.normal(row_key, rows))[:, None] * _signed_root(random.normal(column_key, columns))[None]
+        )
 
     def mean_leaf(self, values: dict[str, Array]) -> Array:
         return values["mean"]

@@ -105,8 +105,8 @@ class HardConcrete(Reparametrization):
         return self._apply_gate(values, _mean_gate(values["log_alpha"]))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        closed = LOW + (HIGH - LOW) * jax.nn.sigmoid(values["log_alpha"]) <= 0
-        return {"mask": jnp.where(closed, jnp.zeros_like(values["mask"]), values["mask"])}
+        is_closed = LOW + (HIGH - LOW) * jax.nn.sigmoid(values["log_alpha"]) <= 0
+        return {"mask": jnp.where(is_closed, jnp.zeros_like(values["mask"]), values["mask"])}
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         log_alpha = values["log_alpha"]

@@ -115,12 +115,12 @@ def ivon(
             raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
         pairs, grads, count = _pairs_by_path(params), _pairs_by_path(updates), state.steps + 1
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
-        made, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        new_pairs, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
-            held = state.momentum[path], state.hessian[path]
-            step = jnp.asarray(rate, held[0].dtype) * state.start[path]
-            made[path], momentum[path], hessian[path] = numbers.step(pair, grads[path], *held, step, count)
-        return _replace_pairs(updates, made), IvonState(count, momentum, hessian, state.start)
+            moments = state.momentum[path], state.hessian[path]
+            step = jnp.asarray(rate, moments[0].dtype) * state.start[path]
+            new_pairs[path], momentum[path], hessian[path] = numbers.step(pair, grads[path], *moments, step, count)
+        return _replace_pairs(updates, new_pairs), IvonState(count, momentum, hessian, state.start)
 
     return Transformation(init, update)
 
@@ -146,12 +146,12 @@ class _Numbers(NamedTuple):
         # The derivative of sigma with respect to rho is a sigmoid, and that of the weight with respect to sigma noise.
         noise_by_grad = _std_of(rho) * grads["rho"] / jax.nn.sigmoid(rho)
         m = self.beta1 * m + (1 - self.beta1) * grad
-        seen, gap = self.ess * (h + self.decay) * noise_by_grad, 1 - self.beta2
-        h = self.beta2 * h + gap * seen + 0.5 * gap**2 * (h - seen) ** 2 / (h + self.decay)
+        estimate, gap = self.ess * (h + self.decay) * noise_by_grad, 1 - self.beta2
+        h = self.beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + self.decay)
         unbiased = m / (1 - jnp.asarray(self.beta1, m.dtype) ** count.astype(m.dtype))
-        moved = jnp.clip((unbiased + self.decay * mean) / (h + self.decay), -self.clip, self.clip)
+        direction = jnp.clip((unbiased + self.decay * mean) / (h + self.decay), -self.clip, self.clip)
         std = jax.lax.rsqrt(self.ess * (h + self.decay))
-        return {"mean": (-step * moved).astype(pair["mean"].dtype), "rho": softplus_inverse(std) - rho}, m, h
+        return {"mean": (-step * direction).astype(pair["mean"].dtype), "rho": softplus_inverse(std) - rho}, m, h
 
 
 def _std_of(rho: Array) -> Array:
@@ -167,20 +167,20 @@ def _is_pair(x: Any) -> bool:
 def _pairs_by_path(tree: PyTree) -> dict[str, Any]:
     """The raw values of each array, by its path."""
     names, nodes, _ = flatten_with_names(tree, _is_pair)
-    found = {_plain_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
-    for path, node in found.items():
+    pairs = {_plain_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
+    for path, node in pairs.items():
         if not _is_pair(node) or jnp.shape(node["mean"]) != jnp.shape(node["rho"]):
             raise ValueError(
                 f"ivon moves the `mean` and the `rho` of each weight of a Gaussian stage, but {path!r} is something "
                 f"else. Make all weights that train `Gaussian(std)`, the last stage of the chain, with axis='each'."
             )
-    return found
+    return pairs
 
 
-def _replace_pairs(tree: PyTree, made: Mapping[str, Any]) -> PyTree:
+def _replace_pairs(tree: PyTree, new_pairs: Mapping[str, Any]) -> PyTree:
     """The tree with these values in place of the pairs at their paths."""
     names, nodes, treedef = flatten_with_names(tree, _is_pair)
-    return treedef.unflatten([made.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
+    return treedef.unflatten([new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
 
 
 def _plain_path(names: Names) -> str:

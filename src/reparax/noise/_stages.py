@@ -116,8 +116,8 @@ class VarNoise(Drawn):
             return random.normal(key, like)
         a, b = self._factors(like, key)
         if key.ndim == 0:
-            return self._unfolded(product(a, b), like)
-        return jnp.stack([self._unfolded(product(*pair), like) for pair in zip(a, b, strict=True)])
+            return self._unfold(product(a, b), like)
+        return jnp.stack([self._unfold(product(*pair), like) for pair in zip(a, b, strict=True)])
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
@@ -127,8 +127,8 @@ class VarNoise(Drawn):
         return (x + std * drawn).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:
-        known = self.relative is None and later.relative is None and self.shared == later.shared
-        return replace(self, std=_root_of_squares(self.std, later.std)) if known and self.rank is None else None
+        can_merge = self.relative is None and later.relative is None and self.shared == later.shared
+        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge and self.rank is None else None
 
     def _size(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
@@ -149,18 +149,18 @@ class VarNoise(Drawn):
     def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
         """The factors A and B of low-rank noise, in the dtype of ``like``, for each key and each stacked matrix."""
         places, rank = self._stack, self.rank or 1
-        own = [n for axis, n in enumerate(like.shape) if axis not in places]
-        stack, rows, columns = [like.shape[axis] for axis in places], math.prod(own[:-1]), own[-1]
-        first, second = split_in_two(key)
-        a = random.normal(first, jnp.zeros((*stack, rows, rank), like.dtype))
-        return a, random.normal(second, jnp.zeros((*stack, rank, columns), like.dtype))
+        matrix_shape = [n for axis, n in enumerate(like.shape) if axis not in places]
+        stack, rows, columns = [like.shape[axis] for axis in places], math.prod(matrix_shape[:-1]), matrix_shape[-1]
+        first_key, second_key = split_in_two(key)
+        a = random.normal(first_key, jnp.zeros((*stack, rows, rank), like.dtype))
+        return a, random.normal(second_key, jnp.zeros((*stack, rank, columns), like.dtype))
 
-    def _unfolded(self, matrices: Array, like: Array) -> Array:
+    def _unfold(self, matrices: Array, like: Array) -> Array:
         """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
         places = self._stack
         order = (*places, *(axis for axis in range(like.ndim) if axis not in places))
-        drawn = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
-        return drawn.transpose(np.argsort(order).tolist())
+        noise = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
+        return noise.transpose(np.argsort(order).tolist())
 
 
 class WeightDropout(Drawn):

@@ -84,8 +84,8 @@ class VariationalDropout(Reparametrization):
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         log_alpha = _log_alpha(values)
-        each = K1 * jax.nn.sigmoid(-K2 - K3 * log_alpha) + jax.nn.softplus(-log_alpha) / 2
-        return jnp.sum(_zero_pruned(values, each))
+        entries = K1 * jax.nn.sigmoid(-K2 - K3 * log_alpha) + jax.nn.softplus(-log_alpha) / 2
+        return jnp.sum(_zero_pruned(values, entries))
 
 
 def _zero_pruned(values: dict[str, Array], x: Array) -> Array:

@@ -98,7 +98,7 @@ class Convolution:
         if isinstance(padding, int):
             padding = [(padding, padding)] * ndim
         if padding == "CIRCULAR":
-            sizes = [(size - 1) * each + 1 for size, each in zip(kernel.shape[:ndim], dilation, strict=True)]
+            sizes = [(size - 1) * step + 1 for size, step in zip(kernel.shape[:ndim], dilation, strict=True)]
             image = jnp.pad(image, [*(((size - 1) // 2, size // 2) for size in sizes), (0, 0)], mode="wrap")
             padding = "VALID"
         front = tuple(range(1, ndim + 1))
@@ -120,5 +120,5 @@ class Convolution:
 
     def adjoint(self, kernel: Array, image: Array) -> Array:
         """The adjoint map, applied to an image of shape ``(..., out)``."""
-        transposed = jax.linear_transpose(lambda image: self(kernel, image), self.start(kernel))
-        return transposed(image.conj())[0].conj()
+        transpose = jax.linear_transpose(lambda image: self(kernel, image), self.start(kernel))
+        return transpose(image.conj())[0].conj()

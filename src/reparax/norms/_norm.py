@@ -12,7 +12,7 @@ from reparax._axes.roles import OUTPUTS
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_flag
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.lengths import is_zero, norm, scale_near_one, stretched, stretched_detached
+from reparax._numerics.lengths import is_zero, norm, scale_near_one, with_length, with_length_detached
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, aux, main
 
@@ -87,4 +87,4 @@ class WeightNorm(Reparametrization):
         g, v = values["g"], values["v"]
         axes = other_axes(self.axis, v)
         x, length = widened(v), g.astype(widened(v).real.dtype)
-        return (stretched_detached if self.detach else stretched)(x, length, axes).astype(v.dtype)
+        return (with_length_detached if self.detach else with_length)(x, length, axes).astype(v.dtype)

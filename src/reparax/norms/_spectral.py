@@ -100,11 +100,11 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name, usual in _OF_A_CONVOLUTION.items() if getattr(self, name) != usual]
-        if self.window is None and given:
+        names_given = [name for name, usual in _OF_A_CONVOLUTION.items() if getattr(self, name) != usual]
+        if self.window is None and names_given:
             raise ValueError(
-                f"SpectralNorm got {given[0]}={getattr(self, given[0])!r} without `window`, the shape of the input "
-                f"images. Give it, such as window=(32, 32)."
+                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `window`, the shape of "
+                f"the input images. Give it, such as window=(32, 32)."
             )
         if self.window is not None and self.rows is not None:
             raise ValueError(
@@ -138,7 +138,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape
-        u, v = _iterated(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
+        u, v = _iterate(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
         return {"w": w, "u": u, "v": v}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -154,12 +154,12 @@ class SpectralNorm(MatrixAxes, Constraint):
             sigma = jnp.linalg.norm(matrix, 2)
         else:
             start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
-            u, v = _iterated(matrix, _as_unit(start), 500, self._convolution)
+            u, v = _iterate(matrix, _as_unit(start), 500, self._convolution)
             sigma = jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
         return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        u, v = _iterated(self._matrix(values["w"]), values["v"], self.n_steps, self._convolution)
+        u, v = _iterate(self._matrix(values["w"]), values["v"], self.n_steps, self._convolution)
         return {"u": u, "v": v}
 
     @property
@@ -202,7 +202,7 @@ def _as_unit(x: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _iterated(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
+def _iterate(matrix: Array, v: Array, n_steps: int, convolution: Convolution | None) -> tuple[Array, Array]:
     """Both singular vectors after ``n_steps`` iterations from ``v``; jitted, so it is compiled once."""
 
     def step(v: Array) -> tuple[Array, Array]:

@@ -71,17 +71,17 @@ class WeightStandardization(Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
-        first = w[tuple(slice(1) if axis in axes else slice(None) for axis in range(w.ndim))]
+        first_slice = w[tuple(slice(1) if axis in axes else slice(None) for axis in range(w.ndim))]
         sizes = [size if axis in axes else 1 for axis, size in enumerate(w.shape)]
         ramp = jnp.linspace(-1, 1, self._count(w), dtype=w.dtype).reshape(sizes)
-        return {"v": jnp.where(jnp.all(w == first, axis=axes, keepdims=True), ramp, w)}
+        return {"v": jnp.where(jnp.all(w == first_slice, axis=axes, keepdims=True), ramp, w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
         x, axes = widened(v), other_axes(self.axis, v)
         x = x / scale(x, axes).astype(x.dtype)
-        centred = x - jnp.mean(x, axis=axes, keepdims=True)
-        return (math.sqrt(self._count(v)) * unit(centred, axes)).astype(v.dtype)
+        deviation = x - jnp.mean(x, axis=axes, keepdims=True)
+        return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)
 
     def _count(self, w: Array) -> int:
         """The number of inputs of a channel."""

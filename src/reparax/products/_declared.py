@@ -29,36 +29,38 @@ def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequenc
     if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
-    program, read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
+    program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
     inputs = [
-        (x, known) for x, known, flag in zip([*consts, *args], facts_in(consts, facts), read, strict=True) if flag
+        (x, input_facts)
+        for x, input_facts, flag in zip([*consts, *args], facts_in(consts, facts), is_read, strict=True)
+        if flag
     ]
-    outs, known = reader.inside(eqn).run(program, [x for x, _ in inputs], [each for _, each in inputs])
-    out = jaxprs.type_of(eqn.outvars[0])
-    if not holds_factors(out.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
+    outs, input_facts = reader.inside(eqn).run(program, [x for x, _ in inputs], [fact for _, fact in inputs])
+    output = jaxprs.type_of(eqn.outvars[0])
+    if not holds_factors(output.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
         return None
-    given = iter([(reader.array(x, eqn), each.still) for x, each in zip(outs, known, strict=True)])
+    factor_arrays = iter([(reader.array(x, eqn), fact.still) for x, fact in zip(outs, input_facts, strict=True)])
     products: list[Product] = []
     for spec in specs:
-        batch = tuple(map(Label, out.shape[: out.ndim - len(spec.axes)]))
-        held: dict[str, Label] = {}
+        batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
+        label_of: dict[str, Label] = {}
         factors: list[Factor] = []
         for letters, circle in zip(spec.letters, spec.circles, strict=True):
-            array, still = next(given)
-            array = cast_factor(array, out.dtype)
+            array, still = next(factor_arrays)
+            array = cast_factor(array, output.dtype)
             array = Circle(array) if circle else array
             n = len(array.shape) - len(letters)
             if n not in (0, len(batch)):
                 return None
             sizes = zip(letters, array.shape[n:], strict=True)
-            labels = [held.setdefault(letter, Label(size)) for letter, size in sizes]
+            labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
             factors.append(Factor(array, (*(batch if n else ()), *labels), still))
-        groups = [*((label,) for label in batch), *(tuple(held[letter] for letter in axis) for axis in spec.axes)]
+        groups = [*((label,) for label in batch), *(tuple(label_of[letter] for letter in axis) for axis in spec.axes)]
         products.append(Product(tuple(factors), tuple(tuple(x for x in group if x.size != 1) for group in groups)))
-    return Sum(tuple(products), out.shape, out.dtype, "highest", None)
+    return Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
 def _is_sentinel(v: Any) -> bool:
     """Whether it is the output that no derivative has."""
-    found = jaxprs.type_of(v)
-    return found.shape == () and jnp.issubdtype(found.dtype, jnp.integer)
+    output = jaxprs.type_of(v)
+    return output.shape == () and jnp.issubdtype(output.dtype, jnp.integer)

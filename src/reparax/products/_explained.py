@@ -15,7 +15,7 @@ from reparax._tree.paths import describe
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
 from reparax._weights.reports import Reports
-from reparax.products._factored import plan_sums, rehearse
+from reparax.products._factored import check_this_jax, plan_sums
 from reparax.products._plan import SumPlan, SumRead
 
 
@@ -49,7 +49,7 @@ class Explained:
     def __repr__(self) -> str:
         apart = sum(weight.in_factors for weight in self.weights)
         head = f"{apart} of {len(self.weights)} weights with factors are never formed for a product"
-        rows = [(each.in_factors, (each.path, (each.type, each.reason))) for each in self.weights]
+        rows = [(weight.in_factors, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
         return write_sections(head, ("in factors", "formed"), rows)
 
 
@@ -90,11 +90,11 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     under_jit = getattr(fun, "__wrapped__", None)
     if isinstance(under_jit, Reports):
         return under_jit.explained(args, kwargs)
-    rehearse()
+    check_this_jax()
     arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
-    traced = arguments.trace()
-    plan = plan_sums(traced.program, traced.inputs, facts_of_inputs(traced.program, traced.chosen))
-    return Explained(tuple(_explain_weights(plan, paths_of(arguments, traced), lines_by_origin(traced.program))))
+    call = arguments.trace()
+    plan = plan_sums(call.program, call.inputs, facts_of_inputs(call.program, call.is_chosen))
+    return Explained(tuple(_explain_weights(plan, paths_of(arguments, call), lines_by_origin(call.program))))
 
 
 def _explain_weights(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:

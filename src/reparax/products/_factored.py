@@ -68,19 +68,19 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
 
     @functools.wraps(fun)
     def function(*args: Any, **kwargs: Any) -> Any:
-        rehearse()
-        traced = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        facts = facts_of_inputs(traced.program, traced.chosen)
-        plan = plan_sums(traced.program, traced.inputs, facts)
-        return traced.restore(Reader(Factoring(plan)).arrays(traced.program, traced.inputs, facts))
+        check_this_jax()
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        facts = facts_of_inputs(call.program, call.is_chosen)
+        plan = plan_sums(call.program, call.inputs, facts)
+        return call.restore(Reader(Factoring(plan)).arrays(call.program, call.inputs, facts))
 
     return function
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _products_of(lambda a, b, x: network(a @ b, x)) == [3])
+    jaxprs.check_this_jax(lambda: _products_of(lambda a, b, x: network(a @ b, x)) == [3])
 
 
 def _products_of(function: Callable[..., Array]) -> list[int]:

@@ -12,7 +12,7 @@ from reparax._programs.equations.kinds import kind_of
 from reparax._programs.stand_ins import stand_in
 from reparax._weights import bodies, makers, moves, multiply
 from reparax._weights.facts import Facts, combined_facts
-from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.reader import Answer, Outs, Reader
 from reparax._weights.sums import Sum
 from reparax.products import _declared, _uses
 from reparax.products._plan import Record, SumPlan, SumRead
@@ -29,37 +29,50 @@ class Factoring:
     def __init__(self, plan: SumPlan) -> None:
         self.plan, self.state = plan, list[Any]()
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
-        if not any(each.known and each.origins for each in facts):
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        if not any(fact.known and fact.origins for fact in facts):
             return False
-        return (own.known and makers.may_make(eqn)) if bodies.rule(eqn) is None else _may_make_inside(eqn)
+        return (out_facts.known and makers.may_make(eqn)) if bodies.rule(eqn) is None else _may_make_inside(eqn)
 
-    def taken_first(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
+    def take_instead(
+        self,
+        reader: Reader,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
+    ) -> Outs | Answer | None:
         if isinstance(args[0], Sum) and kind_of(eqn) is Gather:
             return self._look_up(reader, eqn, args[0], args[1:], facts)
-        declares = alone and own.known and _declared.declares(eqn)
-        found = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
-        if found is None:
+        declares = only_first_read and out_facts.known and _declared.declares(eqn)
+        declared_sum = _declared.recorded_sum(reader, eqn, args, facts) if declares else None
+        if declared_sum is None:
             return None
-        made = self._start_sum(reader, eqn, args, facts, own, found)
-        return AS_IS if made is None else ([made, *(None for _ in eqn.outvars[1:])], [own for _ in eqn.outvars])
+        weight = self._start_sum(reader, eqn, args, facts, out_facts, declared_sum)
+        return (
+            Answer.UNCHANGED
+            if weight is None
+            else ([weight, *(None for _ in eqn.outvars[1:])], [out_facts for _ in eqn.outvars])
+        )
 
-    def made(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
-    ) -> Outs | None:
-        made = makers.make_if_smaller(eqn, args, facts) if own.known else None
-        if made is None:
+    def start(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Outs | Answer | None:
+        weight = makers.make_if_smaller(eqn, args, facts) if out_facts.known else None
+        if weight is None:
             return None
-        made = self._start_sum(reader, eqn, args, facts, own, made)
-        return AS_IS if made is None else ([made], [own])
+        weight = self._start_sum(reader, eqn, args, facts, out_facts, weight)
+        return Answer.UNCHANGED if weight is None else ([weight], [out_facts])
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
-        del own
+    def multiply(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
+        del out_facts
         if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
             pairs = zip(args, facts, strict=True)
-            args = [x if each.known else reader.array(x, eqn) for x, each in pairs]
+            args = [x if fact.known else reader.array(x, eqn) for x, fact in pairs]
         use = _uses.weight_use(eqn, args)
         if use is None:
             return None
@@ -68,41 +81,48 @@ class Factoring:
         self.plan.reads(use.weight, SumRead(eqn, reader.times, reader.in_formula, *use.costs()))
         return stand_in(eqn.outvars[0])
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
         return multiply.array_of_sum(x)
 
     def _look_up(
-        self, reader: Reader, eqn: JaxprEqn, weight: Sum, rest: Sequence[Any], facts: Sequence[Facts]
+        self, reader: Reader, eqn: JaxprEqn, weight: Sum, operands: Sequence[Any], facts: Sequence[Facts]
     ) -> Outs | None:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        outs = moves.move_sum(eqn, [weight, *rest])
+        outs = moves.move_sum(eqn, [weight, *operands])
         if outs is None:
             return None
-        made = replace(outs[0], root=(*reader.path, id(eqn)))
+        matrices = replace(outs[0], root=(*reader.path, id(eqn)))
         if not self.plan.is_decided:
             times, parent = reader.times, self.plan.records[weight.root]
-            taken, *ways = _uses.costs_of_lookup(weight, made)
+            cost_of_factors, *ways = _uses.costs_of_lookup(weight, matrices)
             read = SumRead(eqn, times, reader.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
             origins, parents = facts[0].origins, [weight.root]
             self.plan.note(
-                made.root, Record(eqn, made.shape, made.dtype, origins, parents, cost, times, read_if_formed=read)
+                matrices.root,
+                Record(eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read),
             )
-            self.plan.reads(made, SumRead(eqn, times, in_formula=True, cost_in_factors=taken))
-        return [multiply.array_of_sum(made) if self.plan.forms(made.root) else made], [combined_facts(facts)]
+            self.plan.reads(matrices, SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
+        return [multiply.array_of_sum(matrices) if self.plan.forms(matrices.root) else matrices], [
+            combined_facts(facts)
+        ]
 
     def _start_sum(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, made: Sum
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts, weight: Sum
     ) -> Sum | None:
         """A new sum; None if the plan forms it."""
-        made = replace(made, root=(*reader.path, id(eqn)))
+        weight = replace(weight, root=(*reader.path, id(eqn)))
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
-            known = self.plan.records
-            cost = reader.times * makers.cost_to_form(eqn, facts) + sum(known[each].cost_to_form for each in parents)
-            self.plan.note(made.root, Record(eqn, made.shape, made.dtype, own.origins, parents, cost, reader.times))
-        return None if self.plan.forms(made.root) else made
+            records = self.plan.records
+            cost = reader.times * makers.cost_to_form(eqn, facts) + sum(
+                records[parent].cost_to_form for parent in parents
+            )
+            self.plan.note(
+                weight.root, Record(eqn, weight.shape, weight.dtype, out_facts.origins, parents, cost, reader.times)
+            )
+        return None if self.plan.forms(weight.root) else weight
 
 
 def _may_make_inside(eqn: JaxprEqn) -> bool:

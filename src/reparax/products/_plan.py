@@ -86,9 +86,9 @@ class SumPlan:
         """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
         needed = set[Hashable]()
         for root, record in reversed(self.records.items()):
-            factored, formed = self.costs(root)
+            cost_in_factors, cost_formed = self.costs(root)
             arrays = [read for read in record.reads if read.cost_in_factors is None]
-            if root not in needed and (formed < factored or (arrays and formed == factored)):
+            if root not in needed and (cost_formed < cost_in_factors or (arrays and cost_formed == cost_in_factors)):
                 record.is_formed = True
                 for parent in record.parents:
                     read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
@@ -100,8 +100,8 @@ class SumPlan:
     def costs(self, root: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
         record, once = self.records[root], self.records[root].cost_to_form
-        again = max(
+        rebuilds = max(
             (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
         )
-        factored = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
-        return factored + again * once, once + sum(read.times * read.cost_as_array for read in record.reads)
+        in_factors = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
+        return in_factors + rebuilds * once, once + sum(read.times * read.cost_as_array for read in record.reads)

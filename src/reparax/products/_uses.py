@@ -50,14 +50,14 @@ def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
     """The product of data and one sum that an equation computes, if it can use the factors; else None."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
-    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.is_placed:
+    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.has_sharding:
         return None
     return rule(view, args)
 
 
 def _is_still(x: Sum) -> bool:
     """Whether no factor of a sum gets a gradient."""
-    return all(factor.still for each in x.products for factor in each.factors)
+    return all(factor.still for product in x.products for factor in product.factors)
 
 
 def _as_one_factor(x: Sum) -> Product:
@@ -87,47 +87,47 @@ def _use_in_product(
 ) -> WeightUse | None:
     """The use of a weight by ``product``, which multiplies a product with another; None if it must be an array."""
     x, y = args
-    out, precision = view.type, view.precision
+    output, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
-    if x.dtype != y.dtype or not jnp.issubdtype(out.dtype, jnp.inexact) or not keeps_range(precision):
+    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not keeps_range(precision):
         return None
     weight: Sum = x if isinstance(x, Sum) else y
 
-    def with_data(weights: Sequence[Product]) -> list[Product] | None:
-        left = weights if x is weight else [Product.of(x, still=False)]
-        right = weights if y is weight else [Product.of(y, still=False)]
-        return all_or_none([product(a, b) for a in left for b in right])
+    def multiply_with_data(weights: Sequence[Product]) -> list[Product] | None:
+        lhs = weights if x is weight else [Product.of(x, still=False)]
+        rhs = weights if y is weight else [Product.of(y, still=False)]
+        return all_or_none([product(a, b) for a in lhs for b in rhs])
 
-    products, whole = with_data(weight.products), with_data([_as_one_factor(weight)])
-    if products is None or whole is None:
+    products, products_of_array = multiply_with_data(weight.products), multiply_with_data([_as_one_factor(weight)])
+    if products is None or products_of_array is None:
         return None
-    how = How(weight.dtype, product_dtype(weight.dtype, out.dtype), precision)
+    how = How(weight.dtype, product_dtype(weight.dtype, output.dtype), precision)
 
     def array() -> Any:
-        return array_of_products(products, out.shape, how).astype(out.dtype)
+        return array_of_products(products, output.shape, how).astype(output.dtype)
 
-    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, whole))), array)
+    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))), array)
 
 
 # ---- matrices that an index chooses, and rows of a table
 
 
-def costs_of_lookup(weight: Sum, taken: Sum) -> tuple[float, float, float]:
+def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     """The cost to take the factors of the chosen matrices; to form these from them; and to take the matrices."""
     of_factors = sum(
         (1 if factor.still else 2) * ENTRY * factor.size
-        for before, after in zip(weight.products, taken.products, strict=True)
-        for old, factor in zip(before.factors, after.factors, strict=True)
+        for old_product, new_product in zip(weight.products, rows.products, strict=True)
+        for old, factor in zip(old_product.factors, new_product.factors, strict=True)
         if factor.labels != old.labels
     )
-    return of_factors, *_costs_of_entries(weight, taken.shape, taken.products)
+    return of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
 
 
-def _costs_of_entries(weight: Sum, shape: Sequence[int], taken: Sequence[Product]) -> tuple[float, float]:
+def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
-    written = ENTRY * count_entries(shape)
+    cost_of_writing = ENTRY * count_entries(shape)
     table = 0.0 if _is_still(weight) else ENTRY * count_entries(weight.shape)
-    return written + sum(map(cost, taken)), written + table
+    return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
@@ -136,44 +136,44 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     axis, mode, fill = view.axis, view.mode, view.fill_value
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None
-    rest = [i for i in range(weight.ndim) if i != axis]
-    out, offset = view.type, view.dimension_numbers.offset_dims
-    leading = [i for i in range(out.ndim) if i not in offset]
-    rows = [out.shape[i] for i in leading]
+    other_axes = [i for i in range(weight.ndim) if i != axis]
+    output, offset = view.type, view.dimension_numbers.offset_dims
+    leading = [i for i in range(output.ndim) if i not in offset]
+    rows = [output.shape[i] for i in leading]
     count = math.prod(rows)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    own_mode = lax.GatherScatterMode.CLIP if fills else mode
+    gather_mode = lax.GatherScatterMode.CLIP if fills else mode
 
-    def taken(array: Any, place: int) -> Any:
+    def take_rows(array: Any, place: int) -> Any:
         front = jnp.moveaxis(array, place, 0)
-        own = lax.GatherDimensionNumbers(
+        numbers = lax.GatherDimensionNumbers(
             offset_dims=tuple(range(len(rows), len(rows) + front.ndim - 1)),
             collapsed_slice_dims=(0,),
             start_index_map=(0,),
         )
-        found = lax.gather(front, places, own, (1, *front.shape[1:]), mode=own_mode, **view.hints)
-        return jnp.moveaxis(found.reshape(count, *front.shape[1:]), 0, place)
+        rows_of_array = lax.gather(front, places, numbers, (1, *front.shape[1:]), mode=gather_mode, **view.hints)
+        return jnp.moveaxis(rows_of_array.reshape(count, *front.shape[1:]), 0, place)
 
-    def counted(array: Any, place: int) -> Any:
+    def type_of_rows(array: Any, place: int) -> Any:
         return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
 
-    def of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return all_or_none([moves.change_axis_of_product(each, axis, count, change) for each in weight.products])
+    def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
+        return all_or_none([moves.change_axis_of_product(product, axis, count, change) for product in weight.products])
 
-    costs = of_rows(counted)
-    if costs is None:
+    products_of_types = products_of_rows(type_of_rows)
+    if products_of_types is None:
         return None
 
     def array() -> Any:
-        products = [each.transposed([axis, *rest]) for each in of_rows(taken) or []]
-        shape = [weight.shape[i] for i in rest]
-        x = array_of_products(products, [count, *shape], How(weight.dtype, out.dtype, weight.precision))
+        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(take_rows) or []]
+        shape = [weight.shape[i] for i in other_axes]
+        x = array_of_products(products, [count, *shape], How(weight.dtype, output.dtype, weight.precision))
         if mode != lax.GatherScatterMode.CLIP:
             inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
             x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _stop_gradient_beyond(x, inside)
-        return jnp.moveaxis(x.reshape(*rows, *shape), range(out.ndim), [*leading, *offset])
+        return jnp.moveaxis(x.reshape(*rows, *shape), range(output.ndim), [*leading, *offset])
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, out.shape, costs), array)
+    return WeightUse(weight, lambda: _costs_of_entries(weight, output.shape, products_of_types), array)
 
 
 def _in_counting_dtype(places: Any) -> Any:
@@ -207,19 +207,19 @@ def _stop_gradient_beyond_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a kernel, of which one factor may mix channels after the others; None for groups."""
     x, weight = args
-    out = view.type
-    if not isinstance(weight, Sum) or not jnp.issubdtype(out.dtype, jnp.inexact):
+    output = view.type
+    if not isinstance(weight, Sum) or not jnp.issubdtype(output.dtype, jnp.inexact):
         return None
     if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
-    result = product_dtype(weight.dtype, out.dtype)
+    result = product_dtype(weight.dtype, output.dtype)
     numbers = view.dimension_numbers
     to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
-    parts = all_or_none(_split_channels(each, to) for each in weight.products)
+    parts = all_or_none(_split_channels(product, to) for product in weight.products)
     if parts is None:
         return None
-    others = [i for i in range(out.ndim) if i != channel]
-    places = count_entries(out.shape[i] for i in others)
+    other_axes = [i for i in range(output.ndim) if i != channel]
+    places = count_entries(output.shape[i] for i in other_axes)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
@@ -233,7 +233,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         )
         return dense(kernel, n) + mixing
 
-    def convolved(kernel: Product, n: int, tail: Product | None) -> Any:
+    def convolve(kernel: Product, n: int, tail: Product | None) -> Any:
         shape = [n if i == to else size for i, size in enumerate(weight.shape)]
         y = lax.conv_general_dilated(
             x,
@@ -246,15 +246,15 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         if tail is None:
             return y
         how = How(weight.dtype, result, view.precision)
-        mixed = array_of_products(
-            [_mix_channels(y, channel, tail)], [*(out.shape[i] for i in others), out.shape[channel]], how
+        array_of_channels = array_of_products(
+            [_mix_channels(y, channel, tail)], [*(output.shape[i] for i in other_axes), output.shape[channel]], how
         )
-        return jnp.moveaxis(mixed, -1, channel)
+        return jnp.moveaxis(array_of_channels, -1, channel)
 
     return WeightUse(
         weight,
         lambda: (sum(costs(*part) for part in parts), dense(_as_one_factor(weight), weight.shape[to])),
-        lambda: functools.reduce(jnp.add, [convolved(*part) for part in parts]).astype(out.dtype),
+        lambda: functools.reduce(jnp.add, [convolve(*part) for part in parts]).astype(output.dtype),
     )
 
 
@@ -281,10 +281,10 @@ def _split_channels(product: Product, to: int) -> tuple[Product, int, Product | 
     for factor in product.factors:
         sides[bool(factor.labels) and not window.intersection(factor.labels)].append(factor)
     head, tail = sides
-    owned = {label for factor in head for label in factor.labels}
-    if not tail or not head or owned.intersection(group):
+    head_labels = {label for factor in head for label in factor.labels}
+    if not tail or not head or head_labels.intersection(group):
         return product, math.prod(label.size for label in group), None
-    between = tuple(label for label in dict.fromkeys(x for f in tail for x in f.labels) if label in owned)
+    between = tuple(label for label in dict.fromkeys(x for f in tail for x in f.labels) if label in head_labels)
     kernel = Product(tuple(head), tuple(between if i == to else axis for i, axis in enumerate(product.axes)))
     return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
 

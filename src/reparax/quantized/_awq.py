@@ -34,12 +34,12 @@ def awq_gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     Inputs are divided by the factors of their weights, so the errors of outputs do not change. They are at most those
     of AWQ.
     """
-    found, factors = _search_factors(stage, w, read)
+    start, factors = _search_factors(stage, w, read)
     inverse = (1 / factors).astype(w.dtype).astype(factors.dtype)
     # The moments of the inputs that the rounded weights multiply.
-    scaled = replace(read, second=read.second * inverse[..., None] * inverse[..., None, :])
-    larger = divide(widened(w), widened(found["channel"])).astype(w.dtype)
-    return gptq(stage, larger, scaled) | {"channel": found["channel"]}
+    scaled_read = replace(read, second=read.second * inverse[..., None] * inverse[..., None, :])
+    larger = divide(widened(w), widened(start["channel"])).astype(w.dtype)
+    return gptq(stage, larger, scaled_read) | {"channel": start["channel"]}
 
 
 def _search_factors(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array], Array]:
@@ -59,8 +59,8 @@ def _search_factors(stage: Any, w: Array, read: Read) -> tuple[dict[str, Array],
 
     def values(ratio: Array) -> dict[str, Array]:
         channel = read.each_input(1 / factors(ratio), x).astype(w.dtype)
-        held = stage._hold_scales(divide(x, widened(channel)), w.dtype) | {"channel": channel}
-        return stage._values_of(w, held)
+        values_of_scales = stage._values_of_scales(divide(x, widened(channel)), w.dtype) | {"channel": channel}
+        return stage._values_of(w, values_of_scales)
 
     ratios = jnp.linspace(0.0, 1.0, POINTS, dtype=x.dtype)
     errors = jax.lax.map(lambda ratio: mean_output_error(read, w, stage.apply_leaf(values(ratio))), ratios)

@@ -20,7 +20,7 @@ class Grid:
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    def each(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
+    def reduce_blocks(self, reduce: Callable[..., Array], x: Array, fill: float) -> Array:
         """``reduce`` over the entries of each block; ``fill`` completes the last one."""
         missing = [-n % self.sizes[i] if i in self._split_axes else 0 for i, n in enumerate(self.shape)]
         if any(missing):
@@ -33,19 +33,19 @@ class Grid:
             else:
                 over += [len(shape)] if size == n else []
                 shape.append(n)
-        found = reduce(x.reshape(shape), axis=(*within, *over), keepdims=True)
-        return jnp.squeeze(found, within) if within else found
+        result = reduce(x.reshape(shape), axis=(*within, *over), keepdims=True)
+        return jnp.squeeze(result, within) if within else result
 
-    def spread(self, each: Array) -> Array:
+    def spread(self, numbers: Array) -> Array:
         """Numbers for each block, as numbers for each entry, in a shape that broadcasts."""
         for i in self._split_axes:
-            apart = jnp.expand_dims(each, i + 1)
-            wide = (*each.shape[: i + 1], self.sizes[i], *each.shape[i + 1 :])
-            joined = (*each.shape[:i], each.shape[i] * self.sizes[i], *each.shape[i + 1 :])
-            each = jnp.broadcast_to(apart, wide).reshape(joined)
-            if each.shape[i] != self.shape[i]:
-                each = jax.lax.slice_in_dim(each, 0, self.shape[i], axis=i)
-        return each
+            apart = jnp.expand_dims(numbers, i + 1)
+            wide = (*numbers.shape[: i + 1], self.sizes[i], *numbers.shape[i + 1 :])
+            shape = (*numbers.shape[:i], numbers.shape[i] * self.sizes[i], *numbers.shape[i + 1 :])
+            numbers = jnp.broadcast_to(apart, wide).reshape(shape)
+            if numbers.shape[i] != self.shape[i]:
+                numbers = jax.lax.slice_in_dim(numbers, 0, self.shape[i], axis=i)
+        return numbers
 
     @property
     def _split_axes(self) -> list[int]:

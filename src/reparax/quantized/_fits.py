@@ -65,10 +65,12 @@ def from_units(numbers: Array, entries: Entries) -> Array:
 
 def reach_of(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
     """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
-    largest = blocks.each(largest_of, jnp.abs(x), 0)
+    largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     if fit == "rms":
         units, size = to_powers(x, blocks)
-        extent = size * jnp.sqrt(blocks.each(jnp.sum, units * units, 0) / blocks.each(jnp.sum, jnp.ones_like(x), 0))
+        extent = size * jnp.sqrt(
+            blocks.reduce_blocks(jnp.sum, units * units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
+        )
     else:
         extent = largest if fit != "fixed" else jnp.ones_like(largest)
     extent = extent if reach == 1 else reach * extent
@@ -80,7 +82,7 @@ def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
 
     Sums and squares of such numbers do not overflow, and are those of ``x``, bit for bit, where these do not either.
     """
-    largest = blocks.each(largest_of, jnp.abs(x), 0)
+    largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
     _, exponent = jnp.frexp(largest)
     size = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)
     return x / blocks.spread(size), size
@@ -91,19 +93,21 @@ def range_of(x: Array, blocks: Grid, fit: str, reach: float, *, with_zero: bool)
     if fit in ("rms", "fixed"):
         size = reach_of(x, blocks, fit, reach)
         return -size, size
-    low, high = blocks.each(jnp.min, x, jnp.inf), blocks.each(jnp.max, x, -jnp.inf)
-    known = jnp.isfinite(low) & jnp.isfinite(high)
+    low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
+    is_finite = jnp.isfinite(low) & jnp.isfinite(high)
     if with_zero:  # so that zeros stay zeros
         low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-    low, high = (jnp.where(known, clip_to_finite(reach * end), jnp.nan) for end in (low, high))
+    low, high = (jnp.where(is_finite, clip_to_finite(reach * end), jnp.nan) for end in (low, high))
     return low, high
 
 
 def faces_down(x: Array, blocks: Grid) -> Array:
     """Whether the number of the largest magnitude is negative in each block, the first one of several."""
-    largest = blocks.spread(blocks.each(largest_of, jnp.abs(x), 0))
+    largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-    up, down = (blocks.each(_least_place, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest))
+    up, down = (
+        blocks.reduce_blocks(_least_place, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest)
+    )
     return down < up
 
 
@@ -137,25 +141,25 @@ def fit_hqq(x: Array, scale: Array, zero: Array, blocks: Grid, numbers: Numbers)
     the mean over what is left. It ends when the mean error grows.
     """
     step_size = blocks.spread(jnp.where(scale == 0, jnp.ones_like(scale), scale))
-    count = blocks.each(jnp.sum, jnp.ones_like(x), 0)
+    count = blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
 
     def step(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        i, zero, _, before = state
+        i, zero, _, last_error = state
         wide = blocks.spread(zero)
         codes = jnp.clip(jnp.round(x / step_size + wide), numbers.low, numbers.top)
         error = x - (codes - wide) * step_size
         size = jnp.abs(error)
         # The power of a zero error is infinite, and what is left of it zero.
-        kept = jnp.sign(error) * jnp.maximum(size - size ** (0.7 - 1) / 10, 0)
-        kept = jnp.where(size > 0, kept, 0)
-        moved = blocks.each(jnp.sum, codes - (x - kept) / step_size, 0) / count
+        shrunk = jnp.sign(error) * jnp.maximum(size - size ** (0.7 - 1) / 10, 0)
+        shrunk = jnp.where(size > 0, shrunk, 0)
+        new_zero = blocks.reduce_blocks(jnp.sum, codes - (x - shrunk) / step_size, 0) / count
         # A block without an error keeps its zero, bit for bit, and so does one whose error overflows.
-        moves = (blocks.each(jnp.max, size, 0) > 0) & jnp.isfinite(moved)
-        return i + 1, jnp.where(moves, moved, zero), before, jnp.mean(size)
+        moves = (blocks.reduce_blocks(jnp.max, size, 0) > 0) & jnp.isfinite(new_zero)
+        return i + 1, jnp.where(moves, new_zero, zero), last_error, jnp.mean(size)
 
     def improves(state: tuple[Array, Array, Array, Array]) -> Array:
-        i, _, before, now = state
-        return (i < 20) & ((i == 0) | (now < before))
+        i, _, last_error, error_now = state
+        return (i < 20) & ((i == 0) | (error_now < last_error))
 
     start = jnp.asarray(0), zero, jnp.asarray(jnp.inf, x.dtype), jnp.asarray(jnp.inf, x.dtype)
     return jax.lax.while_loop(improves, step, start)[1]

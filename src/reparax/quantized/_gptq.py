@@ -27,9 +27,9 @@ def gptq(stage: Any, w: Array, read: Read) -> dict[str, Array]:
     With pruning, rounding to nearest keeps the largest weights.
     """
     round_matrices = _round_in_new_scales if stage._scales_follow else _round_in_known_scales
-    planned, rounded = (read.array(m, w) for m in round_matrices(stage, w, read))
-    learned = stage._values_of(rounded, stage._hold_scales(planned, w.dtype))
-    return choose_better_start(stage, read, w, learned, stage._plain(_prune_by_magnitude(stage, w, read)))
+    scaled_weights, rounded_weights = (read.array(m, w) for m in round_matrices(stage, w, read))
+    from_data = stage._values_of(rounded_weights, stage._values_of_scales(scaled_weights, w.dtype))
+    return choose_better_start(stage, read, w, from_data, stage._plain(_prune_by_magnitude(stage, w, read)))
 
 
 def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
@@ -37,21 +37,24 @@ def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array
 
     The scales of a block are those of its weights once the blocks before it have been made up for.
     """
-    one = replace(stage, axis=-1, block=None)
+    stage_of_block = replace(stage, axis=-1, block=None)
 
-    def plan(block: Array, diagonal: Array, given: None) -> tuple[Array, Entries]:
-        del diagonal, given
-        return block, _broadcast_entries(one._entries(one._hold_scales(block, w.dtype), one._blocks(block)), block)
+    def plan(block: Array, diagonal: Array, row_data: None) -> tuple[Array, Entries]:
+        del diagonal, row_data
+        return block, _broadcast_entries(
+            stage_of_block._entries(stage_of_block._values_of_scales(block, w.dtype), stage_of_block._blocks(block)),
+            block,
+        )
 
     def round_rows(x: Array, moments: Array) -> tuple[Array, Array]:
-        rounded, (planned, _) = round_with_compensation(
+        rounded_rows, (row_plan, _) = round_with_compensation(
             x,
             moments,
             plan,
-            lambda row, planned: _round_row(stage, row, planned[1]),
+            lambda row, row_plan: _round_row(stage, row, row_plan[1]),
             **_compensation_settings(stage, stage._block),
         )
-        return planned, rounded
+        return row_plan, rounded_rows
 
     x = widened(w)
     return jax.vmap(round_rows)(read.matrices(x), read.moments.astype(x.dtype))
@@ -60,31 +63,31 @@ def _round_in_new_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array
 def _round_in_known_scales(stage: Any, w: Array, read: Read) -> tuple[Array, Array]:
     """The same for scales of the weights themselves, so that inputs can come in any order."""
     x = widened(w)
-    entries = _broadcast_entries(stage._entries(stage._hold_scales(w), stage._blocks(w)), x)
+    entries = _broadcast_entries(stage._entries(stage._values_of_scales(w), stage._blocks(w)), x)
 
-    def plan(block: Array, diagonal: Array, given: tuple[Entries, Array]) -> tuple[Entries, Array]:
-        entries, real = given
+    def plan(block: Array, diagonal: Array, row_data: tuple[Entries, Array]) -> tuple[Entries, Array]:
+        entries, real = row_data
         return entries, _keep_largest(stage, jnp.abs(block / diagonal[:, None]), real)
 
-    def nearest(row: Array, planned: tuple[Entries, Array]) -> Array:
-        entries, kept = planned
-        return jnp.where(kept, _round_row(stage, row, entries), jnp.zeros_like(row))
+    def nearest(row: Array, row_plan: tuple[Entries, Array]) -> Array:
+        entries, keep = row_plan
+        return jnp.where(keep, _round_row(stage, row, entries), jnp.zeros_like(row))
 
     def round_rows(x: Array, moments: Array, entries: Entries) -> tuple[Array, Array]:
         order = jnp.argsort(-jnp.diagonal(moments)) if stage.act_order else jnp.arange(len(x))
-        given = jax.tree.map(lambda each: each[order], (entries, jnp.ones(len(x), bool)))
-        rounded, (_, kept) = round_with_compensation(
+        row_data = jax.tree.map(lambda x_or_flags: x_or_flags[order], (entries, jnp.ones(len(x), bool)))
+        rounded_rows, (_, keep) = round_with_compensation(
             x[order],
             moments[order][:, order],
             plan,
             nearest,
-            given=given,
+            row_data=row_data,
             **_compensation_settings(stage, _rows_of_block(stage)),
         )
-        rounded = jnp.where(kept, rounded, 0 * rounded)[jnp.argsort(order)]
-        return jnp.where(jnp.isnan(rounded), rounded, x), rounded  # NaN of the data is not hidden
+        rounded_rows = jnp.where(keep, rounded_rows, 0 * rounded_rows)[jnp.argsort(order)]
+        return jnp.where(jnp.isnan(rounded_rows), rounded_rows, x), rounded_rows  # NaN of the data is not hidden
 
-    matrices = {name: read.matrices(each) for name, each in entries.items()}
+    matrices = {name: read.matrices(entry) for name, entry in entries.items()}
     return jax.vmap(round_rows)(read.matrices(x), read.moments.astype(x.dtype), matrices)
 
 
@@ -109,8 +112,8 @@ def _keep_largest(stage: Any, scores: Array, real: Array) -> Array:
 def _prune_by_magnitude(stage: Any, w: Array, read: Read) -> Array:
     """The weights of the largest magnitudes, and zeros."""
     matrices = read.matrices(w)
-    kept = jax.vmap(lambda x: _keep_largest(stage, jnp.abs(widened(x)), jnp.ones(len(x), bool)))(matrices)
-    return read.array(jnp.where(kept, matrices, 0 * matrices), w)
+    keep = jax.vmap(lambda x: _keep_largest(stage, jnp.abs(widened(x)), jnp.ones(len(x), bool)))(matrices)
+    return read.array(jnp.where(keep, matrices, 0 * matrices), w)
 
 
 def _rows_of_block(stage: Any) -> int:
@@ -125,4 +128,4 @@ def _compensation_settings(stage: Any, size: int) -> dict[str, Any]:
 
 def _broadcast_entries(entries: Entries, like: Array) -> Entries:
     """The scales, and what goes with them, in the shape of ``like``."""
-    return {name: jnp.broadcast_to(each, like.shape) for name, each in entries.items()}
+    return {name: jnp.broadcast_to(numbers, like.shape) for name, numbers in entries.items()}

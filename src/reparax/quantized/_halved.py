@@ -67,8 +67,8 @@ class Halved(Reparametrization):
         return {"w": top, "rest": rest}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        whole = _join_bits(jax.lax.stop_gradient(values["w"]), values["rest"])
-        return straight_through(values["w"].astype(jnp.float32), whole)
+        joined_bits = _join_bits(jax.lax.stop_gradient(values["w"]), values["rest"])
+        return straight_through(values["w"].astype(jnp.float32), joined_bits)
 
     @staticmethod
     def add_leaf(w: Array, rest: Array, update: Array) -> tuple[Array, Array]:
@@ -93,8 +93,8 @@ def _split_bits(x: Array, dtype: Any) -> tuple[Array, Array]:
         rest = jnp.clip((rest + 128) >> 8, -128, 127)
     # NaN may have bits in its lower half alone.
     top, rest = jnp.where(size > INFINITY, 0x7FC0, top), jnp.where(size > INFINITY, 0, rest)
-    both = top.astype(jnp.uint16) | sign.astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(both, jnp.bfloat16), rest.astype(dtype)
+    top_bits = top.astype(jnp.uint16) | sign.astype(jnp.uint16)
+    return jax.lax.bitcast_convert_type(top_bits, jnp.bfloat16), rest.astype(dtype)
 
 
 def _join_bits(top: Array, rest: Array) -> Array:
@@ -105,7 +105,7 @@ def _join_bits(top: Array, rest: Array) -> Array:
     """
     bits = jax.lax.bitcast_convert_type(top, jnp.uint16).astype(jnp.int32)
     sign, size = bits & 0x8000, (bits & 0x7FFF) << 16
-    moved = jnp.minimum(size + (rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)), INFINITY)
-    size = jnp.where((size == 0) | (size > INFINITY), size, moved)
-    both = size.astype(jnp.uint32) | (sign.astype(jnp.uint32) << 16)
-    return jax.lax.bitcast_convert_type(both, jnp.float32)
+    moved_size = jnp.minimum(size + (rest.astype(jnp.int32) << (8 if rest.dtype == jnp.int8 else 0)), INFINITY)
+    size = jnp.where((size == 0) | (size > INFINITY), size, moved_size)
+    joined_bits = size.astype(jnp.uint32) | (sign.astype(jnp.uint32) << 16)
+    return jax.lax.bitcast_convert_type(joined_bits, jnp.float32)

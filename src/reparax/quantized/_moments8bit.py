@@ -95,11 +95,15 @@ class Moments8bit(Reparametrization):
         return super().default(w) and w.size >= self.min_size
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        scales = {name: blocks.each(largest_of, jnp.abs(w), 0) for name, blocks in self._blocks(w).items()}
-        signed = jnp.any(w < 0)
+        scales = {name: blocks.reduce_blocks(largest_of, jnp.abs(w), 0) for name, blocks in self._blocks(w).items()}
+        is_signed = jnp.any(w < 0)
         noise = _last_bits(w) if self.rounding == "dithered" else None
         units = divide(w, self._smallest(scales, w))
-        return {"q": jax.lax.cond(signed, SIGNED.encode, UNSIGNED.encode, units, noise), "signed": signed, **scales}
+        return {
+            "q": jax.lax.cond(is_signed, SIGNED.encode, UNSIGNED.encode, units, noise),
+            "signed": is_signed,
+            **scales,
+        }
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         q = values["q"]

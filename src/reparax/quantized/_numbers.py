@@ -96,9 +96,9 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, k
         if noise is None:
             return _count_exceeded(middles, x)
         below = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
-        last = jnp.minimum(below, len(table) - 2)
-        start, end = _look_up(table, last).astype(x.dtype), _look_up(table, last + 1).astype(x.dtype)
-        return last + (start + noise * (end - start) < x).astype(below.dtype)
+        index = jnp.minimum(below, len(table) - 2)
+        start, end = _look_up(table, index).astype(x.dtype), _look_up(table, index + 1).astype(x.dtype)
+        return index + (start + noise * (end - start) < x).astype(below.dtype)
 
     def encode(x: Array, noise: Array | None) -> Array:
         if not mirrored:
@@ -120,8 +120,8 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, k
 def floating_numbers(dtype: str) -> Numbers:
     """The finite numbers of a floating dtype of eight bits."""
     top = float(jnp.finfo(dtype).max)
-    held = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
-    table = np.unique(held[np.isfinite(held)])
+    all_numbers = np.arange(256).astype(np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
+    table = np.unique(all_numbers[np.isfinite(all_numbers)])
 
     def encode(x: Array, noise: Array | None) -> Array:
         near = jnp.clip(x, -top, top)
@@ -142,9 +142,9 @@ def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
     if len(bounds) < _SHORT:
         return functools.reduce(operator.add, [(x > float(bound)).astype(jnp.uint8) for bound in bounds])
     count = jnp.zeros(x.shape, jnp.int32)
-    padded = np.append(bounds, np.full(2 ** len(bounds).bit_length() - len(bounds), np.inf, np.float32))
+    padded_bounds = np.append(bounds, np.full(2 ** len(bounds).bit_length() - len(bounds), np.inf, np.float32))
     for step in (2**i for i in reversed(range(len(bounds).bit_length()))):
-        count = count + jnp.where(x > _look_up(padded, count + (step - 1)), step, 0)
+        count = count + jnp.where(x > _look_up(padded_bounds, count + (step - 1)), step, 0)
     return count
 
 

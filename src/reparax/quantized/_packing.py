@@ -21,9 +21,9 @@ def pack(codes: Array, bits: int, axis: int) -> Array:
     return codes if bits == 8 else _regroup(codes, bits, 8, axis)
 
 
-def unpack(held: Array, bits: int, axis: int) -> Array:
+def unpack(words: Array, bits: int, axis: int) -> Array:
     """The codes that were packed."""
-    return held if bits == 8 else _regroup(held, 8, bits, axis)
+    return words if bits == 8 else _regroup(words, 8, bits, axis)
 
 
 @functools.partial(inlined, static_argnums=(1, 2, 3))
@@ -32,14 +32,14 @@ def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
     stream = math.lcm(old, new)
     words = _split_modulo(x.astype(jnp.uint8), stream // old, axis)
     mask = jnp.asarray(2**new - 1, jnp.uint8)
-    made: list[Array] = []
+    new_words: list[Array] = []
     for start in range(0, stream, new):
         # The bits from `start` on lie in one word or in several.
         places = [(i, i * old - start) for i in range(len(words)) if -old < i * old - start < new]
         parts = [words[i] << shift if shift > 0 else words[i] >> -shift for i, shift in places]
-        made.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
-    joined = jnp.stack(made, axis=axis + 1)
-    return joined.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
+        new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
+    stacked_words = jnp.stack(new_words, axis=axis + 1)
+    return stacked_words.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
 
 
 def _split_modulo(x: Array, many: int, axis: int) -> list[Array]:

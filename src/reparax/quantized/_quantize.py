@@ -89,15 +89,15 @@ class Quantize(Scaled):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
         if self._bare:
-            return straight_through(w, self._rounded(jax.lax.stop_gradient(w)))
+            return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
         return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
-    def _rounded(self, w: Array) -> Array:
+    def _round(self, w: Array) -> Array:
         """The numbers of the format that are nearest to ``w``."""
         if self.format != "ternary":
-            return self._decoded(*self._rounded_to(w))
+            return self._decode(*self._codes_and_scales(w))
         x = widened(w)
         scale = self._blocks(x).spread(self._ternary_scale(jnp.abs(x)))
         return (jnp.clip(jnp.round(divide(x, scale)), -1, 1) * scale).astype(w.dtype)
@@ -106,24 +106,24 @@ class Quantize(Scaled):
         """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
         blocks = self._blocks(sizes)
         units, size = to_powers(sizes, blocks)
-        mean = size * (blocks.each(jnp.sum, units, 0) / blocks.each(jnp.sum, jnp.ones_like(sizes), 0))
-        largest = blocks.each(largest_of, sizes, 0)
+        mean = size * (blocks.reduce_blocks(jnp.sum, units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(sizes), 0))
+        largest = blocks.reduce_blocks(largest_of, sizes, 0)
         either = (sizes == 0) | (sizes == blocks.spread(largest))
-        return jnp.where(blocks.each(jnp.all, either, 1), largest, mean)
+        return jnp.where(blocks.reduce_blocks(jnp.all, either, 1), largest, mean)
 
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
         low, high = bounds_of(BITS[self.format])
         x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
-        largest = blocks.each(largest_of, jnp.abs(x), 0)
+        largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
 
         def try_parts(i: int, step: Array) -> Array:
             parts = i + 1
             units = divide(x, blocks.spread(largest / parts))
             nearest = jnp.round(units)
             fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)
-            return jnp.where(blocks.each(jnp.all, fits, 1), largest / parts, step)
+            return jnp.where(blocks.reduce_blocks(jnp.all, fits, 1), largest / parts, step)
 
         return jax.lax.fori_loop(0, high + 1, try_parts, largest / high)
 

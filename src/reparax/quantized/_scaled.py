@@ -45,7 +45,7 @@ from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
     """The size of blocks: one whole number, or one for each axis."""
     if isinstance(value, tuple | list) and value:
-        return tuple(check_positive_whole(each, who, name) for each in value)
+        return tuple(check_positive_whole(size, who, name) for size in value)
     return check_positive_whole(value, who, name)
 
 
@@ -155,25 +155,25 @@ class Scaled(Reparametrization):
         if isinstance(self._block, tuple):
             sizes = self._block
         elif self._block is None:
-            shared = other_axes(self.axis, w)
-            sizes = tuple(n if i in shared else 1 for i, n in enumerate(w.shape))
+            axes_of_block = other_axes(self.axis, w)
+            sizes = tuple(n if i in axes_of_block else 1 for i, n in enumerate(w.shape))
         else:
             sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
-    def _hold_scales(self, w: Array, dtype: Any = None) -> dict[str, Array]:
+    def _values_of_scales(self, w: Array, dtype: Any = None) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
         x, dtype = widened(w), dtype or w.dtype
         if self._format.zero == "zero":
-            return self._held_with_zeros(x, self._blocks(w), dtype)
+            return self._values_with_zeros(x, self._blocks(w), dtype)
         if self._scales is not None and self._scales.dtype == "exponent":
-            return self._held_powers(reach_of(x, self._blocks(w), self.fit, self.reach), dtype)
-        held: dict[str, Array] = {}
-        for name, wanted in self._wanted_scales(x).items():
-            held |= self._held_scales(name, "unit" if name == "scale" else f"{name}_unit", wanted, dtype)
-        return held
+            return self._power_values(reach_of(x, self._blocks(w), self.fit, self.reach), dtype)
+        values: dict[str, Array] = {}
+        for name, scale in self._ideal_scales(x).items():
+            values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, dtype)
+        return values
 
-    def _wanted_scales(self, x: Array) -> dict[str, Array]:
+    def _ideal_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
         row, blocks = self._format, self._blocks(x)
         numbers = row.numbers
@@ -194,35 +194,35 @@ class Scaled(Reparametrization):
         scale = divide_once(extent, parts) if self._format.early else extent * (1 / parts)
         return power_above(scale) if self.fit == "power" else scale
 
-    def _held_with_zeros(self, x: Array, blocks: Grid, dtype: Any) -> dict[str, Array]:
+    def _values_with_zeros(self, x: Array, blocks: Grid, dtype: Any) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``x``."""
         numbers = self._format.numbers
         low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
         scale = self._scale_of_range(low, high)
         if self.fit != "hqq":
-            held = self._held_scales("scale", "unit", scale, dtype)
-            zero = divide(-low, self._read_scales(held, "scale", "unit").astype(x.dtype))
-            return {**held, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(dtype)}
+            values = self._scale_values("scale", "unit", scale, dtype)
+            zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
+            return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(dtype)}
         scale, constant = scales_for_zero(scale, low, high, dtype)
-        held = self._held_scales("scale", "unit", scale, dtype)
-        scale = self._read_scales(held, "scale", "unit").astype(x.dtype)
+        values = self._scale_values("scale", "unit", scale, dtype)
+        scale = self._read_scales(values, "scale", "unit").astype(x.dtype)
         zero = -low / scale
         zero = jnp.where(constant, zero, jnp.round(zero)) if self._starts_whole else zero
-        return {**held, "zero": fit_hqq(x, scale, zero, blocks, numbers).astype(dtype)}
+        return {**values, "zero": fit_hqq(x, scale, zero, blocks, numbers).astype(dtype)}
 
     @property
     def _starts_whole(self) -> bool:
         """Whether the zeros of HQQ are whole numbers at first: its authors have them so for four bits."""
         return self._format.numbers.bits == 4 if self.round_zero is None else self.round_zero
 
-    def _held_powers(self, extent: Array, dtype: Any) -> dict[str, Array]:
+    def _power_values(self, extent: Array, dtype: Any) -> dict[str, Array]:
         """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
         shift = 127 - (_biased_exponent(jnp.full((), self._format.numbers.top)) - 127)
         codes = jnp.clip(_biased_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
         unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
         return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
 
-    def _held_scales(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
+    def _scale_values(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
         """The raw values that hold these scales, rounded if the format rounds them."""
         if self._scales is None:
             return {name: _narrow_scale(scale, dtype)}
@@ -232,71 +232,74 @@ class Scaled(Reparametrization):
                 unit: jnp.ones((1,) * scale.ndim, dtype),
             }
         over = self._over_units(scale)
-        one = _narrow_scale(over.each(largest_of, scale, 0) * (1 / self._scales.top), dtype)
-        codes = divide(scale, over.spread(widened(one).astype(scale.dtype)))
+        unit_value = _narrow_scale(over.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
+        codes = divide(scale, over.spread(widened(unit_value).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
-        held = {name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype), unit: one}
+        values = {
+            name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype),
+            unit: unit_value,
+        }
         if not self._scales.divided:
-            return held
-        wide = widened(one)
-        return {**held, unit: jnp.ones_like(one), "per": divide(jnp.ones_like(wide), wide)}
+            return values
+        wide = widened(unit_value)
+        return {**values, unit: jnp.ones_like(unit_value), "per": divide(jnp.ones_like(wide), wide)}
 
     def _over_units(self, scale: Array) -> Grid:
         """Which scales share a unit."""
-        shared = self._scales.shared if self._scales else 0
+        scales_per_unit = self._scales.shared if self._scales else 0
         cut = self._cut(scale)
-        sizes = [n if shared == 0 else 1 for n in scale.shape]
-        if shared != 0:
-            sizes[cut] = scale.shape[cut] if shared is None else min(shared, scale.shape[cut])
+        sizes = [n if scales_per_unit == 0 else 1 for n in scale.shape]
+        if scales_per_unit != 0:
+            sizes[cut] = scale.shape[cut] if scales_per_unit is None else min(scales_per_unit, scale.shape[cut])
         return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
 
     def _read_scales(self, values: dict[str, Array], name: str, unit: str) -> Array:
         """The scales of blocks."""
-        held = values[name]
+        codes = values[name]
         if self._scales is None:
-            return widened(held)
-        one = widened(values[unit])
+            return widened(codes)
+        units = widened(values[unit])
         if self._scales.dtype == "exponent":
-            held = jax.lax.bitcast_convert_type(held.astype(jnp.int32) << 23, jnp.float32)
-        scale = clip_to_finite(held.astype(one.dtype) * self._over_units(held).spread(one))
+            codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
+        scale = clip_to_finite(codes.astype(units.dtype) * self._over_units(codes).spread(units))
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
-    def _entries(self, held: dict[str, Array], blocks: Grid) -> Entries:
+    def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
         """The scale of each entry, with its zero, its offset and its factor where there are some."""
-        found = {"scale": blocks.spread(self._read_scales(held, "scale", "unit"))}
-        if "zero" in held:
-            found["zero"] = blocks.spread(widened(held["zero"]))
-        if "offset" in held:
-            found["offset"] = blocks.spread(self._read_scales(held, "offset", "offset_unit"))
-        if "channel" in held:
-            found["channel"] = widened(held["channel"])
-        return found
+        entries = {"scale": blocks.spread(self._read_scales(values, "scale", "unit"))}
+        if "zero" in values:
+            entries["zero"] = blocks.spread(widened(values["zero"]))
+        if "offset" in values:
+            entries["offset"] = blocks.spread(self._read_scales(values, "offset", "offset_unit"))
+        if "channel" in values:
+            entries["channel"] = widened(values["channel"])
+        return entries
 
-    def _rounded_to(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
+    def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        held = self._hold_scales(w)
+        values = self._values_of_scales(w)
         if not self._format.early or key is not None:
-            return self._encoded(w, held, key), held
+            return self._encode(w, values, key), values
         x, blocks = widened(w), self._blocks(w)
-        wanted = self._wanted_scales(x)
-        scale = wanted.pop("scale")
+        scales = self._ideal_scales(x)
+        scale = scales.pop("scale")
         inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
-        entries = {name: blocks.spread(each) for name, each in {**wanted, "inverse": inverse}.items()}
-        return self._format.numbers.encode(to_units(x, entries), None), held
+        entries = {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
+        return self._format.numbers.encode(to_units(x, entries), None), values
 
-    def _encoded(self, w: Array, held: dict[str, Array], key: Array | None = None) -> Array:
+    def _encode(self, w: Array, values: dict[str, Array], key: Array | None = None) -> Array:
         """The codes of ``w`` in scales that are stored."""
         x = widened(w)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        return self._format.numbers.encode(to_units(x, self._entries(held, self._blocks(w))), noise)
+        return self._format.numbers.encode(to_units(x, self._entries(values, self._blocks(w))), noise)
 
-    def _decoded(self, codes: Array, held: dict[str, Array]) -> Array:
+    def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
         """The array of ``codes``."""
-        entries = self._entries(held, self._blocks(codes))
+        entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
-        x = jnp.take(x, held["order"], axis=self._cut(codes)) if "order" in held else x
-        dtype = held["unit" if self._scales else "scale"].dtype
+        x = jnp.take(x, values["order"], axis=self._cut(codes)) if "order" in values else x
+        dtype = values["unit" if self._scales else "scale"].dtype
         return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
 
 

@@ -84,9 +84,9 @@ class Smooth(Joint):
         reads = {}
         for name, w in arrays.items():
             if name not in NORM:
-                known = require_seen((seen or {}).get(name), "largest")
-                require_data(known)
-                reads[name] = known.read("largest", w)
+                data = require_seen((seen or {}).get(name), "largest")
+                require_data(data)
+                reads[name] = data.read("largest", w)
         inputs = functools.reduce(jnp.maximum, [read.largest for read in reads.values()])
         matrices = {name: read.matrices(widened(arrays[name])) for name, read in reads.items()}
         sizes = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(m), axis=-1) for m in matrices.values()])
@@ -101,12 +101,12 @@ class Smooth(Joint):
                     f"the norm whose output these weights read."
                 )
             factors = jnp.maximum(factors, jnp.abs(widened(w)).reshape(factors.shape) / _largest_number(w))
-        made = {name: read.array(matrices[name] * factors[..., None], arrays[name]) for name, read in reads.items()}
-        made |= {name: widened(w) / factors.reshape(w.shape) for name, w in norm.items()}
-        return {name: {"w": clip_to_finite(made[name], w.dtype).astype(w.dtype)} for name, w in arrays.items()}
+        weights = {name: read.array(matrices[name] * factors[..., None], arrays[name]) for name, read in reads.items()}
+        weights |= {name: widened(w) / factors.reshape(w.shape) for name, w in norm.items()}
+        return {name: {"w": clip_to_finite(weights[name], w.dtype).astype(w.dtype)} for name, w in arrays.items()}
 
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:
-        return {name: held["w"] for name, held in values.items()}
+        return {name: values_of_one["w"] for name, values_of_one in values.items()}
 
 
 def _largest_number(w: Array) -> float:

@@ -198,8 +198,8 @@ class Stored(Scaled):
                 f"{who} got rounding='stochastic' with fit={self.fit!r}, which finds the best of the nearest numbers. "
                 f"Leave rounding out, or use fit='absmax'."
             )
-        given = {"act_order": self.act_order, "percdamp": self.percdamp != 0.01, "sparsity": self.sparsity is not None}
-        for name in (name for name, is_given in given.items() if is_given and self.fit not in GPTQ):
+        is_set = {"act_order": self.act_order, "percdamp": self.percdamp != 0.01, "sparsity": self.sparsity is not None}
+        for name in (name for name, is_given in is_set.items() if is_given and self.fit not in GPTQ):
             raise ValueError(f"{who} got {name}={getattr(self, name)} with fit={self.fit!r}. Use it with fit='gptq'.")
         if isinstance(self.sparsity, tuple) and self.act_order:
             raise ValueError(
@@ -229,12 +229,12 @@ class Stored(Scaled):
         codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
         for name, dtype in {"q": numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
-                got = values[name].dtype
-                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {got}: {OTHER_CHAIN}")
+                found_dtype = values[name].dtype
+                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decoded(unpack(q, numbers.bits, self._cut(q)), values)
+        return self._decode(unpack(q, numbers.bits, self._cut(q)), values)
 
     @property
     def _scales_follow(self) -> bool:
@@ -260,12 +260,12 @@ class Stored(Scaled):
 
     def _plain(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         """The raw values of ``w`` without data."""
-        codes, held = self._rounded_to(w, key)
-        return {"q": self._pack_codes(codes), **held}
+        codes, values = self._codes_and_scales(w, key)
+        return {"q": self._pack_codes(codes), **values}
 
-    def _values_of(self, x: Array, held: dict[str, Array]) -> dict[str, Array]:
+    def _values_of(self, x: Array, values_of_scales: dict[str, Array]) -> dict[str, Array]:
         """The raw values of ``x``, rounded in scales that are known."""
-        return {"q": self._pack_codes(self._encoded(x, held)), **held}
+        return {"q": self._pack_codes(self._encode(x, values_of_scales)), **values_of_scales}
 
     def _pack_codes(self, codes: Array) -> Array:
         """Codes as they are stored, in bytes if several share one."""
@@ -287,8 +287,8 @@ class Stored(Scaled):
         if not self._format.early or not is_known(w):
             return None
         with jax.ensure_compile_time_eval():
-            wanted = self._wanted_scales(widened(jnp.asarray(w)))
-            largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in wanted.values())
+            scales = self._ideal_scales(widened(jnp.asarray(w)))
+            largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in scales.values())
         if not HALF_MOST < largest < math.inf:
             return None
         return (

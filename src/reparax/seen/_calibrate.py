@@ -33,7 +33,7 @@ from reparax._programs.call import Arguments, check_call
 from reparax._tree.flat import Flat, flatten, nest
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, is_box, path_text, types_of_result
-from reparax.seen._inputs import collect, first_look, rehearse
+from reparax.seen._inputs import check_this_jax, collect, first_look
 from reparax.seen._kept import Folder, checksum, describe_units
 from reparax.seen._order import Chosen, First, Turn, Unit, first_reads, turns, units
 
@@ -106,7 +106,7 @@ def calibrate(
       Arai and Ichikawa, *Quantization Error Propagation: Revisiting Layer-Wise Post-Training Quantization*, 2025.
     """
     require_chains("calibrate(p, loss, params, batches)", p)
-    rehearse()
+    check_this_jax()
     who = check_call("calibrate", loss, 0)
     share = check_known_number(error_propagation, who, "error_propagation")
     if not 0 <= share <= 1:
@@ -116,8 +116,8 @@ def calibrate(
             f"{who} got donate=True with error_propagation={share}, which compares with the network of the original "
             f"params. Leave one of them out."
         )
-    model, given = _Model.of(params), _Batches(who, batches)
-    return _Calibration(who, p, loss, model, given, key, share, donate=donate).run(where, folder)
+    model, data = _Model.of(params), _Batches(who, batches)
+    return _Calibration(who, p, loss, model, data, key, share, donate=donate).run(where, folder)
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ class _Model:
         names, leaves, treedef = flatten_with_names(params)
         return cls(names, dict(zip(map(path_text, names), leaves, strict=True)), treedef)
 
-    def tree(self, held: Mapping[str, Any]) -> PyTree:
+    def tree(self, leaves: Mapping[str, Any]) -> PyTree:
         """The parameters with these leaves and no others; a box without an array is left out too."""
-        tree = self.treedef.unflatten(map(held.get, self.arrays))
+        tree = self.treedef.unflatten(map(leaves.get, self.arrays))
         return jax.tree.map(lambda x: x if jax.tree.leaves(x) else None, tree, is_leaf=is_box)
 
 
@@ -210,12 +210,12 @@ class _Calibration:
     @cached_property
     def acting(self) -> dict[str, list[tuple[int, Site]]]:
         """For each array the sites on it, with the index of their stage in the chain."""
-        found: dict[str, list[tuple[int, Site]]] = {}
+        sites_on: dict[str, list[tuple[int, Site]]] = {}
         for index, layer in enumerate(self.plan.layers):
             for site in layer.sites:
                 for path in self.paths_of(site):
-                    found.setdefault(path, []).append((index, site))
-        return found
+                    sites_on.setdefault(path, []).append((index, site))
+        return sites_on
 
     def learns(self, path: str) -> bool:
         """Whether an array starts from data."""
@@ -234,22 +234,22 @@ class _Calibration:
         reads: dict[str, First] = {}
         if any(map(self.learns, self.acting)):
             arguments = self._arguments(self.model.arrays, self.batches.first)
-            traced = arguments.trace()
-            first, offset = first_look(traced, "diagonal"), len(traced.inputs) - len(arguments.places)
-            if first.trees:
+            call = arguments.trace()
+            look, offset = first_look(call, "diagonal"), len(call.inputs) - len(arguments.places)
+            if look.trees:
                 raise ValueError(
                     f"{self.who} takes a loss of the effective tree, but this one calls `apply`. Pass a loss that "
                     f"reads its weights as they are: `loss(p.apply(raw), batch)` is for training."
                 )
             path_of = dict(enumerate(_paths_of_arrays(arguments), offset))
-            found = first_reads(first.counted, Alike(traced.program))
-            reads = {path_of[root]: read for root, read in found.items()}
-        joined = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
+            first_of = first_reads(look.counted, Alike(call.program))
+            reads = {path_of[root]: first_read for root, first_read in first_of.items()}
+        site_paths = [self.paths_of(site) for layer in self.plan.layers for site in layer.sites]
         arrays = {path: x for path, x in self.model.arrays.items() if path in self.acting}
-        ordered = turns(self.who, reads, arrays, [paths for paths in joined if len(paths) > 1], where)
-        for turn in ordered:
+        all_turns = turns(self.who, reads, arrays, [paths for paths in site_paths if len(paths) > 1], where)
+        for turn in all_turns:
             self._require_steps(turn)
-        return ordered
+        return all_turns
 
     def _require_steps(self, turn: Turn) -> None:
         """Requires of stages that learn that they take each step of a scan by itself."""
@@ -267,23 +267,23 @@ class _Calibration:
     def run(self, where: Any, folder: Any) -> PyTree:
         """The raw tree."""
         todo = list(units(self.turns(where)))
-        stepped = {path for turn, index in todo if index is not None for path in turn.paths}
-        effective = {path: self._writable(x) if path in stepped else x for path, x in self.model.arrays.items()}
-        kept, found = Folder(self.who, folder, self._settings(todo) if folder else {}), dict[Names, Any]()
+        paths_in_steps = {path for turn, index in todo if index is not None for path in turn.paths}
+        effective = {path: self._writable(x) if path in paths_in_steps else x for path, x in self.model.arrays.items()}
+        saved_units, raw_values = Folder(self.who, folder, self._settings(todo) if folder else {}), dict[Names, Any]()
         with _progress_bar(len(todo)) as advance:
             for number, unit in enumerate(todo):
-                raw = kept.read(number)
+                raw = saved_units.read(number)
                 if raw is None:
                     raw = self._start_unit(unit, effective)
-                    kept.write(number, raw)
-                self._put_back(unit, raw, found, effective)
+                    saved_units.write(number, raw)
+                self._put_back(unit, raw, raw_values, effective)
                 advance()
-        return self._raw_tree(found)
+        return self._raw_tree(raw_values)
 
     def _writable(self, x: Any) -> Any:
         """What is written to in place instead of an array of the user; one that has several paths is copied anyway."""
-        alone = sum(each is x for each in self.model.arrays.values()) == 1
-        return x if self.donate and alone and isinstance(x, jax.Array) else jnp.copy(x)
+        is_unshared = sum(array is x for array in self.model.arrays.values()) == 1
+        return x if self.donate and is_unshared and isinstance(x, jax.Array) else jnp.copy(x)
 
     def _settings(self, todo: Sequence[Unit]) -> dict[str, Any]:
         """What must be the same where a calibration goes on."""
@@ -308,42 +308,44 @@ class _Calibration:
         return {path: _slice_of_step(effective[path], axis, index) for path, axis in turn.axes.items()}
 
     def _put_back(
-        self, unit: Unit, raw: Mapping[Names, Any], found: dict[Names, Any], effective: dict[str, Any]
+        self, unit: Unit, raw: Mapping[Names, Any], raw_values: dict[Names, Any], effective: dict[str, Any]
     ) -> None:
         """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
         turn, index = unit
         frame = flatten(self.model.tree(self._arrays_of_unit(unit, effective))).frame
         types = self.plan.raw
         empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
-        folded = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
+        folded_arrays = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
         for path, axis in turn.axes.items():
-            effective[path] = folded[path] if index is None else _write_step(effective[path], folded[path], axis, index)
+            effective[path] = (
+                folded_arrays[path] if index is None else _write_step(effective[path], folded_arrays[path], axis, index)
+            )
         for place, x in raw.items():
-            like = types.arrays[place]
+            raw_type = types.arrays[place]
             if index is None or not is_array(x):
-                found[place] = x
+                raw_values[place] = x
                 continue
-            axes = [i for i, (own, whole) in enumerate(zip(x.shape, like.shape, strict=True)) if own != whole]
+            axes = [i for i, (size, array) in enumerate(zip(x.shape, raw_type.shape, strict=True)) if size != array]
             if len(axes) != 1:
                 raise ValueError(
-                    f"{self.who}: {path_text(place)!r} has shape {like.shape} for all steps of a scan and {x.shape} "
-                    f"for one, so steps cannot start one after the other. Write the axis that the scan slices as "
-                    f"`stacked` in the stage that makes it."
+                    f"{self.who}: {path_text(place)!r} has shape {raw_type.shape} for all steps of a scan and "
+                    f"{x.shape} for one, so steps cannot start one after the other. Write the axis that the scan "
+                    f"slices as `stacked` in the stage that makes it."
                 )
-            whole = found[place] if place in found else jnp.zeros(like.shape, like.dtype)
-            found[place] = _write_step(whole, x, axes[0], index)
+            array = raw_values[place] if place in raw_values else jnp.zeros(raw_type.shape, raw_type.dtype)
+            raw_values[place] = _write_step(array, x, axes[0], index)
 
-    def _raw_tree(self, found: Mapping[Names, Any]) -> PyTree:
+    def _raw_tree(self, raw_values: Mapping[Names, Any]) -> PyTree:
         """The raw tree with the values that were found, and all other leaves as they are."""
         params = self.model.tree(self.model.arrays)
-        flat, types, held = flatten(params), self.plan.raw, dict[Names, Any]()
+        flat, types, leaves = flatten(params), self.plan.raw, dict[Names, Any]()
         inside: dict[Names, list[Names]] = {}
         for place in types.arrays:
             inside.setdefault(types.root(place), []).append(place)
         for root, leaf in flat.arrays.items():
             for place in inside.get(root, [root]):
-                held[place] = found.get(place, leaf if place == root else types.arrays.get(place))
-        return spread_boxes(functools.partial(follow_axes, tuple(self.p)), params, nest(Flat(flat.frame, held)))
+                leaves[place] = raw_values.get(place, leaf if place == root else types.arrays.get(place))
+        return spread_boxes(functools.partial(follow_axes, tuple(self.p)), params, nest(Flat(flat.frame, leaves)))
 
     # ---- the data
 
@@ -355,42 +357,44 @@ class _Calibration:
     def _seen_by_unit(self, unit: Unit, effective: Mapping[str, Any]) -> Any:
         """What the arrays of a turn are multiplied with in the network as it is now; None if none starts from data."""
         turn, index = unit
-        wanted = [path for path in turn.paths if self.learns(path)]
-        if not wanted:
+        learning_paths = [path for path in turn.paths if self.learns(path)]
+        if not learning_paths:
             return None
         arrays = {path: x for path, x in effective.items() if is_array(x)}
-        rest = {path: x for path, x in effective.items() if path not in arrays}
+        other_leaves = {path: x for path, x in effective.items() if path not in arrays}
         if turn.paths not in self._counting:
-            self._counting[turn.paths] = self._seen_counter(turn, wanted, rest)
+            self._counting[turn.paths] = self._seen_counter(turn, learning_paths, other_leaves)
         count, total = self._counting[turn.paths], None
         step = None if index is None else np.int32(index)
         for batch in self.batches:
             total = count(arrays, batch, step, total)
         # Whether the numbers are finite is asked where they are known.
-        trees = [self.model.tree(each) for each in total or []]
+        trees = [self.model.tree(entries) for entries in total or []]
         return trees[0] if len(trees) == 1 else tuple(trees)
 
-    def _seen_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+    def _seen_counter(self, turn: Turn, learning_paths: Sequence[str], other_leaves: Mapping[str, Any]) -> Any:
         """A function that adds what a batch tells of a turn."""
-        kinds = {kind for stage in self.stages_on(wanted) if _learns(stage) for kind in stage.collects}
+        kinds = {kind for stage in self.stages_on(learning_paths) if _learns(stage) for kind in stage.collects}
         ways = [("full" if "full" in kinds else "diagonal", "gradients" in kinds)] if kinds - {"largest"} else []
         ways += [("largest", False)] if "largest" in kinds else []
 
-        def counted(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
-            arguments = self._arguments({path: arrays.get(path, rest.get(path)) for path in self.model.arrays}, batch)
+        def count_one_way(arrays: Mapping[str, Any], batch: Any, index: Any, moments: str, *, gradients: bool) -> Any:
+            arguments = self._arguments(
+                {path: arrays.get(path, other_leaves.get(path)) for path in self.model.arrays}, batch
+            )
             axes = {path: axis for path, axis in turn.axes.items() if index is not None and axis is not None}
-            entries = self._entries_of(arguments, wanted, moments, axes, index, gradients=gradients)
+            entries = self._entries_of(arguments, learning_paths, moments, axes, index, gradients=gradients)
             return {path: _seen_in_step(entry, axes.get(path), index) for path, entry in entries.items()}
 
-        def one(arrays: Mapping[str, Any], batch: Any, index: Any) -> list[Any]:
-            return [counted(arrays, batch, index, moments, gradients=gradients) for moments, gradients in ways]
+        def count_batch(arrays: Mapping[str, Any], batch: Any, index: Any) -> list[Any]:
+            return [count_one_way(arrays, batch, index, moments, gradients=gradients) for moments, gradients in ways]
 
-        return _accumulator(one, [moments for moments, _ in ways])
+        return _accumulator(count_batch, [moments for moments, _ in ways])
 
     def _entries_of(
         self,
         arguments: Arguments,
-        wanted: Sequence[str],
+        paths: Sequence[str],
         moments: str,
         axes: Mapping[str, int],
         index: Any,
@@ -398,79 +402,79 @@ class _Calibration:
         gradients: bool = False,
     ) -> dict[str, Seen]:
         """What one call tells of arrays; of those with an axis, of one index."""
-        traced = arguments.trace()
+        call = arguments.trace()
         roots = {
-            path: i for i, path in enumerate(_paths_of_arrays(arguments), len(traced.inputs) - len(arguments.places))
+            path: i for i, path in enumerate(_paths_of_arrays(arguments), len(call.inputs) - len(arguments.places))
         }
-        first = first_look(traced, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
-        found = collect(self.who, traced, first, {roots[path] for path in wanted}, gradients=gradients)
-        return {path: found.entry(roots[path]) for path in wanted}
+        look = first_look(call, moments, {roots[path]: (axis, index) for path, axis in axes.items()})
+        collected = collect(self.who, call, look, {roots[path] for path in paths}, gradients=gradients)
+        return {path: collected.entry(roots[path]) for path in paths}
 
     # ---- errors of what is compressed already
 
     def _make_up_for_errors(self, unit: Unit, effective: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays of a turn, where they make up for a share of the errors in their data."""
         turn, index = unit
-        wanted = [path for path in turn.paths if any(map(_reads_moments, self.stages_on([path])))]
-        if not wanted:
+        learning_paths = [path for path in turn.paths if any(map(_reads_moments, self.stages_on([path])))]
+        if not learning_paths:
             return dict(parts)
-        now = {path: x for path, x in effective.items() if is_array(x)}
-        then = {path: self.model.arrays[path] for path in now if path in self.acting}
+        arrays = {path: x for path, x in effective.items() if is_array(x)}
+        originals = {path: self.model.arrays[path] for path in arrays if path in self.acting}
         if (*turn.paths, "cross") not in self._counting:
-            rest = {path: x for path, x in effective.items() if path not in now}
-            self._counting[*turn.paths, "cross"] = self._cross_counter(turn, wanted, rest)
+            other_leaves = {path: x for path, x in effective.items() if path not in arrays}
+            self._counting[*turn.paths, "cross"] = self._cross_counter(turn, learning_paths, other_leaves)
         count: Callable[..., list[Any]] = self._counting[*turn.paths, "cross"]
         total: list[Any] | None = None
         for batch in self.batches:
-            total = count((then, now), batch, None if index is None else np.int32(index), total)
+            total = count((originals, arrays), batch, None if index is None else np.int32(index), total)
         (entries,) = total or [{}]
         return {**parts, **{path: self._make_up_in_array(path, parts[path], seen) for path, seen in entries.items()}}
 
     def _make_up_in_array(self, path: str, w: Any, seen: Seen) -> Any:
         """An array that makes up for a share of the errors in its data."""
         with locate_errors(f"{self.who} at {path!r}"):
-            read = seen.read("cross", w[None])
-        if read.cross.ndim == 2:  # rows that are looked up have no errors
+            moments = seen.read("cross", w[None])
+        if moments.cross.ndim == 2:  # rows that are looked up have no errors
             return w
-        x = read.matrices(widened(w)[None])
-        moved = jax.vmap(functools.partial(make_up_for_inputs, share=self.share))(x, read.second, read.cross)
-        return read.array(moved, w[None])[0].astype(w.dtype)
+        x = moments.matrices(widened(w)[None])
+        corrected = jax.vmap(functools.partial(make_up_for_inputs, share=self.share))(x, moments.second, moments.cross)
+        return moments.array(corrected, w[None])[0].astype(w.dtype)
 
-    def _cross_counter(self, turn: Turn, wanted: Sequence[str], rest: Mapping[str, Any]) -> Any:
+    def _cross_counter(self, turn: Turn, learning_paths: Sequence[str], other_leaves: Mapping[str, Any]) -> Any:
         """A function that adds what a batch tells of the errors in the data of a turn."""
 
-        def one(networks: tuple[Mapping[str, Any], Mapping[str, Any]], batch: Any, index: Any) -> list[Any]:
-            then, now = networks
-            both = {path: jnp.stack([then[path], now[path]]) for path in then}
-            others = {**rest, **now}
+        def count_batch(networks: tuple[Mapping[str, Any], Mapping[str, Any]], batch: Any, index: Any) -> list[Any]:
+            originals, arrays = networks
+            pairs = {path: jnp.stack([originals[path], arrays[path]]) for path in originals}
+            other_arrays = {**other_leaves, **arrays}
 
-            def pair(own: PyTree, *args: Any) -> Any:
-                def each(own: PyTree) -> Any:
-                    return self.loss(self.model.tree({**others, **_Model.of(own).arrays}), *args)
+            def pair(pairs_of_arrays: PyTree, *args: Any) -> Any:
+                def loss_of_one(own: PyTree) -> Any:
+                    return self.loss(self.model.tree({**other_arrays, **_Model.of(own).arrays}), *args)
 
-                return jax.vmap(each)(own)
+                return jax.vmap(loss_of_one)(pairs_of_arrays)
 
             args = batch if type(batch) is tuple else (batch,)
-            arguments = Arguments.of(self.who, pair, 0, (self.model.tree(both), *args), {})
+            arguments = Arguments.of(self.who, pair, 0, (self.model.tree(pairs), *args), {})
             axes = {path: 1 + axis for path, axis in turn.axes.items() if index is not None and axis is not None}
-            return [self._entries_of(arguments, wanted, "cross", axes, index)]
+            return [self._entries_of(arguments, learning_paths, "cross", axes, index)]
 
-        return _accumulator(one, ["cross"])
+        return _accumulator(count_batch, ["cross"])
 
 
-def _accumulator(one: Callable[..., list[Any]], kinds: Sequence[str]) -> Any:
-    """A function that adds what ``one`` finds of kinds of moments to a total, which is None before."""
+def _accumulator(count_batch: Callable[..., list[Any]], kinds: Sequence[str]) -> Any:
+    """A function that adds what ``count_batch`` finds of kinds of moments to a total, which is None before."""
 
     @functools.partial(jax.jit, donate_argnums=3)
-    def added(arrays: Any, batch: Any, index: Any, total: list[Any]) -> list[Any]:
-        pairs = zip(kinds, total, one(arrays, batch, index), strict=True)
+    def add_batch(arrays: Any, batch: Any, index: Any, total: list[Any]) -> list[Any]:
+        pairs = zip(kinds, total, count_batch(arrays, batch, index), strict=True)
         return [jax.tree.map(jnp.maximum if kind == "largest" else jnp.add, a, b) for kind, a, b in pairs]
 
     def start(arrays: Any, batch: Any, index: Any, total: list[Any] | None) -> list[Any]:
         if total is None:
-            like = jax.eval_shape(one, arrays, batch, index)
+            like = jax.eval_shape(count_batch, arrays, batch, index)
             total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        return added(arrays, batch, index, total)
+        return add_batch(arrays, batch, index, total)
 
     return start
 
@@ -487,8 +491,8 @@ def _learns(stage: Parametrization) -> bool:
 
 def _paths_of_arrays(arguments: Arguments) -> list[str]:
     """The path of each array of the arguments, without the name of its argument."""
-    flags = zip(arguments.paths, arguments.chosen, strict=True)
-    return [path.partition("/")[2] if own else f"{i}: {path}" for i, (path, own) in enumerate(flags)]
+    flags = zip(arguments.paths, arguments.is_chosen, strict=True)
+    return [path.partition("/")[2] if is_chosen else f"{i}: {path}" for i, (path, is_chosen) in enumerate(flags)]
 
 
 def _slice_of_step(x: Any, axis: int | None, index: int | None) -> Any:
@@ -504,9 +508,9 @@ def _seen_in_step(seen: Seen, axis: int | None, index: Any) -> Seen:
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _write_step(whole: Any, part: Any, axis: int, index: Any) -> Any:
+def _write_step(array: Any, part: Any, axis: int, index: Any) -> Any:
     """An array with a part at an index of an axis. The array is donated, so this writes into it."""
-    return jax.lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), index, axis)
+    return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), index, axis)
 
 
 def _words_of_key(key: Any) -> Any:

@@ -23,21 +23,21 @@ class Contraction:
     """A product of data and a weight.
 
     Attributes:
-      data: The data: an axis of rows, then an axis for each of ``shared``, then one for each of ``summed``.
+      data: The data: an axis of rows, then an axis for each of ``batch``, then one for each of ``contracting``.
       weight: The weight, in the shape that the product sees.
-      shared: The axes of the weight for whose indices the data differ.
-      summed: The axes of the weight that are contracted.
-      rows: The output, or its gradient, as an axis of rows, then an axis for each of ``shared``, then one for each of
+      batch: The axes of the weight for whose indices the data differ.
+      contracting: The axes of the weight that are contracted.
+      rows: The output, or its gradient, as an axis of rows, then an axis for each of ``batch``, then one for each of
         the other axes of the weight.
       total: The sum over rows of a function of each number of the data, where that takes no rows.
-      groups: Where each row meets one index of ``shared`` alone, the number of that index, ``(rows,)``, and a larger
-        one than any for rows that meet none; data and outputs have no axes of ``shared`` then.
+      groups: Where each row meets one index of ``batch`` alone, the number of that index, ``(rows,)``, and a larger
+        one than any for rows that meet none; data and outputs have no axes of ``batch`` then.
     """
 
     data: Array
     weight: Product
-    shared: Sequence[int]
-    summed: Sequence[int]
+    batch: Sequence[int]
+    contracting: Sequence[int]
     rows: Callable[[Array], Array]
     total: Callable[[Callable[[Array], Array]], Array] | None = None
     groups: Array | None = None
@@ -45,7 +45,7 @@ class Contraction:
     @property
     def free(self) -> Sequence[int]:
         """The other axes of the weight."""
-        return [i for i in range(len(self.weight.axes)) if i not in (*self.shared, *self.summed)]
+        return [i for i in range(len(self.weight.axes)) if i not in (*self.batch, *self.contracting)]
 
 
 def contraction(eqn: JaxprEqn, args: Sequence[Any]) -> Contraction | None:
@@ -61,20 +61,20 @@ def _contraction_of_dot(view: Dot, args: Sequence[Any]) -> Contraction:
     """A product of matrices: the axes that only the data have are rows."""
     place = 0 if isinstance(args[0], Sum) else 1
     weight, data = args[place], args[1 - place]
-    summed, shared = view.contracting, view.batch
-    front = [i for i in range(data.ndim) if i not in (*summed[1 - place], *shared[1 - place])]
-    x = data.transpose(*front, *shared[1 - place], *summed[1 - place])
-    n, many = math.prod(data.shape[i] for i in front), len(shared[0])
-    own = many + (len(front) if place else 0)  # where the weight's own axes stand in the output
-    free = weight.ndim - many - len(summed[place])
+    contracting, batch = view.contracting, view.batch
+    front = [i for i in range(data.ndim) if i not in (*contracting[1 - place], *batch[1 - place])]
+    x = data.transpose(*front, *batch[1 - place], *contracting[1 - place])
+    n, many = math.prod(data.shape[i] for i in front), len(batch[0])
+    first_free = many + (len(front) if place else 0)  # where the weight's own axes stand in the output
+    free = weight.ndim - many - len(contracting[place])
 
     def rows(y: Array) -> Array:
-        behind = [*range(many), *range(own, own + free)]
+        behind = [*range(many), *range(first_free, first_free + free)]
         y = y.transpose(*(i for i in range(y.ndim) if i not in behind), *behind)
         return y.reshape(n, *y.shape[len(front) :])
 
     product = weight.products[0]
-    return Contraction(x.reshape(n, *x.shape[len(front) :]), product, shared[place], summed[place], rows)
+    return Contraction(x.reshape(n, *x.shape[len(front) :]), product, batch[place], contracting[place], rows)
 
 
 def _contraction_of_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contraction | None:
@@ -82,28 +82,30 @@ def _contraction_of_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contract
     data, weight, sizes, *_ = args
     if view.group is None or not view.is_whole or not isinstance(weight, Sum):
         return None
-    (left, right), (batch, own) = view.contracting, view.batch
-    front = [i for i in range(data.ndim) if i not in (*left, *batch)]
+    (lhs_contracting, rhs_contracting), (batch, weight_batch) = view.contracting, view.batch
+    front = [i for i in range(data.ndim) if i not in (*lhs_contracting, *batch)]
     many, times = weight.shape[view.group], math.prod(data.shape[i] for i in batch)
     n = math.prod(data.shape[i] for i in front) * times
 
     def in_order(x: Array) -> Array:
         """An array with the axes of the data as rows, ``(rows, numbers)``."""
-        return x.transpose(*front, *batch, *left).reshape(n, -1)
+        return x.transpose(*front, *batch, *lhs_contracting).reshape(n, -1)
 
     def rows(y: Array) -> Array:
         behind = y.shape[len(batch) + len(front) :]
         return jnp.moveaxis(y, range(len(batch)), range(len(front), len(front) + len(batch))).reshape(n, *behind)
 
     places = (*view.before, view.ragged)
-    each = Segments(sizes, data.shape[view.ragged], jnp.int32).numbers().transpose(np.argsort(places))
-    each = jnp.expand_dims(each, [i for i in range(data.ndim) if i not in places])
-    each = in_order(jnp.broadcast_to(each, [1 if i in left else size for i, size in enumerate(data.shape)]))
-    each = each.reshape(-1, times)
-    first = many * jnp.arange(times, dtype=jnp.int32)[None]
-    numbers = jnp.where(each < many, first + each, many * times).reshape(-1)
-    x = in_order(data).reshape(n, *(data.shape[i] for i in left))
-    return Contraction(x, weight.products[0], [*own, view.group], right, rows, groups=numbers)
+    group_numbers = Segments(sizes, data.shape[view.ragged], jnp.int32).numbers().transpose(np.argsort(places))
+    group_numbers = jnp.expand_dims(group_numbers, [i for i in range(data.ndim) if i not in places])
+    group_numbers = in_order(
+        jnp.broadcast_to(group_numbers, [1 if i in lhs_contracting else size for i, size in enumerate(data.shape)])
+    )
+    group_numbers = group_numbers.reshape(-1, times)
+    offsets = many * jnp.arange(times, dtype=jnp.int32)[None]
+    numbers = jnp.where(group_numbers < many, offsets + group_numbers, many * times).reshape(-1)
+    x = in_order(data).reshape(n, *(data.shape[i] for i in lhs_contracting))
+    return Contraction(x, weight.products[0], [*weight_batch, view.group], rhs_contracting, rows, groups=numbers)
 
 
 def _contraction_of_convolution(view: Conv, args: Sequence[Any]) -> Contraction | None:
@@ -119,7 +121,7 @@ def _contraction_of_convolution(view: Conv, args: Sequence[Any]) -> Contraction 
     # Patches have the channels of the data first, and then the places of the window.
     data = jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, groups, weight.shape[channel], *sizes)
     shape = [*weight.shape[:to], groups, weight.shape[to] // groups, *weight.shape[to + 1 :]]
-    split = weight.products[0].reshaped(shape)
+    kernel_in_groups = weight.products[0].reshape(shape)
     places = [i + (i > to) for i in (channel, *window)]
 
     def rows(y: Array) -> Array:
@@ -127,12 +129,14 @@ def _contraction_of_convolution(view: Conv, args: Sequence[Any]) -> Contraction 
 
     def total(function: Callable[[Array], Array]) -> Array:
         """The gradient of the sum of all outputs with respect to a kernel with one output for each group."""
-        each = function(x.astype(jnp.float32))
+        patches_of = function(x.astype(jnp.float32))
         kernel = jnp.zeros([groups if i == to else n for i, n in enumerate(weight.shape)])
-        y, pull = jax.vjp(lambda w: lax.conv_general_dilated(each, w, feature_group_count=groups, **settings), kernel)
+        y, pull = jax.vjp(
+            lambda w: lax.conv_general_dilated(patches_of, w, feature_group_count=groups, **settings), kernel
+        )
         return pull(jnp.ones_like(y))[0].transpose(to, channel, *window)
 
-    return None if split is None else Contraction(data, split, [to], places, rows, total)
+    return None if kernel_in_groups is None else Contraction(data, kernel_in_groups, [to], places, rows, total)
 
 
 @dataclass(frozen=True)
@@ -163,14 +167,14 @@ def lookup(eqn: JaxprEqn, args: Sequence[Any]) -> Lookup | None:
     axis, offset = view.axis, view.dimension_numbers.offset_dims
     if axis is None or weight.ndim > 2:
         return None
-    others = [i for i in range(weight.ndim) if i != axis]
+    other_axes = [i for i in range(weight.ndim) if i != axis]
     rows, n = places.reshape(-1).astype(jnp.int32), weight.shape[axis]
     if view.mode == lax.GatherScatterMode.CLIP:
         rows = jnp.clip(rows, 0, n - 1)
 
     def outputs(y: Array) -> Array:
         y = jnp.moveaxis(y, offset, range(y.ndim - len(offset), y.ndim))
-        return y.reshape(len(rows), *(weight.shape[i] for i in others))
+        return y.reshape(len(rows), *(weight.shape[i] for i in other_axes))
 
     return Lookup(jnp.where((rows >= 0) & (rows < n), rows, n), axis, outputs)
 

@@ -24,10 +24,10 @@ class ExplainedInputs:
     seen: Mapping[str, Seen]
 
     def __repr__(self) -> str:
-        read = sum(bool(entry.reads) for entry in self.seen.values())
+        n_read = sum(bool(entry.reads) for entry in self.seen.values())
         size = sum(size_in_bytes(x) for x in jax.tree.leaves(list(self.seen.values())))
-        head = f"{read} of {len(self.seen)} arrays have data, {readable_size(size)} in all"
-        rows = [(bool(each.reads), (path, each.columns)) for path, each in self.seen.items()]
+        head = f"{n_read} of {len(self.seen)} arrays have data, {readable_size(size)} in all"
+        rows = [(bool(entry.reads), (path, entry.columns)) for path, entry in self.seen.items()]
         return write_sections(head, ("with data", "without"), rows)
 
 

@@ -37,14 +37,14 @@ class Inputs(Reports):
         functools.update_wrapper(self, fun)
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        rehearse()
+        check_this_jax()
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        traced = arguments.trace()
-        first = first_look(traced, self.moments)
-        layout = _Layout.of(first, arguments, len(traced.inputs) - len(arguments.places))
+        call = arguments.trace()
+        look = first_look(call, self.moments)
+        layout = _Layout.of(look, arguments, len(call.inputs) - len(arguments.places))
         paths = layout.path_of
-        roots = {root for root, like in first.types.items() if self._wants(paths.get(root), like)}
-        return layout.tree(collect(self.who, traced, first, roots, gradients=self.gradients).entry)
+        roots = {root for root, like in look.types.items() if self._wants(paths.get(root), like)}
+        return layout.tree(collect(self.who, call, look, roots, gradients=self.gradients).entry)
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedInputs:
         arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
@@ -123,11 +123,11 @@ def inputs(
     return Inputs(fun, argnums, moments, where, gradients=gradients)
 
 
-def first_look(traced: Traced, moments: str, only: Mapping[Any, tuple[int, Any]] | None = None) -> Seeing:
+def first_look(call: Traced, moments: str, only: Mapping[Any, tuple[int, Any]] | None = None) -> Seeing:
     """What a program does with the arrays that the user named, before anything is counted; ``only`` as of a way."""
-    first = Seeing(moments, lines_by_origin(traced.program), only=only)
-    jax.make_jaxpr(lambda *inputs: _evaluate(first, traced, inputs))(*traced.inputs)
-    return first
+    way = Seeing(moments, lines_by_origin(call.program), only=only)
+    jax.make_jaxpr(lambda *inputs: _evaluate(way, call, inputs))(*call.inputs)
+    return way
 
 
 @dataclass(frozen=True)
@@ -152,68 +152,68 @@ class Collected:
             return Seen(why=("it is not a floating array",))
         if root not in self.reads:
             return Seen(why=("`where` of `inputs` leaves it out",))
-        mixed = self.uncounted.get(root, {})
-        why = [reason for reason in self.first.why.get(root, ()) if reason not in mixed]
-        return Seen(tuple(self.reads[root]), self.gradients.get(root), tuple(why), tuple(mixed.values()))
+        uncounted = self.uncounted.get(root, {})
+        why = [reason for reason in self.first.why.get(root, ()) if reason not in uncounted]
+        return Seen(tuple(self.reads[root]), self.gradients.get(root), tuple(why), tuple(uncounted.values()))
 
 
-def collect(who: str, traced: Traced, first: Seeing, roots: Collection[Any], *, gradients: bool) -> Collected:
+def collect(who: str, call: Traced, look: Seeing, roots: Collection[Any], *, gradients: bool) -> Collected:
     """Runs a program and counts the data of some arrays."""
-    moments = first.moments
-    wanted = [slot for slot in first.slots if slot.root in roots]
+    moments = look.moments
+    slots = [slot for slot in look.slots if slot.root in roots]
 
-    def counted(taps: Taps | None) -> tuple[Any, list[Any]]:
-        way = Seeing(moments, first.lines, wanted, taps, first.only)
-        outs = _evaluate(way, traced, traced.inputs)
-        return None if taps is None else _scalar_loss(who, traced, outs), way.state
+    def run_and_count(taps: Taps | None) -> tuple[Any, list[Any]]:
+        way = Seeing(moments, look.lines, slots, taps, look.only)
+        outs = _evaluate(way, call, call.inputs)
+        return None if taps is None else _scalar_loss(who, call, outs), way.state
 
     slopes: Taps | None = None
     if gradients:
-        own = {slot: slot.slopes(moments) for slot in wanted if slot not in first.cut}
-        arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in first.types.items() if root in roots}
-        slopes, state = jax.grad(counted, has_aux=True)(Taps(arrays, own))
+        slopes_of_slots = {slot: slot.slopes(moments) for slot in slots if slot not in look.cut}
+        arrays = {root: jnp.zeros(like.shape, like.dtype) for root, like in look.types.items() if root in roots}
+        slopes, state = jax.grad(run_and_count, has_aux=True)(Taps(arrays, slopes_of_slots))
     else:
-        _, state = counted(None)
-    found: dict[Any, list[Read]] = {root: [] for root in roots}
-    for slot, held in zip(wanted, state, strict=True):
-        found[slot.root].append(slot.read(moments, held, slopes and slopes.slopes.get(slot)))
-    return Collected(first, found, {} if slopes is None else slopes.arrays, _find_uncounted(first, traced))
+        _, state = run_and_count(None)
+    reads: dict[Any, list[Read]] = {root: [] for root in roots}
+    for slot, statistics in zip(slots, state, strict=True):
+        reads[slot.root].append(slot.read(moments, statistics, slopes and slopes.slopes.get(slot)))
+    return Collected(look, reads, {} if slopes is None else slopes.arrays, _find_uncounted(look, call))
 
 
 @functools.cache
-def rehearse() -> None:
+def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.rehearse(lambda: _axes_read() == {(0,), (1,)})
+    jaxprs.check_this_jax(lambda: _axes_read() == {(0,), (1,)})
 
 
 def _axes_read() -> set[tuple[int, ...]]:
     """The axes of a weight that the products of a small network contract; none if it is read otherwise."""
     w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Seeing("full", {})
-    traced = Arguments.of("inputs", network, None, (w, w), {}).trace()
-    jax.make_jaxpr(lambda *inputs: _evaluate(way, traced, inputs))(*traced.inputs)
+    call = Arguments.of("inputs", network, None, (w, w), {}).trace()
+    jax.make_jaxpr(lambda *inputs: _evaluate(way, call, inputs))(*call.inputs)
     return set() if way.why else {slot.bare.axes for slot in way.slots}
 
 
-def _scalar_loss(who: str, traced: Traced, outs: list[Any]) -> Any:
+def _scalar_loss(who: str, call: Traced, outs: list[Any]) -> Any:
     """The scalar whose gradient is wanted."""
-    found = jax.tree.leaves(traced.restore(outs))
-    if not found or jnp.shape(found[0]) or not jnp.issubdtype(jnp.result_type(found[0]), jnp.floating):
-        got = describe(found[0]) if found else "nothing"
+    leaves = jax.tree.leaves(call.restore(outs))
+    if not leaves or jnp.shape(leaves[0]) or not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.floating):
+        output = describe(leaves[0]) if leaves else "nothing"
         raise TypeError(
             f"{who} with gradients=True takes a function that returns a loss, a floating scalar, or a tuple that "
-            f"begins with one, but got {got}. Return the loss first."
+            f"begins with one, but got {output}. Return the loss first."
         )
-    return found[0]
+    return leaves[0]
 
 
-def _evaluate(way: Seeing, traced: Traced, inputs: Any) -> list[Any]:
+def _evaluate(way: Seeing, call: Traced, inputs: Any) -> list[Any]:
     """Runs the program, in which the named arrays are followed."""
-    facts = facts_of_inputs(traced.program, traced.chosen)
-    followed = [
-        way.start(i, x) if flag and jnp.issubdtype(x.dtype, jnp.inexact) else x
-        for i, (x, flag) in enumerate(zip(inputs, traced.chosen, strict=True))
+    facts = facts_of_inputs(call.program, call.is_chosen)
+    operands = [
+        way.follow(i, x) if flag and jnp.issubdtype(x.dtype, jnp.inexact) else x
+        for i, (x, flag) in enumerate(zip(inputs, call.is_chosen, strict=True))
     ]
-    return Reader(way).arrays(traced.program, followed, facts)
+    return Reader(way).arrays(call.program, operands, facts)
 
 
 def _is_random(v: Any) -> bool:
@@ -222,14 +222,14 @@ def _is_random(v: Any) -> bool:
     return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _find_uncounted(way: Seeing, traced: Traced) -> dict[Any, dict[str, str]]:
+def _find_uncounted(way: Seeing, call: Traced) -> dict[Any, dict[str, str]]:
     """For each array what reads it with data and is not counted: as what reads it, and with these words."""
-    mixing = Mixing({path: each.operand for path, each in way.counted.items()}, leaves_of)
+    mixing = Mixing({path: product.operand for path, product in way.counted.items()}, leaves_of)
     inputs: list[Value] = [
         ({i: Dependence.ARRAY} if i in way.types else {}, flag and not _is_random(v))
-        for i, (v, flag) in enumerate(zip(traced.program.invars, traced.chosen, strict=True))
+        for i, (v, flag) in enumerate(zip(call.program.invars, call.is_chosen, strict=True))
     ]
-    mixing.program(traced.program, inputs)
+    mixing.program(call.program, inputs)
     return {
         root: {
             describe_read(eqn, "reads it", way.lines): describe_read(eqn, "reads it with data", way.lines)
@@ -258,7 +258,7 @@ class _Layout:
         """The layout for the arguments of a call, of which the arrays are inputs from ``offset`` on."""
         if way.trees:
             treedef, roots = way.trees[0]
-            if any(each != treedef for each, _ in way.trees[1:]):
+            if any(other_treedef != treedef for other_treedef, _ in way.trees[1:]):
                 raise ValueError(
                     "rpx.inputs found several calls of `apply` whose effective trees differ in structure, so it cannot "
                     "return one tree like them. Pass a loss of the effective trees: "
@@ -266,10 +266,10 @@ class _Layout:
                 )
             tree = treedef.unflatten([roots.get(place) for place in range(treedef.num_leaves)])
         else:
-            given = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.chosen[i]}
-            args, _ = arguments.treedef.unflatten(map(given.get, range(arguments.treedef.num_leaves)))
-            chosen = tuple(arg for arg in args if any(root in way.types for root in jax.tree.leaves(arg)))
-            tree = chosen[0] if len(chosen) == 1 else chosen
+            input_of_leaf = {leaf: offset + i for i, leaf in enumerate(arguments.places) if arguments.is_chosen[i]}
+            args, _ = arguments.treedef.unflatten(map(input_of_leaf.get, range(arguments.treedef.num_leaves)))
+            trees = tuple(arg for arg in args if any(root in way.types for root in jax.tree.leaves(arg)))
+            tree = trees[0] if len(trees) == 1 else trees
         paths, roots, treedef = flatten_with_names(tree, lambda x: x is None or isinstance(x, Root))
         return cls(treedef, list(map(path_text, paths)), roots)
 

@@ -28,13 +28,13 @@ class Folder:
         if self._path is None:
             return
         self._path.mkdir(parents=True, exist_ok=True)
-        file, wanted = self._path / "calibration.json", json.loads(json.dumps(about))
+        file, about_now = self._path / "calibration.json", json.loads(json.dumps(about))
         if not file.exists():
-            _write_file(file, json.dumps(wanted).encode())
-        held = json.loads(file.read_text())
-        if other := [name for name in wanted if held.get(name) != wanted[name]]:
+            _write_file(file, json.dumps(about_now).encode())
+        about_on_file = json.loads(file.read_text())
+        if differing := [name for name in about_now if about_on_file.get(name) != about_now[name]]:
             raise ValueError(
-                f"{who} got folder={str(self._path)!r}, which holds a calibration with {' and '.join(other)} other "
+                f"{who} got folder={str(self._path)!r}, which holds a calibration with {' and '.join(differing)} other "
                 f"than these. Give another folder, or the same arguments."
             )
 
@@ -43,10 +43,10 @@ class Folder:
         file = self._path and self._path / f"{number:05}.npz"
         if file is None or not file.exists():
             return None
-        with np.load(file) as held:
-            entries = json.loads(bytes(held["entries"]))
+        with np.load(file) as archive:
+            entries = json.loads(bytes(archive["entries"]))
             return {
-                tuple(place): jnp.asarray(np.frombuffer(held[f"{i}"].tobytes(), jnp.dtype(dtype)).reshape(shape))
+                tuple(place): jnp.asarray(np.frombuffer(archive[f"{i}"].tobytes(), jnp.dtype(dtype)).reshape(shape))
                 for i, (place, dtype, shape) in enumerate(entries)
             }
 
@@ -56,20 +56,20 @@ class Folder:
             return
         arrays = {place: np.asarray(x) for place, x in values.items() if is_array(x)}
         entries = json.dumps([(place, str(x.dtype), x.shape) for place, x in arrays.items()])
-        whole: dict[str, Any] = {f"{i}": _bytes_of(x) for i, x in enumerate(arrays.values())}
+        buffers: dict[str, Any] = {f"{i}": _bytes_of(x) for i, x in enumerate(arrays.values())}
         file = self._path / f"{number:05}.npz"
-        unfinished = file.with_suffix(".part")
-        with unfinished.open("wb") as out:
-            np.savez(out, entries=_bytes_of(np.frombuffer(entries.encode(), np.uint8)), **whole)
-        os.replace(unfinished, file)
+        part = file.with_suffix(".part")
+        with part.open("wb") as stream:
+            np.savez(stream, entries=_bytes_of(np.frombuffer(entries.encode(), np.uint8)), **buffers)
+        os.replace(part, file)
 
 
 def checksum(arrays: Iterable[Any]) -> int:
     """A number that tells arrays of other numbers apart."""
-    found = 0
+    crc = 0
     for x in arrays:
-        found = zlib.crc32(_bytes_of(np.asarray(x)).data, found)
-    return found
+        crc = zlib.crc32(_bytes_of(np.asarray(x)).data, crc)
+    return crc
 
 
 def _bytes_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -79,9 +79,9 @@ def _bytes_of(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _write_file(file: Path, text: bytes) -> None:
     """Writes a file under another name and renames it, so that a file that is there is whole."""
-    unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(text)
-    os.replace(unfinished, file)
+    part = file.with_suffix(".part")
+    part.write_bytes(text)
+    os.replace(part, file)
 
 
 def describe_units(units: Sequence[tuple[Any, int | None]]) -> list[Any]:

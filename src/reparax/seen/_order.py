@@ -65,22 +65,22 @@ Unit = tuple[Turn, int | None]
 """A turn, and the step of the scan that slices its arrays."""
 
 
-def first_reads(counted: Mapping[tuple[int, ...], Counted], alike: Alike) -> dict[Any, First]:
+def first_reads(counted: Mapping[tuple[int, ...], Counted], names: Alike) -> dict[Any, First]:
     """How each array is read first, in the order of the program."""
-    found: dict[Any, list[First]] = {}
+    reads_of: dict[Any, list[First]] = {}
     for path, product in counted.items():
-        data = tuple(name for i, name in enumerate(alike.read[path]) if i != product.operand)
-        slicing = [(scan, *alike.sliced[scan]) for scan in path if scan in alike.sliced]
+        data = tuple(name for i, name in enumerate(names.read[path]) if i != product.operand)
+        slicing = [(scan, *names.sliced[scan]) for scan in path if scan in names.sliced]
         loops = [Loop(scan, reverse) for scan, names, reverse in slicing if product.root in names]
-        one = len(loops) == len(product.steps) == 1
-        read = First(data, loops[0], product.steps[0]) if one else First(data, None, None)
-        found.setdefault(product.root, []).append(read)
-    return {root: _join_reads(reads) for root, reads in found.items()}
+        in_one_loop = len(loops) == len(product.steps) == 1
+        read = First(data, loops[0], product.steps[0]) if in_one_loop else First(data, None, None)
+        reads_of.setdefault(product.root, []).append(read)
+    return {root: _join_reads(reads) for root, reads in reads_of.items()}
 
 
 def _join_reads(reads: Sequence[First]) -> First:
     """The first of all reads of an array, in a scan only if all are in that scan and along one axis."""
-    ways = {(read.loop, read.axis) for read in reads}
+    ways = {(first.loop, first.axis) for first in reads}
     return reads[0] if len(ways) == 1 else First(reads[0].data, None, None)
 
 
@@ -101,31 +101,31 @@ def turns(
       where: Which arrays come first, and at once.
     """
     patterns = _list_of_patterns(where)
-    found: dict[Hashable, list[str]] = {}
+    paths_of_key: dict[Hashable, list[str]] = {}
     for path in [*reads, *(path for path in arrays if path not in reads)]:
         if path in arrays:
-            found.setdefault(_key_of_turn(path, arrays[path], reads.get(path), patterns), []).append(path)
+            paths_of_key.setdefault(_key_of_turn(path, arrays[path], reads.get(path), patterns), []).append(path)
     for pattern in patterns:
         if not any(_matches(pattern, path, x) for path, x in arrays.items()):
             raise ValueError(
                 f"{who} got where with {pattern!r}, which fits no array that the parametrization acts on: these are "
                 f"{', '.join(map(repr, list(arrays)[:3]))}. Correct it, or leave it out."
             )
-    ordered = [paths for _, paths in sorted(found.items(), key=lambda item: _sort_key(item[0], len(patterns)))]
-    return [_make_turn(who, paths, reads, arrays) for paths in _merge_groups(ordered, together)]
+    groups = [paths for _, paths in sorted(paths_of_key.items(), key=lambda item: _sort_key(item[0], len(patterns)))]
+    return [_make_turn(who, paths, reads, arrays) for paths in _merge_groups(groups, together)]
 
 
-def units(found: Sequence[Turn]) -> Iterator[Unit]:
+def units(turns: Sequence[Turn]) -> Iterator[Unit]:
     """Each turn; those that a scan slices, a step at a time."""
-    done = set[Loop]()
-    for turn in found:
+    finished_loops = set[Loop]()
+    for turn in turns:
         if turn.loop is None:
             yield turn, None
-        elif turn.loop not in done:
-            done.add(turn.loop)
+        elif turn.loop not in finished_loops:
+            finished_loops.add(turn.loop)
             steps = range(turn.steps)
             for i in reversed(steps) if turn.loop.reverse else steps:
-                yield from ((each, i) for each in found if each.loop == turn.loop)
+                yield from ((member, i) for member in turns if member.loop == turn.loop)
 
 
 def _list_of_patterns(where: Chosen | Sequence[Chosen] | None) -> list[Chosen]:
@@ -144,10 +144,10 @@ def _key_of_turn(path: str, x: Any, read: First | None, patterns: Sequence[Chose
     return len(patterns), loop, read and read.data
 
 
-def _sort_key(key: Any, others: int) -> tuple[bool, int]:
+def _sort_key(key: Any, n_patterns: int) -> tuple[bool, int]:
     """What turns are sorted by: chosen ones come first, and last those that no product reads."""
-    number, *_, last = key
-    return (number == others and last is None, number)
+    number, *_, data = key
+    return (number == n_patterns and data is None, number)
 
 
 def _matches(pattern: Chosen, path: str, x: Any) -> bool:
@@ -155,24 +155,24 @@ def _matches(pattern: Chosen, path: str, x: Any) -> bool:
     return bool(re.fullmatch(pattern, path) if isinstance(pattern, str) else pattern(path, x))
 
 
-def _merge_groups(ordered: Iterable[list[str]], together: Iterable[Collection[str]]) -> list[list[str]]:
+def _merge_groups(groups: Iterable[list[str]], together: Iterable[Collection[str]]) -> list[list[str]]:
     """The groups, where those with arrays that belong together are one, in the place of the first."""
-    merged = list(ordered)
+    merged = list(groups)
     for paths in together:
-        own = [group for group in merged if set(paths) & set(group)]
-        if len(own) > 1:
-            own[0].extend(path for group in own[1:] for path in group)
-            merged = [group for group in merged if all(group is not other for other in own[1:])]
+        joined = [group for group in merged if set(paths) & set(group)]
+        if len(joined) > 1:
+            joined[0].extend(path for group in joined[1:] for path in group)
+            merged = [group for group in merged if all(group is not group_to_drop for group_to_drop in joined[1:])]
     return merged
 
 
 def _make_turn(who: str, paths: Sequence[str], reads: Mapping[str, First], arrays: Mapping[str, Any]) -> Turn:
     """The turn of these arrays; raises if they are not sliced by one scan, or by none."""
     loops = {path: read.loop if (read := reads.get(path)) else None for path in paths}
-    if other := [path for path in paths if loops[path] != loops[paths[0]]]:
+    if strangers := [path for path in paths if loops[path] != loops[paths[0]]]:
         raise ValueError(
-            f"{who}: a stage joins {paths[0]!r} with {other[0]!r}, but no one scan slices both, so they cannot start "
-            f"at the same step of it. Leave one of them out with the `where` of that stage."
+            f"{who}: a stage joins {paths[0]!r} with {strangers[0]!r}, but no one scan slices both, so they cannot "
+            f"start at the same step of it. Leave one of them out with the `where` of that stage."
         )
     axes = {path: reads[path].axis if path in reads else None for path in paths}
     sizes = [arrays[path].shape[axis] for path, axis in axes.items() if axis is not None and is_array(arrays[path])]

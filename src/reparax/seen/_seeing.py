@@ -25,7 +25,7 @@ from reparax._programs.roots import holds_apply, is_apply, mark_of
 from reparax._programs.sources import describe_read
 from reparax._weights import moves, multiply
 from reparax._weights.facts import Facts, facts_of_outputs
-from reparax._weights.reader import AS_IS, Outs, Reader
+from reparax._weights.reader import Answer, Outs, Reader
 from reparax._weights.sums import Factor, Label, Product, Sum
 from reparax.seen._contractions import Contraction, Lookup, contraction, lookup
 from reparax.seen._taps import Taps, tap_gradient
@@ -69,9 +69,9 @@ class CountedRead:
         sizes = [(), *((inputs, inputs) if name in square else (inputs,) for name in COLLECTED[moments][1:])]
         return [jnp.zeros((batch, *size), jnp.float32) for size in sizes]
 
-    def read(self, moments: str, found: Sequence[Array], slopes: Any) -> Read:
+    def read(self, moments: str, statistics: Sequence[Array], slopes: Any) -> Read:
         """What was found, in words of the array."""
-        return replace(self.bare, slopes=slopes, **dict(zip(COLLECTED[moments], found, strict=True)))
+        return replace(self.bare, slopes=slopes, **dict(zip(COLLECTED[moments], statistics, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ class Place:
       batch: The numbers of the matrices that the product reads; None for all.
       inputs: The numbers of their rows; None for all.
       outputs: The numbers of their columns; None for all.
-      split: The mesh axes over which the rows are split.
+      shard_axes: The mesh axes over which the rows are split.
       steps: The axes of the array of which the product reads one index.
-      chosen: Whether it reads the chosen index; None if no index is chosen.
+      reads_index: Whether it reads the chosen index; None if no index is chosen.
     """
 
     slot: CountedRead
     batch: Array | None
     inputs: Array | None
     outputs: Array | None
-    split: tuple[str, ...]
+    shard_axes: tuple[str, ...]
     steps: tuple[int, ...] = ()
-    chosen: Array | None = None
+    reads_index: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Seeing:
         self.why: dict[Any, dict[str, None]] = {}
         self.counted: dict[tuple[int, ...], Counted] = {}
 
-    def start(self, root: Any, x: Any) -> Sum:
+    def follow(self, root: Any, x: Any) -> Sum:
         """An array, to be followed."""
         self.types[root] = jax.ShapeDtypeStruct(x.shape, x.dtype)
         x = x if self.taps is None or root not in self.taps.arrays else x + self.taps.arrays[root]
@@ -158,43 +158,54 @@ class Seeing:
 
     # ---- the way
 
-    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], own: Facts) -> bool:
-        del own
-        return any(each.known for each in facts) and (is_apply(eqn) or holds_apply(eqn))
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        del out_facts
+        return any(fact.known for fact in facts) and (is_apply(eqn) or holds_apply(eqn))
 
-    def taken_first(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts, *, alone: bool
-    ) -> Outs | None:
-        del alone
-        view, out = view_of(eqn), facts_of_outputs(eqn, facts, own)
+    def take_instead(
+        self,
+        reader: Reader,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
+    ) -> Outs | Answer | None:
+        del only_first_read
+        view, facts_out = view_of(eqn), facts_of_outputs(eqn, facts, out_facts)
         if is_apply(eqn):
-            return self._follow_apply(reader, eqn, args), out
+            return self._follow_apply(reader, eqn, args), facts_out
         if isinstance(view, ConvertType) and jnp.issubdtype(view.new_dtype, jnp.inexact):
-            return [_cast_array(args[0], view.new_dtype)], out
+            return [_cast_array(args[0], view.new_dtype)], facts_out
         if isinstance(view, Multiply | Divide | Negate) and all(map(_is_number, args[1:])):
-            return [_scale_array(view, *args)], out
+            return [_scale_array(view, *args)], facts_out
         if isinstance(view, Multiply) and isinstance(args[1], Sum) and _is_number(args[0]):
-            return [_scale_array(view, *args[::-1])], out
-        return AS_IS if isinstance(view, ShardMap) and not view.check_vma else None
+            return [_scale_array(view, *args[::-1])], facts_out
+        return Answer.UNCHANGED if isinstance(view, ShardMap) and not view.check_vma else None
 
-    def made(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts
+    def start(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
     ) -> Outs | None:
-        del reader, eqn, args, facts, own
+        del reader, eqn, args, facts, out_facts
         return None
 
-    def used(self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], own: Facts) -> Any:
+    def multiply(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
         (weight,) = [x for x in args if isinstance(x, Sum)][:1]
         differs = frozenset[str]().union(*(f.differs for x, f in zip(args, facts, strict=True) if x is not weight))
         totals: Totals = AllRows()
-        if found := contraction(eqn, args):
-            product = found.weight
-            place, totals = self._count_product(weight, found, differs)
-            rows, shared, free = found.rows, found.shared if found.groups is None else [], found.free
-        elif taken := lookup(eqn, args):
-            place, product = self._count_lookup(weight, taken, differs), weight.products[0]
-            rows, shared = taken.outputs, []
-            free = [i for i in range(len(product.axes)) if i != taken.axis]
+        if product_with_data := contraction(eqn, args):
+            product = product_with_data.weight
+            place, totals = self._count_product(weight, product_with_data, differs)
+            rows = product_with_data.rows
+            batch = product_with_data.batch if product_with_data.groups is None else []
+            free = product_with_data.free
+        elif rows_taken := lookup(eqn, args):
+            place, product = self._count_lookup(weight, rows_taken, differs), weight.products[0]
+            rows, batch = rows_taken.outputs, []
+            free = [i for i in range(len(product.axes)) if i != rows_taken.axis]
         else:
             return None
         if place is None:
@@ -203,7 +214,7 @@ class Seeing:
         self.counted[*reader.path, id(eqn)] = Counted(weight.root, operand, place.steps)
         with jaxprs.as_written_by(eqn):
             y = view_of(eqn).bind(*(_as_array(x) for x in args))
-        groups = [[label for i in axes for label in product.axes[i]] for axes in (shared, free)]
+        groups = [[label for i in axes for label in product.axes[i]] for axes in (batch, free)]
         if self.moments == "full" and any(label.shards for label in groups[1]):
             self.cut.add(place.slot)
         if self.taps is None or place.slot not in self.taps.slopes:
@@ -212,7 +223,7 @@ class Seeing:
             y, place, totals, lambda slope: _rows_as_matrices(rows(slope), product, groups), differs
         )
 
-    def formed(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
         del reader
         unchecked = eqn is not None and kind_of(eqn) is ShardMap
         reason = describe_read(eqn, "with check_vma=False reads it" if unchecked else "reads it", self.lines)
@@ -224,7 +235,7 @@ class Seeing:
         jaxpr, consts = jaxprs.body(eqn)
         mark = mark_of(eqn)
         operands = args[len(args) - mark.size :] if mark else []
-        if mark is None or len(mark.made) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
+        if mark is None or len(mark.new_outputs) != len(eqn.outvars) or reader.times > 1 or not _are_whole(args):
             raise ValueError(
                 "rpx.inputs found an `apply` inside a scan, or inside a shard_map that splits its weights, so it "
                 "cannot match effective arrays. Call `apply` outside, or pass a loss of the effective tree: "
@@ -232,132 +243,157 @@ class Seeing:
             )
         outs = jaxprs.evaluate(jaxpr, [*consts, *map(_as_array, args)])
         roots: dict[int, Any] = {place: operands[i] for place, i in mark.passed.items()}
-        followed = [
-            self.start(Root(place), x) if _is_inexact(x) else x for place, x in zip(mark.made, outs, strict=True)
+        weights = [
+            self.follow(Root(place), x) if _is_inexact(x) else x
+            for place, x in zip(mark.new_outputs, outs, strict=True)
         ]
-        roots |= dict(zip(mark.made, followed, strict=True))
+        roots |= dict(zip(mark.new_outputs, weights, strict=True))
         self.trees.append((mark.treedef, {place: x.root for place, x in roots.items() if isinstance(x, Sum)}))
-        return followed
+        return weights
 
     # ---- counting
 
-    def _count_lookup(self, weight: Sum, found: Lookup, differs: frozenset[str]) -> Place | None:
+    def _count_lookup(self, weight: Sum, table_lookup: Lookup, differs: frozenset[str]) -> Place | None:
         """Counts how often each row of a table is looked up; None if shards hold the rows, or slices mix axes."""
         product = weight.products[0]
-        rows = product.axes[found.axis]
+        rows = product.axes[table_lookup.axis]
         place = self._place_of(weight.root, product, [], rows, is_table=True)
-        if place is None or place.split:  # the rows of one shard are usually masked afterwards
+        if place is None or place.shard_axes:  # the rows of one shard are usually masked afterwards
             return None
         n = math.prod(label.size for label in rows)
-        counts = jnp.zeros(n + 1, jnp.float32).at[found.rows].add(1.0)[None, :n]
-        counts = counts if place.chosen is None else jnp.where(place.chosen, counts, 0)
-        each = (counts > 0).astype(jnp.float32) if self.moments == "largest" else counts
+        counts = jnp.zeros(n + 1, jnp.float32).at[table_lookup.rows].add(1.0)[None, :n]
+        counts = counts if place.reads_index is None else jnp.where(place.reads_index, counts, 0)
+        row_counts = (counts > 0).astype(jnp.float32) if self.moments == "largest" else counts
         return self._add_to_state(
-            place, differs, [jnp.sum(counts, axis=1), *(each for _ in COLLECTED[self.moments][1:])]
+            place, differs, [jnp.sum(counts, axis=1), *(row_counts for _ in COLLECTED[self.moments][1:])]
         )
 
-    def _count_product(self, weight: Sum, found: Contraction, differs: frozenset[str]) -> tuple[Place | None, Totals]:
+    def _count_product(
+        self, weight: Sum, contraction: Contraction, differs: frozenset[str]
+    ) -> tuple[Place | None, Totals]:
         """Where the data of a product stand, and how its rows are added."""
-        product, x, totals = found.weight, lax.stop_gradient(found.data), _totals_of(found)
-        array, *rest = product.factors
+        product, x, totals = contraction.weight, lax.stop_gradient(contraction.data), _totals_of(contraction)
+        array, *other_factors = product.factors
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return None, totals
-        numbers = rest[len(self.types[weight.root].shape) :]
+        numbers = other_factors[len(self.types[weight.root].shape) :]
         for factor in numbers:
             x = x * factor.array.astype(x.dtype)
-        groups = [[label for i in axes for label in product.axes[i]] for axes in (found.shared, found.summed)]
-        shared, summed = ([label for label in array.labels if label in group] for group in groups)
-        place = self._place_of(weight.root, product, shared, summed, is_table=False)
+        groups = [
+            [label for i in axes for label in product.axes[i]] for axes in (contraction.batch, contraction.contracting)
+        ]
+        batch, contracting = ([label for label in array.labels if label in group] for group in groups)
+        place = self._place_of(weight.root, product, batch, contracting, is_table=False)
         if place is None:
             return None, totals
         many, *_ = place.slot.bare.sizes()
         if place.batch is not None and len(place.batch) > many:  # one of the matrices for each row
             totals, place = RowsOfGroups(place.batch, many), replace(place, batch=None)
-        if place.chosen is not None:
-            x = jnp.where(place.chosen, x, jnp.zeros_like(x))
-        free = [label for i in found.free for label in product.axes[i]]
+        if place.reads_index is not None:
+            x = jnp.where(place.reads_index, x, jnp.zeros_like(x))
+        free = [label for i in contraction.free for label in product.axes[i]]
         copies = math.prod(label.size for label in free if label not in array.labels)
-        if found.groups is not None:
+        if contraction.groups is not None:
             groups[0] = []
-        if self.moments == "diagonal" and found.total and not numbers:
-            sums = [_rows_as_matrices(found.total(each)[None], product, groups)[0] for each in (jnp.abs, jnp.square)]
+        if self.moments == "diagonal" and contraction.total and not numbers:
+            sums = [
+                _rows_as_matrices(contraction.total(function)[None], product, groups)[0]
+                for function in (jnp.abs, jnp.square)
+            ]
             count = jnp.full(len(sums[0]), copies * x.shape[0], jnp.float32)
-            count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
-            return self._add_to_state(place, differs, [count, *(copies * each for each in sums)]), totals
+            count = count if place.reads_index is None else jnp.where(place.reads_index, count, 0)
+            return self._add_to_state(place, differs, [count, *(copies * function for function in sums)]), totals
         x = jnp.repeat(_rows_as_matrices(x, product, groups, add=True), copies, axis=0)
         if self.moments == "cross":
-            return self._count_cross(place, differs, x, totals, alike=rest[0].labels[0] not in groups[0]), totals
+            return self._count_cross(
+                place, differs, x, totals, is_shared=other_factors[0].labels[0] not in groups[0]
+            ), totals
         wide, count = jnp.abs(x).astype(jnp.float32), totals.count(x)
-        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
+        count = count if place.reads_index is None else jnp.where(place.reads_index, count, 0)
         if self.moments == "largest":
             return self._add_to_state(place, differs, [count, totals.largest(wide)]), totals
         absolute = totals.total(wide)
         if self.moments == "diagonal":
             return self._add_to_state(place, differs, [count, absolute, totals.total(wide * wide)]), totals
-        first, products = totals.total(x.astype(jnp.float32)), self._products_with_all(place, totals, x, x)
+        first_moments, products = totals.total(x.astype(jnp.float32)), self._products_with_all(place, totals, x, x)
         return self._add_to_state(
-            place, differs, [count, first, absolute, products], _columns_on_all_shards(place)
+            place, differs, [count, first_moments, absolute, products], _columns_on_all_shards(place)
         ), totals
 
-    def _count_cross(self, place: Place, differs: frozenset[str], x: Array, totals: Totals, *, alike: bool) -> Place:
+    def _count_cross(
+        self, place: Place, differs: frozenset[str], x: Array, totals: Totals, *, is_shared: bool
+    ) -> Place:
         """Counts the data of the second network, and how far those of the first one are away."""
         if not isinstance(totals, AllRows):
             raise ValueError(
                 "rpx.calibrate got error_propagation for an array whose rows of data are grouped, such as experts, "
                 "because errors of the network may change the groups. Leave error_propagation out."
             )
-        both = jnp.stack([x, x], 1) if alike else x.reshape(x.shape[0], 2, -1, x.shape[2])
-        old, new = (both[:, i].astype(jnp.float32) for i in range(2))
+        pairs = jnp.stack([x, x], 1) if is_shared else x.reshape(x.shape[0], 2, -1, x.shape[2])
+        old, new = (pairs[:, i].astype(jnp.float32) for i in range(2))
         count = totals.count(new)
-        count = count if place.chosen is None else jnp.where(place.chosen, count, 0)
-        products = [self._products_with_all(place, totals, new, other) for other in (new, old - new)]
+        count = count if place.reads_index is None else jnp.where(place.reads_index, count, 0)
+        products = [self._products_with_all(place, totals, new, columns) for columns in (new, old - new)]
         return self._add_to_state(place, differs, [count, *products], _columns_on_all_shards(place))
 
     def _products_with_all(self, place: Place, totals: Totals, x: Array, y: Array) -> Array:
         """The products of the entries of rows, all columns of them where shards hold some."""
-        if place.split and place.inputs is not None:
-            y = lax.all_gather(y, place.split, axis=y.ndim - 1, tiled=True)
-        return _products_if_chosen(totals, x, y, place.chosen)
+        if place.shard_axes and place.inputs is not None:
+            y = lax.all_gather(y, place.shard_axes, axis=y.ndim - 1, tiled=True)
+        return _products_if_chosen(totals, x, y, place.reads_index)
 
     def _place_of(
-        self, root: Any, product: Product, shared: Sequence[Label], summed: Sequence[Label], *, is_table: bool
+        self,
+        root: Any,
+        product: Product,
+        batch_labels: Sequence[Label],
+        contracting_labels: Sequence[Label],
+        *,
+        is_table: bool,
     ) -> Place | None:
         """Where the data of a product stand; None if slices mix axes of one kind with those of another."""
         sizes = self.types[root].shape
         shape, of, kinds, parts = list[int](), list[int](), list[str](), list[Array | None]()
-        steps, chosen = list[int](), None
-        at, wanted = self.only.get(root, (None, None))
-        gone = {at, 0} if self.moments == "cross" else {at}
+        steps, reads_index = list[int](), None
+        at, number = self.only.get(root, (None, None))
+        dropped_axes = {at, 0} if self.moments == "cross" else {at}
         for axis, (size, index) in enumerate(zip(sizes, product.factors[1 : 1 + len(sizes)], strict=True)):
-            own = index.labels[:-1]
-            if size > 1 and math.prod(label.size for label in own) == 1:
+            labels = index.labels[:-1]
+            if size > 1 and math.prod(label.size for label in labels) == 1:
                 steps.append(axis)
             if axis == at:
-                chosen = index.array.reshape(()) == wanted
-            if axis in gone:
-                size, own = 1, ()
-            each = ["summed" if x in summed else "shared" if x in shared else "free" for x in own]
-            is_whole = all(label.whole for label in own) and math.prod(label.size for label in own) == size
-            if is_whole and not is_table and axis not in gone:
-                shape += [label.size for label in own]
-                kinds += each
-                parts += [None for _ in own]
+                reads_index = index.array.reshape(()) == number
+            if axis in dropped_axes:
+                size, labels = 1, ()
+            axis_kinds = [
+                "summed" if x in contracting_labels else "shared" if x in batch_labels else "free" for x in labels
+            ]
+            is_whole = all(label.whole for label in labels) and math.prod(label.size for label in labels) == size
+            if is_whole and not is_table and axis not in dropped_axes:
+                shape += [label.size for label in labels]
+                kinds += axis_kinds
+                parts += [None for _ in labels]
             else:
                 # A label of one index belongs to no kind, and so does an axis of which one index is left.
-                known = {kind for kind, label in zip(each, own, strict=True) if label.size > 1 or kind != "free"}
-                if len(known) > 1:
+                kinds_of_axis = {
+                    kind for kind, label in zip(axis_kinds, labels, strict=True) if label.size > 1 or kind != "free"
+                }
+                if len(kinds_of_axis) > 1:
                     return None
                 shape.append(size)
-                kinds.append(next(iter(known), "shared" if size > 1 else "free"))
-                parts.append(None if is_whole or axis in gone else index.array[..., 0])
+                kinds.append(next(iter(kinds_of_axis), "shared" if size > 1 else "free"))
+                parts.append(None if is_whole or axis in dropped_axes else index.array[..., 0])
             of += [axis] * (len(shape) - len(of))
-        places = [tuple(i for i, kind in enumerate(kinds) if kind == each) for each in ("shared", "summed", "free")]
+        places = [
+            tuple(i for i, kind in enumerate(kinds) if kind == axis_kinds)
+            for axis_kinds in ("shared", "summed", "free")
+        ]
         batch, inputs, outputs = (
             _numbers_of_entries([parts[i] for i in axes], [shape[i] for i in axes]) for axes in places
         )
-        split = tuple(dict.fromkeys(name for label in summed for name in label.shards))
+        shard_axes = tuple(dict.fromkeys(name for label in contracting_labels for name in label.shards))
         bare = Read(tuple(shape), tuple(of), batch=places[0], axes=places[1])
-        return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, split, tuple(steps), chosen)
+        return Place(CountedRead(root, bare, is_table), batch, inputs, outputs, shard_axes, tuple(steps), reads_index)
 
     def _tap_gradient(
         self, y: Array, place: Place, totals: Totals, rows: Callable[[Array], Array], differs: frozenset[str]
@@ -367,21 +403,21 @@ class Seeing:
         if taps is None:
             return y
         zeros = taps.slopes[place.slot]
-        full, types = zeros.ndim > 2, jaxprs.varying([jax.typeof(y)])
+        full, types = zeros.ndim > 2, jaxprs.varying_axes([jax.typeof(y)])
         zeros = zeros[_index_of(*(place.batch, place.outputs, place.outputs)[: zeros.ndim])]
         numbers = [jax.typeof(x) for x in (place.batch, place.outputs) if x is not None]
         # Shards that compute the same: also those of a split contraction, whose sum has one gradient.
-        alike = types - ((differs | jaxprs.varying(numbers)) - frozenset(place.split))
-        times = math.prod(lax.axis_size(name) for name in alike)
-        zeros = jaxprs.as_varying(zeros, types - jaxprs.varying([jax.typeof(zeros)]))
-        if place.chosen is not None:  # what is not chosen passes no gradient
-            zeros = jnp.where(place.chosen, zeros, jnp.zeros_like(zeros))
+        replicated = types - ((differs | jaxprs.varying_axes(numbers)) - frozenset(place.shard_axes))
+        times = math.prod(lax.axis_size(name) for name in replicated)
+        zeros = jaxprs.as_varying(zeros, types - jaxprs.varying_axes([jax.typeof(zeros)]))
+        if place.reads_index is not None:  # what is not chosen passes no gradient
+            zeros = jnp.where(place.reads_index, zeros, jnp.zeros_like(zeros))
         return tap_gradient(
             y, zeros, totals, lambda slope, totals: second_moments(totals, rows(slope), full=full) / times
         )
 
     def _add_to_state(
-        self, place: Place, differs: frozenset[str], found: Sequence[Array], columns: Array | None = None
+        self, place: Place, differs: frozenset[str], statistics: Sequence[Array], columns: Array | None = None
     ) -> Place:
         """Adds to the statistics of a slot; ``differs`` are the mesh axes over which the data differ."""
         if not self.counts:
@@ -389,23 +425,23 @@ class Seeing:
         if not self.counts or place.slot not in self.slots:
             return place
         number, columns = self.slots[place.slot], place.inputs if columns is None else columns
-        after = list(self.state[number])
-        for i, (old, new) in enumerate(zip(self.state[number], found, strict=True)):
+        totals = list(self.state[number])
+        for i, (old, new) in enumerate(zip(self.state[number], statistics, strict=True)):
             most = i == 1 and self.moments == "largest"
             at = _index_of(*(place.batch, place.inputs, columns)[: new.ndim])
             places = [x for x in at if isinstance(x, Array)]
-            names = jaxprs.varying([jax.typeof(x) for x in (found[-1], *places)])
+            names = jaxprs.varying_axes([jax.typeof(x) for x in (statistics[-1], *places)])
             if not names:
-                after[i] = old.at[at].max(new) if most else old.at[at].add(new)
+                totals[i] = old.at[at].max(new) if most else old.at[at].add(new)
                 continue
             # Each shard has a part of the data, or of the array. Those with the same parts do not count twice.
-            parts = differs | jaxprs.varying([jax.typeof(x) for x in places])
-            parts = names & (parts - frozenset(place.split if i == 0 else ()))
+            parts = differs | jaxprs.varying_axes([jax.typeof(x) for x in places])
+            parts = names & (parts - frozenset(place.shard_axes if i == 0 else ()))
             into = jnp.zeros_like(old).at[at]
             total = into.max(new) if most else _collect_over(lax.psum, into.add(new), parts)
             total = _collect_over(lax.pmax, total, names if most else names - parts)
-            after[i] = jnp.maximum(old, total) if most else old + total
-        self.state[number] = after
+            totals[i] = jnp.maximum(old, total) if most else old + total
+        self.state[number] = totals
         return place
 
 
@@ -415,41 +451,41 @@ def _rows_as_matrices(x: Array, product: Product, groups: Sequence[Sequence[Labe
     ``x`` has an axis of rows, and then the labels of the two groups. What the weight does not have, as it repeats
     itself there, are further rows; with ``add``, those of the second group are added first.
     """
-    held, labels = product.factors[0].labels, [label for group in groups for label in group]
+    weight_labels, labels = product.factors[0].labels, [label for group in groups for label in group]
     x = x.reshape(x.shape[0], *(label.size for label in labels))
-    repeated = [label for label in groups[1] if add and label not in held]
-    x = jnp.sum(x, axis=[1 + labels.index(label) for label in repeated])
-    labels = [label for label in labels if label not in repeated]
-    own = [[label for label in held if label in group] for group in groups]
-    rows = [label for label in labels if label not in held]
-    x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *own[0], *own[1])))
-    return x.reshape(-1, *(math.prod(label.size for label in group) for group in own))
+    repeated_labels = [label for label in groups[1] if add and label not in weight_labels]
+    x = jnp.sum(x, axis=[1 + labels.index(label) for label in repeated_labels])
+    labels = [label for label in labels if label not in repeated_labels]
+    group_labels = [[label for label in weight_labels if label in group] for group in groups]
+    rows = [label for label in labels if label not in weight_labels]
+    x = x.transpose(0, *(1 + labels.index(label) for label in (*rows, *group_labels[0], *group_labels[1])))
+    return x.reshape(-1, *(math.prod(label.size for label in group) for group in group_labels))
 
 
-def _totals_of(found: Contraction) -> Totals:
+def _totals_of(contraction: Contraction) -> Totals:
     """How the rows of a product are added: where they are in groups, by the matrices of the array that these meet."""
-    if found.groups is None:
+    if contraction.groups is None:
         return AllRows()
-    product, rest = found.weight, found.groups
-    labels, held = [label for i in found.shared for label in product.axes[i]], product.factors[0].labels
+    product, numbers_left = contraction.weight, contraction.groups
+    labels, weight_labels = [label for i in contraction.batch for label in product.axes[i]], product.factors[0].labels
     many = math.prod(label.size for label in labels)
     indices: dict[Label, Array] = {}
     for label in reversed(labels):
-        indices[label], rest = rest % label.size, rest // label.size
-    number, groups = jnp.zeros_like(found.groups), 1
-    for label in (label for label in held if label in indices):
+        indices[label], numbers_left = numbers_left % label.size, numbers_left // label.size
+    number, groups = jnp.zeros_like(contraction.groups), 1
+    for label in (label for label in weight_labels if label in indices):
         number, groups = number * label.size + indices[label], groups * label.size
-    return RowsOfGroups(jnp.where(found.groups < many, number, groups), groups)
+    return RowsOfGroups(jnp.where(contraction.groups < many, number, groups), groups)
 
 
 def _columns_on_all_shards(place: Place) -> Array | None:
     """The numbers of the columns of products of a place, also those that other shards hold."""
-    if place.split and place.inputs is not None:
-        return lax.all_gather(place.inputs, place.split, axis=0, tiled=True)
+    if place.shard_axes and place.inputs is not None:
+        return lax.all_gather(place.inputs, place.shard_axes, axis=0, tiled=True)
     return place.inputs
 
 
-def _products_if_chosen(totals: Totals, x: Array, columns: Array, chosen: Array | None) -> Array:
+def _products_if_chosen(totals: Totals, x: Array, columns: Array, mask: Array | None) -> Array:
     """The products of the entries of each row; zeros where rows are not chosen, which are zeros themselves."""
 
     def zeros(x: Array, columns: Array) -> Array:
@@ -457,7 +493,7 @@ def _products_if_chosen(totals: Totals, x: Array, columns: Array, chosen: Array 
         like = jax.eval_shape(totals.products, x, columns)
         return jnp.full(like.shape, zero.astype(like.dtype))
 
-    return totals.products(x, columns) if chosen is None else lax.cond(chosen, totals.products, zeros, x, columns)
+    return totals.products(x, columns) if mask is None else lax.cond(mask, totals.products, zeros, x, columns)
 
 
 def _collect_over(collect: Callable[..., Array], x: Array, names: frozenset[str]) -> Array:
@@ -471,8 +507,8 @@ def _numbers_of_entries(parts: Sequence[Array | None], sizes: Sequence[int]) -> 
         return None
     total = jnp.zeros((1,), jnp.int32)
     for part, n in zip(parts, sizes, strict=True):
-        own = jnp.arange(n) if part is None else part.reshape(-1)
-        total = (total[:, None] * n + own[None]).reshape(-1)
+        indices = jnp.arange(n) if part is None else part.reshape(-1)
+        total = (total[:, None] * n + indices[None]).reshape(-1)
     return total
 
 
@@ -482,14 +518,14 @@ def _index_of(*numbers: Array | None) -> tuple[Any, ...]:
         numbers = numbers[:-1]
     if not numbers:
         return (...,)
-    whole = [slice(None) for x in numbers if x is None]  # those in front
-    return (*whole, *jnp.ix_(*(x for x in numbers if x is not None)))
+    full_slices = [slice(None) for x in numbers if x is None]  # those in front
+    return (*full_slices, *jnp.ix_(*(x for x in numbers if x is not None)))
 
 
 def leaves_of(eqn: JaxprEqn) -> list[Root] | None:
     """What the outputs of an ``apply`` are; None for other equations."""
     mark = mark_of(eqn)
-    return None if mark is None else [Root(place) for place in mark.made]
+    return None if mark is None else [Root(place) for place in mark.new_outputs]
 
 
 def _is_inexact(x: Any) -> bool:
@@ -503,8 +539,8 @@ def _as_array(x: Any) -> Any:
         return x
     (product,) = x.products
     indices = [factor for factor in product.factors if ONE in factor.labels]
-    own = tuple(factor for factor in product.factors if all(factor is not each for each in indices))
-    return multiply.array_of_sum(replace(x, products=(replace(product, factors=own),)))
+    factors = tuple(factor for factor in product.factors if all(factor is not index for index in indices))
+    return multiply.array_of_sum(replace(x, products=(replace(product, factors=factors),)))
 
 
 def _cast_array(x: Sum, dtype: Any) -> Sum:

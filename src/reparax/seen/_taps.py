@@ -21,26 +21,26 @@ class Taps:
     slopes: Mapping[Any, Array]
 
 
-def tap_gradient(y: Array, zeros: Array, held: Any, moments: Callable[[Array, Any], Array]) -> Array:
+def tap_gradient(y: Array, zeros: Array, arrays: Any, moments: Callable[[Array, Any], Array]) -> Array:
     """``y``; the gradient with respect to ``zeros`` is ``moments`` of the gradient with respect to ``y`` and of arrays.
 
-    The arrays in ``held`` go along, as those of a step of a loop may not be closed over.
+    The ``arrays`` go along, as those of a step of a loop may not be closed over.
     """
 
     @jax.custom_vjp
-    def tap(y: Array, zeros: Array, held: Any) -> Array:
-        del zeros, held
+    def tap(y: Array, zeros: Array, arrays: Any) -> Array:
+        del zeros, arrays
         return y
 
-    def forward(y: Array, zeros: Array, held: Any) -> tuple[Array, Any]:
+    def forward(y: Array, zeros: Array, arrays: Any) -> tuple[Array, Any]:
         del zeros
-        return y, held
+        return y, arrays
 
-    def backward(held: Any, slope: Array) -> tuple[Array, Array, None]:
-        return slope, moments(slope, held), None
+    def backward(arrays: Any, slope: Array) -> tuple[Array, Array, None]:
+        return slope, moments(slope, arrays), None
 
     tap.defvjp(forward, backward)
-    return tap(y, zeros, held)
+    return tap(y, zeros, arrays)
 
 
 jax.tree_util.register_pytree_node(

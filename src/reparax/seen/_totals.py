@@ -56,15 +56,15 @@ class RowsOfGroups:
     def products(self, x: Array, columns: Array) -> Array:
         numbers = self._group_of_each_row(x)
         order, sizes = jnp.argsort(numbers), jnp.zeros(self.groups, jnp.int32).at[numbers].add(1)
-        left, right = (_flatten_rows(side)[order].astype(jnp.float32) for side in (x, columns))
+        lhs, rhs = (_flatten_rows(side)[order].astype(jnp.float32) for side in (x, columns))
         # JAX sums rows by group only where the groups follow each other.
         rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-        return lax.ragged_dot_general(left, right, sizes, rows, precision=lax.Precision.HIGHEST)
+        return lax.ragged_dot_general(lhs, rhs, sizes, rows, precision=lax.Precision.HIGHEST)
 
     def _group_of_each_row(self, x: Array) -> Array:
         """The numbers for rows of which each is several, which follow each other."""
-        known = (self.numbers >= 0) & (self.numbers < self.groups)
-        numbers = jnp.where(known, self.numbers, self.groups)
+        is_valid = (self.numbers >= 0) & (self.numbers < self.groups)
+        numbers = jnp.where(is_valid, self.numbers, self.groups)
         return jnp.repeat(numbers, x.shape[0] * x.shape[1] // max(len(numbers), 1))
 
 

@@ -74,10 +74,10 @@ register_class(Concat)
 Block = str | Concat
 
 
-def require_unique(found: Sequence[str], who: str) -> None:
+def require_unique(names: Sequence[str], who: str) -> None:
     """Raises a ValueError, which begins with ``who``, if a value or an array of a layout has the name of another."""
-    for name in found:
-        if found.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise ValueError(f"{who} got {name!r} twice. Give each value and each array its own name.")
 
 
@@ -102,8 +102,10 @@ class _Value:
     @property
     def order(self) -> list[int]:
         """For each axis in the array, its place in the value; axes of equal name are matched in order."""
-        left = list(enumerate(self.axes))
-        pairs = [left.pop(next(i for i, (_, name) in enumerate(left) if name == axis)) for axis in self.standing]
+        pairs_left = list(enumerate(self.axes))
+        pairs = [
+            pairs_left.pop(next(i for i, (_, name) in enumerate(pairs_left) if name == axis)) for axis in self.standing
+        ]
         return [place for place, _ in pairs]
 
 
@@ -113,9 +115,13 @@ def _parse_value(text: str) -> _Value:
     match = re.fullmatch(r"([^:@.\s]+):([^()>]*?)(?:->(.*))?", text)
     if match is None:
         raise ValueError(f"A block got {text!r}, but a value is 'name: shape' or 'name: shape -> shape in the array'.")
-    name, shape, there = match.groups()
-    groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if there is None else there)
-    value = _Value(name, tuple(shape.split()), tuple(tuple((merged or one).split()) for merged, one in groups))
+    name, shape, shape_in_array = match.groups()
+    groups = re.findall(r"\(([^()]*)\)|([^()\s]+)", shape if shape_in_array is None else shape_in_array)
+    value = _Value(
+        name,
+        tuple(shape.split()),
+        tuple(tuple((merged_names or name_alone).split()) for merged_names, name_alone in groups),
+    )
     if sorted(value.axes) != sorted(value.standing):
         raise ValueError(f"A block got {text!r}, whose two shapes have different axes. Write the same axes in both.")
     return value
@@ -164,14 +170,16 @@ def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
     if len(letters) > 1 or any(len(term) > 1 for term in missing):
         raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
     products = _merged_sizes(terms, sizes)
-    rest = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
+    remaining = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
     factor = sum(product for product, term in zip(products, missing, strict=True) if term)
-    if rest < 0 or (rest % factor if factor else rest):
-        written = " + ".join(" ".join(term) or "1" for term in terms)
-        given = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
-        raise ValueError(f"expected an axis of size {written}{given}, got {total}. Correct the block or the array.")
+    if remaining < 0 or (remaining % factor if factor else remaining):
+        sum_text = " + ".join(" ".join(term) or "1" for term in terms)
+        known_text = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
+        raise ValueError(
+            f"expected an axis of size {sum_text}{known_text}, got {total}. Correct the block or the array."
+        )
     if letters:
-        sizes[letters[0]] = rest // max(factor, 1)
+        sizes[letters[0]] = remaining // max(factor, 1)
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
@@ -227,9 +235,9 @@ def join_values(block: Block, values: Mapping[str, Array], sizes: Sizes) -> Arra
     """The array that holds the values. Adds the sizes that follow from their shapes to ``sizes``."""
     if isinstance(block, str):
         value = _parse_value(block)
-        own = values[value.name]
-        _require_axes(value.name, [(name,) for name in value.shape], own, sizes)
-        standing = own.reshape(_known_sizes(value.axes, sizes)).transpose(value.order)
+        array_of_value = values[value.name]
+        _require_axes(value.name, [(name,) for name in value.shape], array_of_value, sizes)
+        standing = array_of_value.reshape(_known_sizes(value.axes, sizes)).transpose(value.order)
         return standing.reshape(_merged_sizes(value.stands, sizes))
     parts = [join_values(part, values, sizes) for part in block.parts]
     if len({part.dtype for part in parts}) > 1:

@@ -45,8 +45,8 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
         )
     shape = _SHAPES[source]
     kernel = " " in shape
-    turned = f" -> {' '.join(reversed(shape.split()))}" if kernel and out_first else ""
-    parts = tuple(f"{source}_{gate}: {shape}{turned}" for gate in order.replace("c", "g"))
+    shape_out_first = f" -> {' '.join(reversed(shape.split()))}" if kernel and out_first else ""
+    parts = tuple(f"{source}_{gate}: {shape}{shape_out_first}" for gate in order.replace("c", "g"))
     return parts[0] if len(parts) == 1 else Concat(parts, axis=int(kernel and not out_first))
 
 
@@ -150,10 +150,10 @@ def blocks_of(layout: Any) -> dict[str, Block]:
         if layout in LAYOUTS:
             return dict(LAYOUTS[layout])
         raise ValueError(f"Got {layout!r} as a layout, but the known ones are {', '.join(LAYOUTS)}. Or pass a dict.")
-    found = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
-    if not found or not all(isinstance(path, str) and isinstance(block, Block) for path, block in found.items()):
+    blocks = dict(layout) if isinstance(layout, Mapping | tuple | list) else {}
+    if not blocks or not all(isinstance(path, str) and isinstance(block, Block) for path, block in blocks.items()):
         raise TypeError(f"A layout is a name or a dict of paths and blocks, but got {layout!r}.")
-    return found
+    return blocks
 
 
 def is_optional(block: Block) -> bool:

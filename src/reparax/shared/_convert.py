@@ -53,9 +53,9 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
         if strange := [path for path in arrays if path not in old]:
             raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
         values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
-        wanted = [name for block in new.values() for name in value_names(block)]
-        back = {name: -added for name, added in _added_by_cell(target).items()}
-        return _nest(write_arrays(new, _add_to_values(_match_biases(values, wanted), back), dict(sizes)))
+        names = [name for block in new.values() for name in value_names(block)]
+        offsets = {name: -number for name, number in _added_by_cell(target).items()}
+        return _nest(write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes)))
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
@@ -69,32 +69,32 @@ def _add_to_values(values: dict[str, Array], by: Mapping[str, float]) -> dict[st
         raise ValueError(
             f"one cell adds a number to {lacking[0]!r}, which the other does not have. Add that bias, with zeros."
         )
-    return values | {name: values[name] + one for name, one in by.items()}
+    return values | {name: values[name] + number for name, number in by.items()}
 
 
-def _match_biases(values: dict[str, Array], wanted: Sequence[str]) -> dict[str, Array]:
+def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
     """The wanted values: second biases are added to the first ones, or created as zeros, if the two cells differ."""
-    found = {name: value for name, value in values.items() if name in wanted}
-    for name in [name for name in values if name not in found]:
-        first = name.removeprefix("hidden_")
-        if name != first != "bias_n" and first in found:  # in a GRU, the reset gate scales n's hidden bias
-            found[first] = found[first] + values[name]
+    matched = {name: value for name, value in values.items() if name in names}
+    for name in [name for name in values if name not in matched]:
+        first_bias = name.removeprefix("hidden_")
+        if name != first_bias != "bias_n" and first_bias in matched:  # in a GRU, the reset gate scales n's hidden bias
+            matched[first_bias] = matched[first_bias] + values[name]
         elif "bias" not in name or isinstance(values[name], Tracer) or jnp.any(values[name] != 0):
             raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
-    for name in wanted:
-        first = name.removeprefix("hidden_")
-        if name not in found and first in found:
-            found[name] = jnp.zeros_like(found[first])
-    return found
+    for name in names:
+        first_bias = name.removeprefix("hidden_")
+        if name not in matched and first_bias in matched:
+            matched[name] = jnp.zeros_like(matched[first_bias])
+    return matched
 
 
 def _nest(arrays: Mapping[str, Array]) -> dict[str, Any]:
     """Arrays by their paths as nested dicts."""
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
-        *parents, last = path.split("/")
+        *parents, leaf_name = path.split("/")
         node = tree
         for name in parents:
             node = node.setdefault(name, {})
-        node[last] = array
+        node[leaf_name] = array
     return tree

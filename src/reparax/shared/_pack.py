@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax._core.algebra import Parametrization
 from reparax._core.config import changed_arguments
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_whole
@@ -33,13 +33,16 @@ PlacesByName = dict[str, Names]
 class _Cell(Site):
     """The arrays of one cell."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key, seen
         stage, sizes = self.stage, dict(self.stage.sizes)
-        stored = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
-        return {path: {_label(name): stored[name] for name in stored if stage._home(name) == path} for path in arrays}
+        raw_arrays = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
+        return {
+            path: {_label(name): raw_arrays[name] for name in raw_arrays if stage._home(name) == path}
+            for path in arrays
+        }
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
         return self.stage._effective(values)
 
@@ -58,35 +61,41 @@ class _Cells(Planner):
 
     def plan(self, method: str, tree: Flat) -> Layer:
         who, sites = self.who(method), list[_Cell]()
-        nodes, closed = own_nodes(who, self.stage.kind, tree)
-        for cell, places in self.cells(method, _visible_arrays(closed.slots(), nodes.__contains__)).items():
-            own = {path: nodes[place] for path, place in places.items()}
+        nodes, model_tree = own_nodes(who, self.stage.kind, tree)
+        for cell, places in self.cells(method, _visible_arrays(model_tree.slots(), nodes.__contains__)).items():
+            cell_nodes = {path: nodes[place] for path, place in places.items()}
             with locate_errors(_who_at(who, cell)):
-                for node in own.values():
-                    if node.held is not None:  # some formats store an empty node so
+                for node in cell_nodes.values():
+                    if node.content_below is not None:  # some formats store an empty node so
                         node.require_values()
-                types = jax.eval_shape(self.stage._effective, {path: node.held for path, node in own.items()})
-            spots = {path: node.spot(types[path]) for path, node in own.items()}
-            copies = {_path_below(cell, path): _path_below(cell, held) for path, held in self.stage._copies.items()}
+                types = jax.eval_shape(
+                    self.stage._effective, {path: node.content_below for path, node in cell_nodes.items()}
+                )
+            spots = {path: node.spot(types[path]) for path, node in cell_nodes.items()}
+            copies = {
+                _path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self.stage._copies.items()
+            }
             sites.append(_Cell(self.stage, _quote_cell(cell), spots, copies=copies))
         return self.layer(method, sites)
 
     def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
         """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
-        found = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
-        chosen = {match[0] for match in matches(self.stage.at, [cell for cell, _, _ in found if cell is not None])}
+        candidates = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
+        cells_selected = {
+            match[0] for match in matches(self.stage.at, [cell for cell, _, _ in candidates if cell is not None])
+        }
         cells: dict[str, PlacesByName] = {}
-        for cell, path, i in found:
-            if cell in chosen and cells.setdefault(cell, {}).setdefault(path, i) != i:
+        for cell, path, i in candidates:
+            if cell in cells_selected and cells.setdefault(cell, {}).setdefault(path, i) != i:
                 raise ValueError(
                     f"{_who_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a "
                     f"block. Put the stage that replaces it earlier in the chain."
                 )
         if not cells:
-            first = _path_below(self.stage.at, next(iter(self.stage._model)))
+            path_of_first = _path_below(self.stage.at, next(iter(self.stage._model)))
             raise ValueError(
-                f"{self.who(method)} found no array {first!r}; the nearest paths are "
-                f"{nearest(first, [full for full, _ in arrays])}. Correct `at` or the layout."
+                f"{self.who(method)} found no array {path_of_first!r}; the nearest paths are "
+                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `at` or the layout."
             )
         return cells
 
@@ -111,12 +120,12 @@ class _Rearranged(Parametrization):
         at: Any = self.at
         if not isinstance(at, str):
             raise TypeError(f"{type(self).__name__} takes a path or a regular expression as `at`, but got {at!r}.")
-        model, stored = (
+        model, raw = (
             [name for block in b.values() for name in value_names(block)] for b in (self._model, self._stored)
         )
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
-        if lacking := sorted(set(model) ^ set(stored)):
+        if lacking := sorted(set(model) ^ set(raw)):
             raise ValueError(
                 f"{type(self).__name__} got two layouts, but only one of them holds {lacking[0]!r}. Choose two that "
                 f"hold the same values, or change the model's parameters with `convert` first."
@@ -126,9 +135,9 @@ class _Rearranged(Parametrization):
         def text(value: Any) -> str:
             return repr(dict(value) if isinstance(value, tuple) else value)
 
-        given = changed_arguments(self)
-        first = text(given.pop("layout"))
-        return f"{type(self).__name__}({', '.join([first, *(f'{name}={text(x)}' for name, x in given.items())])})"
+        arguments = changed_arguments(self)
+        layout = text(arguments.pop("layout"))
+        return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     @property
     @abstractmethod
@@ -148,16 +157,16 @@ class _Rearranged(Parametrization):
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
         paths = {_label(path): path for path in self._stored}
-        held = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
-        for name, x in held.items():
+        raw_arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
+        for name, x in raw_arrays.items():
             if name not in paths:
                 raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
         for name, path in paths.items():
-            if name not in held and not is_optional(self._stored[path]):
+            if name not in raw_arrays and not is_optional(self._stored[path]):
                 raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
         effective = write_arrays(
-            self._model, read_values(self._stored, {paths[name]: x for name, x in held.items()}, sizes), sizes
+            self._model, read_values(self._stored, {paths[name]: x for name, x in raw_arrays.items()}, sizes), sizes
         )
         if lacking := sorted(effective.keys() ^ nodes.keys()):
             raise ValueError(
@@ -166,15 +175,15 @@ class _Rearranged(Parametrization):
             )
         return effective
 
-    def _home(self, stored: str) -> str:
+    def _home(self, raw_path: str) -> str:
         """The array of the model at whose place a raw array is stored."""
-        first = value_names(self._stored[stored])[0]
-        return next(path for path, block in self._model.items() if first in value_names(block))
+        first_value = value_names(self._stored[raw_path])[0]
+        return next(path for path, block in self._model.items() if first_value in value_names(block))
 
 
-def _visible_arrays(slots: Mapping[Names, Slot], wanted: Callable[[Names], bool]) -> list[tuple[str, Names]]:
+def _visible_arrays(slots: Mapping[Names, Slot], accepts: Callable[[Names], bool]) -> list[tuple[str, Names]]:
     """The paths and places of the wanted arrays that stages may see."""
-    return [(slot.path, place) for place, slot in slots.items() if slot.visible and wanted(place)]
+    return [(slot.path, place) for place, slot in slots.items() if slot.visible and accepts(place)]
 
 
 def _quote_cell(cell: str) -> str:
@@ -206,8 +215,8 @@ def _label(path: str) -> str:
 
 def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
     """A layout as a field: its name, or its paths and blocks."""
-    found = blocks_of(layout)
-    return layout if isinstance(layout, str) else tuple(found.items())
+    blocks = blocks_of(layout)
+    return layout if isinstance(layout, str) else tuple(blocks.items())
 
 
 def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
@@ -302,6 +311,6 @@ class Split(_Rearranged):
 
     @property
     def _copies(self) -> dict[str, str]:
-        holder = {name: stored for stored, block in self._stored.items() for name in value_names(block)}
-        held = {path: holder[value_names(block)[0]] for path, block in self._model.items()}
-        return {path: f"{self._home(stored)}/{_label(stored)}" for path, stored in held.items()}
+        holder = {name: raw_path for raw_path, block in self._stored.items() for name in value_names(block)}
+        raw_paths = {path: holder[value_names(block)[0]] for path, block in self._model.items()}
+        return {path: f"{self._home(raw_path)}/{_label(raw_path)}" for path, raw_path in raw_paths.items()}

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from reparax._core.algebra import Parametrization
 from reparax._core.config import code
-from reparax._core.layers import Held, Layer, Site, opened_spot
+from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._data.seen import Seen
 from reparax._stage.nodes import Node, find_nodes
@@ -35,11 +35,11 @@ class _Tied(Site):
 
     transform: Transform = field(kw_only=True)
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> Held:
+    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
         del key, seen
         return {name: {} for name in arrays}
 
-    def close(self, values: Held, key_or_draw: Array | None) -> dict[str, Array]:
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         del key_or_draw
         return {"w": self.transform(values["source"][""])}
 
@@ -51,24 +51,27 @@ class _Ties(Planner):
         who, (slots, tied) = self.who("init"), _find_tied(tree, self.stage.kind)
         places = self._places("init", slots)
         for target, (source, transform) in places.items():
-            if again := [place for place in (target, source) if place in tied]:
+            if tied_twice := [place for place in (target, source) if place in tied]:
                 raise ValueError(
-                    f"{who} names {slots[again[0]].seed!r}, which a later Tie of the chain has tied already. Use "
+                    f"{who} names {slots[tied_twice[0]].seed!r}, which a later Tie of the chain has tied already. Use "
                     f"each path as a target once, and the owner of a tied array as the source."
                 )
-            got, given = tree.arrays[target], tree.arrays[source]
-            self._require_equal(slots[target].seed, got, slots[source].seed, given, transform)
+            target_array, source_array = tree.arrays[target], tree.arrays[source]
+            self._require_equal(slots[target].seed, target_array, slots[source].seed, source_array, transform)
         return self.layer("init", self._sites(slots, places, tree.arrays))
 
-    def _require_equal(self, target: str, got: Any, source: str, given: Any, transform: Transform) -> None:
+    def _require_equal(
+        self, target: str, target_array: Any, source: str, source_array: Any, transform: Transform
+    ) -> None:
         """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
-        shape, wanted = jax.eval_shape(jnp.asarray, got), jax.eval_shape(lambda x: transform(x), given)
-        if (shape.shape, shape.dtype) != (wanted.shape, wanted.dtype):
+        shape = jax.eval_shape(jnp.asarray, target_array)
+        given_type = jax.eval_shape(lambda x: transform(x), source_array)
+        if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
                 f"{self.who('init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
-                f"{describe(wanted)}. Add a transform from the source to the target."
+                f"{describe(given_type)}. Add a transform from the source to the target."
             )
-        if self.stage.unequal == "refuse" and _differ(got, given, transform):
+        if self.stage.unequal == "refuse" and _differ(target_array, source_array, transform):
             raise ValueError(
                 f"{self.who('init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
@@ -90,7 +93,7 @@ class _Ties(Planner):
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             with locate_errors(f"{who} at {slots[target].path!r}"):
-                if tied[target].held is not None:  # some formats store an empty node so
+                if tied[target].content_below is not None:  # some formats store an empty node so
                     tied[target].require_values()
         return self.layer(method, self._sites(slots, places, tree.arrays))
 
@@ -98,59 +101,59 @@ class _Ties(Planner):
         self, slots: Mapping[Names, Slot], places: Mapping[Names, tuple[Names, Transform]], arrays: Mapping[Names, Any]
     ) -> list[_Tied]:
         """A site for each tied array, after that of its source."""
-        found: dict[Names, _Tied] = {}
+        site_at: dict[Names, _Tied] = {}
 
         def add(target: Names) -> Any:
             """The type of an array."""
             if target not in places:
                 return arrays[target]
-            if target not in found:
+            if target not in site_at:
                 source, transform = places[target]
                 type_ = jax.eval_shape(lambda x: transform(x), add(source))
                 spot = opened_spot(self.stage.kind, target, type_)
                 path, reads = slots[target].path, {"source": source}
                 copies = {path: slots[source].path}
-                found[target] = _Tied(
+                site_at[target] = _Tied(
                     self.stage, repr(path), {"w": spot}, reads=reads, copies=copies, transform=transform
                 )
-            return found[target].spots["w"].type
+            return site_at[target].spots["w"].type
 
         for target in places:
             add(target)
-        return list(found.values())
+        return list(site_at.values())
 
     def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
         """For each tied array, by its place: its source array and the transform."""
         places: dict[Names, tuple[Names, Transform]] = {}
-        own: dict[str, dict[str, Names]] = {}
+        places_of_path: dict[str, dict[str, Names]] = {}
         for place, slot in slots.items():
-            own.setdefault(slot.path, {})[slot.seed] = place
-        for target, source, transform in self._resolved(method, list(own)):
-            for draw, place in own[target].items():
-                alone = len(own[target]) == len(own[source]) == 1
-                image = next(iter(own[source])) if alone else source + draw.removeprefix(target)
-                if image not in own[source]:
+            places_of_path.setdefault(slot.path, {})[slot.seed] = place
+        for target, source, transform in self._resolved(method, list(places_of_path)):
+            for draw, place in places_of_path[target].items():
+                is_single = len(places_of_path[target]) == len(places_of_path[source]) == 1
+                image = next(iter(places_of_path[source])) if is_single else source + draw.removeprefix(target)
+                if image not in places_of_path[source]:
                     raise ValueError(
                         f"{self.who(method)}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
                         f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
                     )
-                places[place] = (own[source][image], transform or _identity)
+                places[place] = (places_of_path[source][image], transform or _identity)
         return places
 
     def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
         """The ties for the arrays of a tree, with regular expressions resolved to paths."""
         who = self.who(method)
-        found: list[Tied] = []
+        resolved_ties: list[Tied] = []
         for target, source, transform in self.stage.ties:
             pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
             missing = [path for _, path in pairs if path not in paths] if pairs else [target]
             if missing:
                 near = nearest(missing[0], paths)
                 raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
-            found += [(tied, owner, transform) for tied, owner in pairs if tied != owner]
-        _require_one_source(who, found)
-        _require_no_loop(who, {target: source for target, source, _ in found})
-        return found
+            resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
+        _require_one_source(who, resolved_ties)
+        _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
+        return resolved_ties
 
 
 class Tie(Parametrization):
@@ -215,8 +218,8 @@ class Tie(Parametrization):
 def _find_tied(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
     """The description of each array and of each place that a tie of this kind has taken; and the nodes there."""
     nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
-    closed = tree.swapped([(node.inside, {place: node}) for place, node in nodes.items()])
-    slots = {at: slot for at, slot in closed.slots().items() if at in nodes or is_array(closed.arrays[at])}
+    model_tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+    slots = {at: slot for at, slot in model_tree.slots().items() if at in nodes or is_array(model_tree.arrays[at])}
     return slots, nodes
 
 
@@ -299,7 +302,9 @@ def _differ(target: Any, source: Any, transform: Transform) -> bool:
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
     with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
-        got, want = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
-    eps = float(jnp.finfo(got.dtype).eps) if jnp.issubdtype(got.dtype, jnp.inexact) else 0.0
-    wide = np.result_type(np.float64, got.dtype) if got.dtype.kind != "V" else np.float64
-    return not np.allclose(got.astype(wide), want.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)
+        target_numbers, source_numbers = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
+    eps = float(jnp.finfo(target_numbers.dtype).eps) if jnp.issubdtype(target_numbers.dtype, jnp.inexact) else 0.0
+    wide = np.result_type(np.float64, target_numbers.dtype) if target_numbers.dtype.kind != "V" else np.float64
+    return not np.allclose(
+        target_numbers.astype(wide), source_numbers.astype(wide), rtol=4 * eps, atol=0, equal_nan=True
+    )

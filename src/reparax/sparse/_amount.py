@@ -21,8 +21,8 @@ class Pruning(Protocol):
 def check_shares(value: Any, who: str, name: str) -> Any:
     """One share, or a tuple of several."""
     several = tuple(value) if isinstance(value, tuple | list) else (value,)
-    each = tuple(_check_share(share, who, name) for share in several)
-    return each[0] if len(each) == 1 else each
+    shares = tuple(_check_share(share, who, name) for share in several)
+    return shares[0] if len(shares) == 1 else shares
 
 
 def _check_share(value: Any, who: str, name: str) -> Any:
@@ -56,10 +56,10 @@ def check_count(value: Any, who: str, name: str) -> int:
 def require_one(stage: Pruning) -> None:
     """Requires either a share or a number of weights."""
     if (stage.sparsity is None) == (stage.count is None):
-        got = "neither" if stage.count is None else "both"
+        which = "neither" if stage.count is None else "both"
         raise TypeError(
             f"{type(stage).__name__} takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but "
-            f"got {got}."
+            f"got {which}."
         )
 
 
@@ -67,10 +67,10 @@ def count_left(stage: Pruning, size: Any) -> Any:
     """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
     if stage.count is not None:
         return size - stage.count
-    rest: Any = size
+    remaining: Any = size
     for share in stage.sparsity if isinstance(stage.sparsity, tuple) else (stage.sparsity,):
-        rest = rest - _round_share(share, rest)
-    return rest
+        remaining = remaining - _round_share(share, remaining)
+    return remaining
 
 
 def _round_share(amount: Any, count: Any) -> Any:
@@ -80,17 +80,17 @@ def _round_share(amount: Any, count: Any) -> Any:
     # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
-    whole, part = (high << 1) | (low >> 31), low & (2**31 - 1)
-    return (whole + (part + whole % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
+    integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
+    return (integer + (part + integer % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
 
 
 def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
     """The upper and lower 32 bits of a product of numbers of at most 32 bits."""
     lower = (a & 0xFFFF) * (b & 0xFFFF)
     middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)
-    other = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
-    high = (a >> 16) * (b >> 16) + (middle >> 16) + (other >> 16)
-    return high, (other << 16) | (lower & 0xFFFF)
+    crossed = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
+    high = (a >> 16) * (b >> 16) + (middle >> 16) + (crossed >> 16)
+    return high, (crossed << 16) | (lower & 0xFFFF)
 
 
 def too_many(stage: Pruning, size: int) -> str | None:

@@ -31,9 +31,9 @@ class _Freezing(OnArrays):
         """Whether a default may find no array to freeze."""
         return self.stage.where is None and any(place.present for place in candidates)
 
-    def is_done(self, chosen: Candidate) -> bool:
+    def is_done(self, candidate: Candidate) -> bool:
         """Whether an array is fixed already, and holds codes."""
-        return chosen.slot.fixed and not is_inexact(chosen.array())
+        return candidate.slot.fixed and not is_inexact(candidate.array())
 
 
 class Freeze(Reparametrization):

@@ -70,10 +70,10 @@ class GlobalPrune(Together):
         return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
 
     def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
-        return {place: apply_mask(held) for place, held in values.items()}
+        return {place: apply_mask(masked) for place, masked in values.items()}
 
     def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
-        masks = self._find_masks([held["w"] for held in values.values()])
+        masks = self._find_masks([masked["w"] for masked in values.values()])
         return {place: {"mask": mask} for place, mask in zip(values, masks, strict=True)}
 
     def _find_masks(self, weights: list[Array]) -> list[Array]:
@@ -81,7 +81,7 @@ class GlobalPrune(Together):
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
         if (wrong := _amount.too_many(self, scores.size)) is not None:
             raise ValueError(wrong)
-        kept = largest(scores, _amount.count_left(self, scores.size))
+        flags = largest(scores, _amount.count_left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])
-        parts = [kept[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
+        parts = [flags[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
         return [mask_values(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]

@@ -59,12 +59,12 @@ def sparsegpt(
         scores = jnp.square(block / diagonal[:, None])
         return keep(jnp.where(real[:, None], scores, -jnp.ones_like(scores)), real)
 
-    def nearest(row: Array, kept: Array) -> Array:
-        return jnp.where(kept, row, jnp.zeros_like(row))
+    def nearest(row: Array, mask: Array) -> Array:
+        return jnp.where(mask, row, jnp.zeros_like(row))
 
-    def one(w: Array, moments: Array) -> tuple[Array, Array]:
+    def prune_matrix(w: Array, moments: Array) -> tuple[Array, Array]:
         real = jnp.ones(len(w), bool)
-        return round_with_compensation(w, moments, plan, nearest, size=size, percdamp=percdamp, given=real)
+        return round_with_compensation(w, moments, plan, nearest, size=size, percdamp=percdamp, row_data=real)
 
-    found, kept = jax.vmap(one)(read.matrices(x), read.moments.astype(x.dtype))
-    return read.array(found, w).astype(w.dtype), read.array(kept, w)
+    weights, mask = jax.vmap(prune_matrix)(read.matrices(x), read.moments.astype(x.dtype))
+    return read.array(weights, w).astype(w.dtype), read.array(mask, w)

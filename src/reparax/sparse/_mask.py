@@ -21,9 +21,9 @@ from reparax._tree.values import Values, fixed, main
 from reparax.sparse._learned import FITS, MOMENTS, data_needs, require_fit_fields, sparsegpt, wanda
 
 
-def mask_values(w: Array, kept: Array) -> dict[str, Array]:
+def mask_values(w: Array, keep: Array) -> dict[str, Array]:
     """The raw values of a masked weight."""
-    return {"w": w, "mask": kept.astype(w.real.dtype)}
+    return {"w": w, "mask": keep.astype(w.real.dtype)}
 
 
 def apply_mask(values: dict[str, Array]) -> Array:
@@ -147,8 +147,8 @@ class NofM(Constraint):
             del real
             return largest_of_columns(scores, self.n)
 
-        learned = mask_values(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
-        return choose_better_start(self, read, w, learned, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
+        from_data = mask_values(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
+        return choose_better_start(self, read, w, from_data, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)

@@ -128,10 +128,11 @@ class MagnitudePrune(_Prune):
         super().__post_init__()
         require_fit_fields(self)
         if self.fit != "magnitude" and (self.axis != EACH or self.count is not None):
-            got = f"axis={self.axis!r}" if self.count is None else f"count={self.count}"
+            misused = f"axis={self.axis!r}" if self.count is None else f"count={self.count}"
             raise ValueError(
-                f"MagnitudePrune got {got} with fit={self.fit!r}, which prunes a share of single weights. Leave "
-                f"{got.split('=')[0]} out and write a share, such as sparsity=0.5; or leave fit out, for whole rows."
+                f"MagnitudePrune got {misused} with fit={self.fit!r}, which prunes a share of single weights. Leave "
+                f"{misused.split('=')[0]} out and write a share, such as sparsity=0.5; or leave fit out, for whole "
+                f"rows."
             )
 
     @property
@@ -149,8 +150,8 @@ class MagnitudePrune(_Prune):
         def keep(scores: Array, real: Array) -> Array:
             return largest(scores, _amount.count_left(self, jnp.sum(real) * scores.shape[1]))
 
-        learned = mask_values(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
-        return choose_better_start(self, read, w, learned, self._masking(w, jnp.abs(widened(w))))
+        from_data = mask_values(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
+        return choose_better_start(self, read, w, from_data, self._masking(w, jnp.abs(widened(w))))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
@@ -199,8 +200,8 @@ class RandomPrune(_Prune):
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         scores = _slice_scores(w, self.axis, math.inf)
-        drawn = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
-        return self._masking(w, jnp.where(scores == 0, drawn - 0.5, drawn))  # zeros first, in random order
+        noise = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
+        return self._masking(w, jnp.where(scores == 0, noise - 0.5, noise))  # zeros first, in random order
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:

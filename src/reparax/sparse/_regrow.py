@@ -49,18 +49,18 @@ class _Regrow(Constraint):
         return self._masking(w, jnp.abs(widened(w)))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        drawn = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
-        return self._masking(w, jnp.where(w == 0, drawn - 0.5, drawn))  # zeros first
+        noise = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
+        return self._masking(w, jnp.where(w == 0, noise - 0.5, noise))  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
-        kept = largest(scores, _amount.count_left(self, w.size))
-        return mask_values(jnp.where(kept, w, jnp.zeros_like(w)), kept)
+        mask = largest(scores, _amount.count_left(self, w.size))
+        return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
-    def _regrown(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
+    def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
         w, active = values["w"], values["mask"] != 0
         size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
@@ -68,10 +68,10 @@ class _Regrow(Constraint):
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
-        dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
-        kept = largest(jnp.where(active, size, hidden), count - dropped)
-        grown = largest(jnp.where(kept, hidden.astype(scores.dtype), scores), dropped)
-        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), kept | grown)
+        n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
+        survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
+        grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
+        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), survivors | grown)
 
 
 class RigL(_Regrow):
@@ -122,7 +122,7 @@ class RigL(_Regrow):
     kind: ClassVar[str] = "rigl"
 
     def update_leaf(self, values: dict[str, Array], grad: Array) -> dict[str, Array]:
-        return self._regrown(values, jnp.abs(widened(grad)))
+        return self._regrow(values, jnp.abs(widened(grad)))
 
 
 class SET(_Regrow):
@@ -158,4 +158,4 @@ class SET(_Regrow):
     """
 
     def update_leaf(self, values: dict[str, Array], key: Array) -> dict[str, Array]:
-        return self._regrown(values, jax.random.uniform(key, values["w"].shape))
+        return self._regrow(values, jax.random.uniform(key, values["w"].shape))

@@ -26,12 +26,12 @@ from reparax._tree.values import Values, main
 from reparax.training import combine, partition, transfer
 
 
-def started(p: Parametrization, params: PyTree, key: Array) -> PyTree:
+def init_raw(p: Parametrization, params: PyTree, key: Array) -> PyTree:
     """The raw tree; stages that learn from data see inputs of size 1 without correlation."""
     return p.init(params, key, seen=ANY)
 
 
-compiled_init = jax.jit(started, static_argnums=0)
+compiled_init = jax.jit(init_raw, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -50,13 +50,13 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
     return compiled_apply(p.deterministic, raw, None)
 
 
-def updated(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
     reads = any("grad" in planner_of(stage).update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
-compiled_update = jax.jit(updated, static_argnums=0)
+compiled_update = jax.jit(update_raw, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -74,11 +74,11 @@ def compiled_transfer(p: Parametrization, raw: PyTree) -> PyTree:
 @partial(jax.jit, static_argnums=0)
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
     """A generic linear function of the effective tree, and its gradient with respect to the free values."""
-    moving, held = trainable(raw)
+    moving, fixed = trainable(raw)
 
     def objective(moving: PyTree) -> Array:
         rng = np.random.default_rng(0)
-        wide = [widened(w) for _, w in named_arrays(p.apply(combine(moving, held), key)) if is_inexact(w)]
+        wide = [widened(w) for _, w in named_arrays(p.apply(combine(moving, fixed), key)) if is_inexact(w)]
         terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
         return sum((term.astype(float) for term in terms), jnp.zeros((), float))
 
@@ -88,12 +88,12 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 @partial(jax.jit, static_argnums=0)
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
     """What the methods give, and the gradient of ``apply``."""
-    raw = started(p, params, key)
+    raw = init_raw(p, params, key)
     return {
         "init": raw,
         "apply": p.apply(raw, key),
         "fold": p.fold(raw),
-        "update": p.fold(updated(p, raw, key)),
+        "update": p.fold(update_raw(p, raw, key)),
         "the gradient": slope(p, raw, key)[1],
     }
 
@@ -145,21 +145,21 @@ class Doubled(Reparametrization):
 @partial(jax.jit, static_argnums=0)
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
     """What ``p`` gives behind and before another stage, each with what it should give."""
-    other = Doubled()
+    doubled = Doubled()
 
     # Weights that an earlier stage computes cannot be moved.
     moves = any(stage.moves_weights for stage in stages_of(p))
 
     def after_a_step(chain: Parametrization, params: PyTree) -> PyTree:
-        raw = started(chain, params, key)
-        return chain.apply(raw if moves else updated(chain, raw, key), key if p.stochastic else None)
+        raw = init_raw(chain, params, key)
+        return chain.apply(raw if moves else update_raw(chain, raw, key), key if p.stochastic else None)
 
-    halves = jax.tree.map(lambda w: other.init_leaf(w)["x"], params)
+    halves = jax.tree.map(lambda w: doubled.init_leaf(w)["x"], params)
     return {
-        "behind": (after_a_step(other >> p, params), after_a_step(p, params)),
+        "behind": (after_a_step(doubled >> p, params), after_a_step(p, params)),
         "before": (
-            after_a_step(p >> other, params),
-            jax.tree.map(lambda w: other.apply_leaf({"x": w}), after_a_step(p, halves)),
+            after_a_step(p >> doubled, params),
+            jax.tree.map(lambda w: doubled.apply_leaf({"x": w}), after_a_step(p, halves)),
         ),
     }
 
@@ -171,8 +171,8 @@ def deviations(p: Alone, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTr
     For each array there are the entries, their average, and their average in units of the claim.
     """
     mean = p.fold(raw)
-    claimed = jax.tree.map(comparable, mean)
-    sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed)
+    claimed_mean = jax.tree.map(comparable, mean)
+    sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed_mean)
 
     def spread(w: Array, m: Array) -> Array:
         entries = jnp.ravel(comparable(w) - m)
@@ -181,10 +181,13 @@ def deviations(p: Alone, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTr
         totals = jnp.stack([jnp.sum(entries), jnp.sum(entries * units)])
         return jnp.concatenate([entries, totals / max(1, m.size)])
 
-    def add(done: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
-        found = jax.tree.map(spread, p.apply(raw, key), claimed)
-        squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), found)
-        return (jax.tree.map(jnp.add, done[0], found), jax.tree.map(jnp.add, done[1], squares)), None
+    def add(sums_so_far: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
+        differences = jax.tree.map(spread, p.apply(raw, key), claimed_mean)
+        squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), differences)
+        return (
+            jax.tree.map(jnp.add, sums_so_far[0], differences),
+            jax.tree.map(jnp.add, sums_so_far[1], squares),
+        ), None
 
     return mean, *jax.lax.scan(add, (sums, sums), keys)[0]
 
@@ -223,9 +226,9 @@ def require_raises(p: Parametrization, law: str, call: Callable[[], object], oth
     raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
 
 
-def require_close(p: Parametrization, law: str, got: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
+def require_close(p: Parametrization, law: str, actual: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
     """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
-    for (path, a), (_, b) in zip(named_arrays(got), named_arrays(want), strict=True):
+    for (path, a), (_, b) in zip(named_arrays(actual), named_arrays(want), strict=True):
         x, y = (np.asarray(w).astype(complex) for w in (a, b))
         size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
         error = float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
@@ -245,10 +248,10 @@ def rounding(*trees: PyTree) -> float:
 
 def equal(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold the same bits at the same paths."""
-    left, right = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
-    return [path for path, _ in left] == [path for path, _ in right] and all(
+    bits_of_a, bits_of_b = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
+    return [path for path, _ in bits_of_a] == [path for path, _ in bits_of_b] and all(
         (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
-        for (_, x), (_, y) in zip(left, right, strict=True)
+        for (_, x), (_, y) in zip(bits_of_a, bits_of_b, strict=True)
     )
 
 
@@ -262,13 +265,13 @@ def named_types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
     return [(path, w.shape, w.dtype) for path, w in named_arrays(tree)]
 
 
-def require_same_types(p: Parametrization, law: str, got: PyTree, want: PyTree, who: str) -> None:
+def require_same_types(p: Parametrization, law: str, actual: PyTree, want: PyTree, who: str) -> None:
     """Requires the same structure, and for each array the same shape, dtype and weak type."""
-    same = jax.tree.structure(got) == jax.tree.structure(want)
-    require(p, law, same, f"{who} gives {jax.tree.structure(got)}, not {jax.tree.structure(want)}")
-    for (path, a), (_, b) in zip(named_arrays(got), named_arrays(want), strict=True):
-        found, asked = _describe_type(a), _describe_type(b)
-        require(p, law, found == asked, f"{who} makes {path!r} {found}, but it was {asked}")
+    same_structure = jax.tree.structure(actual) == jax.tree.structure(want)
+    require(p, law, same_structure, f"{who} gives {jax.tree.structure(actual)}, not {jax.tree.structure(want)}")
+    for (path, a), (_, b) in zip(named_arrays(actual), named_arrays(want), strict=True):
+        actual_type, wanted_type = _describe_type(a), _describe_type(b)
+        require(p, law, actual_type == wanted_type, f"{who} makes {path!r} {actual_type}, but it was {wanted_type}")
 
 
 def _describe_type(w: Array) -> str:
@@ -281,14 +284,14 @@ def _describe_type(w: Array) -> str:
 def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
     """The values that an optimizer moves, and the rest: fixed values and integers."""
     moving = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
-    rest = jax.tree.map(lambda w, other: other if w is None else None, moving, raw, is_leaf=lambda x: x is None)
-    return moving, rest
+    still = jax.tree.map(lambda w, x: x if w is None else None, moving, raw, is_leaf=lambda x: x is None)
+    return moving, still
 
 
 def move_randomly(raw: PyTree, key: Array) -> PyTree:
     """The raw tree with random changes to free values: a generic point, unlike many a start."""
-    moving, rest = trainable(raw)
-    return combine(move_along(moving, normal(moving, key), 0.1), rest)
+    moving, still = trainable(raw)
+    return combine(move_along(moving, normal(moving, key), 0.1), still)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:
@@ -296,8 +299,8 @@ def normal(tree: PyTree, key: Array) -> PyTree:
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
 
     def draw(w: Array) -> Array:
-        drawn = rng.normal(size=w.shape) + (1j * rng.normal(size=w.shape) if jnp.iscomplexobj(w) else 0)
-        return jnp.asarray(drawn.astype(w.dtype))
+        numbers = rng.normal(size=w.shape) + (1j * rng.normal(size=w.shape) if jnp.iscomplexobj(w) else 0)
+        return jnp.asarray(numbers.astype(w.dtype))
 
     return jax.tree.map(draw, tree)
 
@@ -324,10 +327,10 @@ def zeros_of(params: PyTree) -> PyTree:
 
 def clear_first_row(w: Array) -> Array:
     """``w`` with zeros in its first row."""
-    cleared = np.array(w)
-    if cleared.size and cleared.ndim:
-        cleared[0] = 0
-    return jnp.asarray(cleared)
+    with_zeros = np.array(w)
+    if with_zeros.size and with_zeros.ndim:
+        with_zeros[0] = 0
+    return jnp.asarray(with_zeros)
 
 
 def large(w: Array) -> Array:
@@ -351,7 +354,7 @@ def in_double_precision(w: Array) -> Array:
 def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
     """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
     try:
-        trees = jax.eval_shape(lambda w: (trainable(started(p, w, key))[0], p.fold(started(p, w, key))), params)
+        trees = jax.eval_shape(lambda w: (trainable(init_raw(p, w, key))[0], p.fold(init_raw(p, w, key))), params)
     except (ValueError, TypeError):
         return False
     return all(jnp.finfo(w.dtype).bits >= bits for _, w in named_arrays(trees) if is_inexact(w))
@@ -360,8 +363,8 @@ def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -
 def picklable(p: Parametrization) -> bool:
     """Whether pickle finds the classes and functions in ``p`` by name."""
     classes = [type(stage) for stage in stages_of(p)]
-    found = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
-    return not has_functions(p) and found == classes
+    classes_by_name = [getattr(sys.modules.get(c.__module__), c.__qualname__, None) for c in classes]
+    return not has_functions(p) and classes_by_name == classes
 
 
 def has_functions(p: Parametrization) -> bool:
@@ -382,5 +385,5 @@ def without_means(p: Parametrization) -> Parametrization:
     """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
     means = [stage.deterministic for stage in stages_of(p)]
     left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
-    kept = [stage for stage, out in zip(stages_of(p), left_out, strict=True) if not out]
-    return p if len(kept) == len(stages_of(p)) else functools.reduce(operator.rshift, kept, Chain())
+    stages = [stage for stage, is_out in zip(stages_of(p), left_out, strict=True) if not is_out]
+    return p if len(stages) == len(stages_of(p)) else functools.reduce(operator.rshift, stages, Chain())

@@ -54,8 +54,8 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
     paths, leaves, treedef = flatten_with_names(raw)
     names = [path_text(path) or "." for path in paths]
-    loaded = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
-    return treedef.unflatten([loaded[name] for name in names])
+    arrays = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
+    return treedef.unflatten([arrays[name] for name in names])
 
 
 def installed_formats(raw: PyTree) -> dict[str, Way]:

@@ -57,8 +57,8 @@ def check_groups(
         return _distance(compute(jax.tree.leaves(permute(treedef.unflatten(noisy), group, order))), want)
 
     def counts(path: str) -> bool:
-        other = [_add_noise(w, random) if each == path else w for each, w in zip(paths, noisy, strict=True)]
-        return _distance(compute(other), want) > ROUNDING
+        changed = [_add_noise(w, random) if own_path == path else w for own_path, w in zip(paths, noisy, strict=True)]
+        return _distance(compute(changed), want) > ROUNDING
 
     for group in groups:
         order = _make_permutation(group, shapes, random)
@@ -67,8 +67,8 @@ def check_groups(
                 f"{_name_group(group)} is not a group: permuting it changes outputs by {far:.1g} of them."
             )
         for member in group.members if len(group.members) > 1 else ():
-            rest = replace(group, members=tuple(each for each in group.members if each != member))
-            if change(rest, order) <= ROUNDING and counts(member.path):
+            smaller = replace(group, members=tuple(item for item in group.members if item != member))
+            if change(smaller, order) <= ROUNDING and counts(member.path):
                 raise AssertionError(
                     f"{_name_group(group)} need not hold {tuple(member)}: without it, outputs stay the same."
                 )
@@ -89,9 +89,9 @@ def _make_permutation(group: Group, shapes: dict[str, tuple[int, ...]], random: 
     return np.take_along_axis(places, (np.argsort(places) + 1) % group.size, axis=-1)
 
 
-def _distance(got: list[Array], want: list[Array]) -> float:
+def _distance(actual: list[Array], want: list[Array]) -> float:
     """The largest difference of the outputs, as a share of the largest output."""
-    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got, want, strict=True)]
+    pairs = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(actual, want, strict=True)]
     return max(float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1e-30)) for x, y in pairs)
 
 

@@ -51,6 +51,7 @@ from reparax.testing._evidence import (
     equal,
     has_functions,
     in_double_precision,
+    init_raw,
     keeps_precision,
     large,
     move_along,
@@ -66,9 +67,8 @@ from reparax.testing._evidence import (
     rounding,
     slope,
     stages_of,
-    started,
     trainable,
-    updated,
+    update_raw,
     widened_if_inexact,
     without_means,
     zeros_of,
@@ -131,8 +131,8 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     point = compiled_fold(q, move_randomly(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
         point = compiled_fold(q, compiled_init(p, point, key))
-    again = compiled_fold(q, compiled_init(p, point, key))
-    require_close(p, "right inverse", again, point, rounding(raw, point), "apply(init(w)) is not w")
+    point_again = compiled_fold(q, compiled_init(p, point, key))
+    require_close(p, "right inverse", point_again, point, rounding(raw, point), "apply(init(w)) is not w")
 
 
 def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -140,9 +140,11 @@ def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = compiled_init(p, params, key)
     for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
         require(p, "types", array_paths(effective) == array_paths(params), "the effective tree has different paths")
-        for (path, got), (_, want) in zip(named_arrays(effective), named_arrays(params), strict=True):
-            same = (got.shape, got.dtype) == (want.shape, want.dtype) or p.changes_type
-            require(p, "types", same, f"{path!r} is {got.dtype}{got.shape}, but was {want.dtype}{want.shape}")
+        for (path, actual), (_, want) in zip(named_arrays(effective), named_arrays(params), strict=True):
+            same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
+            require(
+                p, "types", same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}"
+            )
     _require_shardings(p, params, key)
 
 
@@ -161,8 +163,8 @@ def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
         return
     narrow, wide = (compiled_results(p, tree, key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
     for what in ("init", "fold", "apply", "the gradient", "update"):
-        for (path, got), (_, want) in zip(named_arrays(narrow[what]), named_arrays(wide[what]), strict=True):
-            x, y = (np.asarray(w).astype(complex) for w in (got, want))
+        for (path, actual), (_, want) in zip(named_arrays(narrow[what]), named_arrays(wide[what]), strict=True):
+            x, y = (np.asarray(w).astype(complex) for w in (actual, want))
             size = float(np.max(np.abs(y), initial=0.0))
             if size < float(jnp.finfo(jnp.float16).max):
                 near = what in ("init", "apply", "the gradient") or np.all(np.abs(x - y) <= size / 4)
@@ -182,20 +184,22 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
 
-    def placed(w: Array) -> Array:
-        split = w.ndim > 0 and w.size > 0 and w.shape[0] % len(devices) == 0
-        return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if split else PartitionSpec()))
+    def place(w: Array) -> Array:
+        is_split = w.ndim > 0 and w.size > 0 and w.shape[0] % len(devices) == 0
+        return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if is_split else PartitionSpec()))
 
-    sharded = jax.tree.map(placed, params)
-    raw = compiled_init(p, sharded, key)
+    placed_params = jax.tree.map(place, params)
+    raw = compiled_init(p, placed_params, key)
     leaves, slots, _ = flatten_slots(raw)
-    kept = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for (path, got), (_, want) in zip(
-        named_arrays(compiled_effective(p, raw, key)), named_arrays(sharded), strict=True
+    sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
+    for (path, actual), (_, want) in zip(
+        named_arrays(compiled_effective(p, raw, key)), named_arrays(placed_params), strict=True
     ):
-        source = kept.get((path, want.shape))
-        follows = source is None or source != want.sharding or got.sharding.is_equivalent_to(want.sharding, got.ndim)
-        require(p, "types", follows, f"{path!r} has the sharding {got.sharding}, but its raw value {want.sharding}")
+        source = sharding_of.get((path, want.shape))
+        follows = (
+            source is None or source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
+        )
+        require(p, "types", follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
 
 
 def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -212,10 +216,10 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
-    raw, keys = started(p, params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw, keys = init_raw(p, params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(partial(started, p), in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all, apply_all = jax.vmap(partial(init_raw, p), in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -229,47 +233,49 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
             "shard_map": apply_shard(raw, key),
         }
 
-    compiled = {
+    results = {
         "jit": compiled_apply(p, raw, key),
         "jit of init": compiled_fold(p, compiled_init(p, params, key)),
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
         **ways(batch_of_two(params), raw, batch_of_two(raw)),
     }
-    first, folded = p.apply(raw, key), p.fold(raw)
-    second = compiled_apply(p, raw, keys[1])
+    first_draw, mean = p.apply(raw, key), p.fold(raw)
+    second_draw = compiled_apply(p, raw, keys[1])
     eager = {
-        "jit of init": folded,
+        "jit of init": mean,
         "jit of update": p.fold(p.update(raw, key)),
-        "vmap of init": batch_of_two(folded),
-        "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first, second),
+        "vmap of init": batch_of_two(mean),
+        "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }
-    for way, got in compiled.items():
-        want = eager.get(way, first)
-        require_close(p, "transformations", got, want, rounding(raw, first), f"{way} differs from eager evaluation")
-    abstract = jax.eval_shape(partial(started, p), params, key)
-    same = named_types(abstract) == named_types(raw)
-    require(p, "transformations", same, "eval_shape of init gives different shapes or dtypes")
+    for way, actual in results.items():
+        want = eager.get(way, first_draw)
+        require_close(
+            p, "transformations", actual, want, rounding(raw, first_draw), f"{way} differs from eager evaluation"
+        )
+    abstract = jax.eval_shape(partial(init_raw, p), params, key)
+    same_types = named_types(abstract) == named_types(raw)
+    require(p, "transformations", same_types, "eval_shape of init gives different shapes or dtypes")
 
 
 def keys(p: Parametrization, params: PyTree, key: Array) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
     raw, mean = compiled_init(p, params, key), p.deterministic
-    drawn = compiled_apply(p, raw, key)
-    fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
-    require(p, "keys", fixed, "its deterministic chain is random")
+    draw = compiled_apply(p, raw, key)
+    is_fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
+    require(p, "keys", is_fixed, "its deterministic chain is random")
     require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
-    changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), drawn)
+    changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
     values = "the same values" if p.stochastic else "other values"
     require(p, "keys", changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
         require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
         _require_independent(p, raw, key)
     if p.stochastic and isinstance(params, dict):
-        small, large = (started(p, tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
+        small, large = (init_raw(p, tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
         # Where arrays are parametrized together, a new one may change what the others are without noise.
         if _equal_in(params, p.fold(large), p.fold(small)):
-            same = _equal_in(params, p.apply(large, key), p.apply(small, key))
-            require(p, "keys", same, "the draws of old parameters change with a new one")
+            same_draws = _equal_in(params, p.apply(large, key), p.apply(small, key))
+            require(p, "keys", same_draws, "the draws of old parameters change with a new one")
 
 
 def _equal_in(names: Iterable[str], a: Mapping[str, PyTree], b: Mapping[str, PyTree]) -> bool:
@@ -282,10 +288,10 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
-    shared = {parameter_path(path) for path in empty_nodes(raw)}
+    tied_paths = {parameter_path(path) for path in empty_nodes(raw)}
     many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
     draws = {
-        path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in named_arrays(many) if path not in shared
+        path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in named_arrays(many) if path not in tied_paths
     }
     noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
     for a, b in itertools.combinations(noise, 2):
@@ -300,12 +306,12 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
 def purity(p: Parametrization, params: PyTree, key: Array) -> None:
     """Inputs do not change, and random stages leave the raw tree unchanged."""
     raw = compiled_init(p, params, key)
-    mine = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
-    before = jax.tree.map(np.array, mine)
-    started(p, mine[0], key)
-    p.apply(mine[1], key)
-    updated(p, mine[1], key)
-    require(p, "purity", equal(before, mine), "it changes its input")
+    copies = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
+    originals = jax.tree.map(np.array, copies)
+    init_raw(p, copies[0], key)
+    p.apply(copies[1], key)
+    update_raw(p, copies[1], key)
+    require(p, "purity", equal(originals, copies), "it changes its input")
     require(
         p,
         "purity",
@@ -326,13 +332,13 @@ def mean(p: Parametrization, params: PyTree, key: Array) -> None:
             _require_mean(stage, *deviations(Alone(p, i), compiled_init(p, params, key), jax.random.split(key, 1024)))
 
 
-def _require_mean(stage: Parametrization, claimed: PyTree, sums: PyTree, squares: PyTree) -> None:
+def _require_mean(stage: Parametrization, claimed_mean: PyTree, sums: PyTree, squares: PyTree) -> None:
     """Requires that the mean of 1024 draws is within six standard errors of the claimed one."""
     for (path, m), (_, total), (_, square) in zip(
-        named_arrays(claimed), named_arrays(sums), named_arrays(squares), strict=True
+        named_arrays(claimed_mean), named_arrays(sums), named_arrays(squares), strict=True
     ):
         off, error = deviation(np.asarray(total), np.asarray(square), 1024)
-        excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
+        excess = np.abs(off) - 6 * error - rounding(claimed_mean) * np.max(np.abs(m), initial=0.0)
         worst = int(np.argmax(excess))
         require(
             stage,
@@ -378,55 +384,61 @@ def _require_finite_differences(p: Parametrization, params: PyTree, key: Array) 
 
 def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, bound: float) -> None:
     """Requires that the gradient in a random direction is a central difference with this step."""
-    moving, rest = trainable(move_randomly(compiled_init(p, params, key), key))
+    moving, still = trainable(move_randomly(compiled_init(p, params, key), key))
     direction = normal(moving, jax.random.fold_in(key, 1))
-    ahead, behind = (slope(p, combine(move_along(moving, direction, t), rest), key)[0] for t in (step, -step))
-    found = (float(ahead) - float(behind)) / (2 * step)
-    pairs = zip(named_arrays(slope(p, combine(moving, rest), key)[1]), named_arrays(direction), strict=True)
-    given = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
-    holds = abs(given - found) < bound * (1 + abs(found))
+    ahead, behind = (slope(p, combine(move_along(moving, direction, t), still), key)[0] for t in (step, -step))
+    difference = (float(ahead) - float(behind)) / (2 * step)
+    pairs = zip(named_arrays(slope(p, combine(moving, still), key)[1]), named_arrays(direction), strict=True)
+    gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
+    holds = abs(gradient - difference) < bound * (1 + abs(difference))
     advice = "if that is intended, set `straight_through = True`"
     # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
     double = any(x.dtype == np.float64 for _, x in named_arrays(moving))
-    if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, rest), key)):
+    if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, still), key)):
         advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
-    require(p, "gradients", holds, f"the slope is {found:.8g}, but {given:.8g} by the gradient; {advice}")
+    require(p, "gradients", holds, f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient; {advice}")
 
 
 def update(p: Parametrization, params: PyTree, key: Array) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
     raw = move_randomly(compiled_init(p, params, key), key)
-    first, again = updated(p, raw, key), updated(p, raw, key)
-    require(p, "update", equal(first, again), "the same raw tree and key give different results")
-    compiled = partial(compiled_update, p, key=key)
-    ways = {"it": lambda: first, "under jit it": lambda: compiled(raw), "a second one": lambda: compiled(compiled(raw))}
-    for who, advanced in ways.items():  # in order, because a stage cannot read the result of a wrong update
-        got = advanced()
-        require_same_types(p, "update", got, raw, who)
+    first_result, second_result = update_raw(p, raw, key), update_raw(p, raw, key)
+    require(p, "update", equal(first_result, second_result), "the same raw tree and key give different results")
+    compiled_step = partial(compiled_update, p, key=key)
+    ways = {
+        "it": lambda: first_result,
+        "under jit it": lambda: compiled_step(raw),
+        "a second one": lambda: compiled_step(compiled_step(raw)),
+    }
+    for who, step in ways.items():  # in order, because a stage cannot read the result of a wrong update
+        actual = step()
+        require_same_types(p, "update", actual, raw, who)
         if any(stage.moves_weights for stage in stages_of(p)):
             continue
-        for (path, w), (_, before) in zip(
-            named_arrays(partition(got)[0]), named_arrays(partition(raw)[0]), strict=True
+        for (path, w), (_, old) in zip(
+            named_arrays(partition(actual)[0]), named_arrays(partition(raw)[0]), strict=True
         ):
-            require(p, "update", equal(w, before), f"{who} changes the free value {path!r}")
+            require(p, "update", equal(w, old), f"{who} changes the free value {path!r}")
 
 
 def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
     """``rebase`` keeps the effective tree, up to rounding, and the types of the raw tree."""
     raw = move_randomly(compiled_init(p, params, key), key)
-    based = compiled_rebase(p, raw)
-    require_same_types(p, "rebase", based, raw, "it")
-    before = compiled_fold(p, raw)
-    require_close(p, "rebase", compiled_fold(p, based), before, rounding(raw, before), "the effective tree differs")
+    rebased = compiled_rebase(p, raw)
+    require_same_types(p, "rebase", rebased, raw, "it")
+    effective = compiled_fold(p, raw)
+    require_close(
+        p, "rebase", compiled_fold(p, rebased), effective, rounding(raw, effective), "the effective tree differs"
+    )
 
 
 def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
     raw = move_randomly(compiled_init(p, params, key), key)
-    got = compiled_transfer(p, raw)
-    require(p, "transfer", array_paths(got) == array_paths(raw), "`transfer(p, p, raw)` has different paths")
-    for (path, w), (_, before) in zip(named_arrays(got), named_arrays(raw), strict=True):
-        require(p, "transfer", equal(w, before), f"`transfer(p, p, raw)` changes {path!r}")
+    actual = compiled_transfer(p, raw)
+    require(p, "transfer", array_paths(actual) == array_paths(raw), "`transfer(p, p, raw)` has different paths")
+    for (path, w), (_, old) in zip(named_arrays(actual), named_arrays(raw), strict=True):
+        require(p, "transfer", equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
 
 
 def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -436,18 +448,18 @@ def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
     the stage sees raw values of the other in place of arrays. Its draws are the same.
     """
     try:
-        found = beside_another(p, params, key)
+        results = beside_another(p, params, key)
     except Exception as error:
         text = f"beside another stage it fails: {type(error).__name__}: {error}"
         raise AssertionError(f"{p!r} breaks the law of chains: {text}") from error
-    for place, (got, want) in found.items():
+    for place, (actual, want) in results.items():
         require(
             p,
             "chains",
-            array_paths(got) == array_paths(want),
+            array_paths(actual) == array_paths(want),
             f"{place} another stage the effective tree has other paths",
         )
-        require_close(p, "chains", got, want, rounding(want), f"{place} another stage it gives another array")
+        require_close(p, "chains", actual, want, rounding(want), f"{place} another stage it gives another array")
 
 
 def selection(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -470,16 +482,16 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     raw, name = compiled_init(p, params, key), "checkpoints"
     for way, there_and_back in _formats.installed_formats(raw).items():
-        restored = there_and_back(raw)
-        require(p, name, equal(restored, raw), f"{way} returns a different raw tree")
-        p.check(restored, like=params)
+        raw_again = there_and_back(raw)
+        require(p, name, equal(raw_again, raw), f"{way} returns a different raw tree")
+        p.check(raw_again, like=params)
     if not has_functions(p):
         require(p, name, from_json(p.to_json()) == p, "to_json and from_json return a different one")
     leaves, treedef = jax.tree.flatten(raw)
     for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
         i = turn % len(leaves)
-        other = np.int16 if leaves[i].dtype == np.int8 else np.int8
-        wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other))[turn % 3]
+        other_dtype = np.int16 if leaves[i].dtype == np.int8 else np.int8
+        wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other_dtype))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
         require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check accepts a wrong tree")
     if array_paths(raw) != array_paths(params):
@@ -490,11 +502,16 @@ def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
-    folded = p.fold(compiled_init(p, params, key))
-    same = jax.tree.structure(folded) == jax.tree.structure(params)
-    require(p, "plain trees", same, f"fold gives {jax.tree.structure(folded)}, not {jax.tree.structure(params)}")
+    effective = p.fold(compiled_init(p, params, key))
+    same_structure = jax.tree.structure(effective) == jax.tree.structure(params)
     require(
-        p, "plain trees", all(is_array(w) for _, w in named_arrays(folded)), "fold gives a leaf that is not an array"
+        p,
+        "plain trees",
+        same_structure,
+        f"fold gives {jax.tree.structure(effective)}, not {jax.tree.structure(params)}",
+    )
+    require(
+        p, "plain trees", all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array"
     )
 
 
@@ -505,15 +522,17 @@ def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> Non
     a stage uses only their diagonal, pass only that. The other data are uncorrelated inputs of size 1, from which a
     stage cannot learn. For stages that keep their weights, both errors are zero.
     """
-    trees = (p.fold(p.init(params, key, seen=given)) for given in (seen, ANY))
-    after, before = (dict(named_arrays(tree)) for tree in trees)
-    known = {path_text(place): entry for place, entry in seen_by_place("learned", flatten(params), seen).items()}
+    trees = (p.fold(p.init(params, key, seen=data)) for data in (seen, ANY))
+    from_data, from_other_data = (dict(named_arrays(tree)) for tree in trees)
+    entry_at = {path_text(place): entry for place, entry in seen_by_place("learned", flatten(params), seen).items()}
     for path, w in named_arrays(params):
-        for read in known[path].reads if path in known else ():
-            found, plain = (float(mean_output_error(read, w, tree[path])) for tree in (after, before))
-            bound = plain + rounding(w) * float(mean_output_error(read, w, jnp.zeros_like(w)))
-            text = f"the error of outputs of {path!r} is {found:.3g}, but {plain:.3g} without data"
-            require(p, "learned", found <= bound, text)
+        for read in entry_at[path].reads if path in entry_at else ():
+            error, error_of_other = (
+                float(mean_output_error(read, w, tree[path])) for tree in (from_data, from_other_data)
+            )
+            limit = error_of_other + rounding(w) * float(mean_output_error(read, w, jnp.zeros_like(w)))
+            text = f"the error of outputs of {path!r} is {error:.3g}, but {error_of_other:.3g} without data"
+            require(p, "learned", error <= limit, text)
 
 
 LAWS: tuple[Law, ...] = (

@@ -21,27 +21,27 @@ CALL = "Call `tx.update(grads, state, raw)`."
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
 
-    def checked(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         try:
-            moved, new = update(updates, state, params, **extra)
+            new_updates, new = update(updates, state, params, **extra)
         except Exception as error:  # any type: a transformation may fail in any way on another tree
             if (why := _explain_arguments(init, updates, state, params)) is None:
                 raise
             raise ValueError(f"optimizer.update takes {why}") from error
-        if (_has_other_shapes(state, new) or _has_other_shapes(params, moved)) and (
+        if (_has_other_shapes(state, new) or _has_other_shapes(params, new_updates)) and (
             why := _explain_arguments(init, updates, state, params)
         ) is not None:
             raise ValueError(f"optimizer.update takes {why}")
-        return moved, new
+        return new_updates, new
 
-    return checked
+    return update_or_explain
 
 
-def _has_other_shapes(before: PyTree, after: PyTree) -> bool:
+def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
     """Whether arrays of two trees of one structure have other shapes."""
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    if jax.tree.structure(old) != jax.tree.structure(new):
         return False
-    return [_shape_of(x) for x in jax.tree.leaves(before)] != [_shape_of(x) for x in jax.tree.leaves(after)]
+    return [_shape_of(x) for x in jax.tree.leaves(old)] != [_shape_of(x) for x in jax.tree.leaves(new)]
 
 
 def _shape_of(x: Any) -> Any:
@@ -59,57 +59,59 @@ def _explain_arguments(init: Callable[[PyTree], PyTree], updates: PyTree, state:
             )
         if type(params) is tuple and type(updates) is not tuple:
             return f"the raw tree last, but got a tuple. {CALL}"
-        if (found := first_difference(partition(updates)[0], partition(params)[0])) is not None:
-            return _explain_gradients(found)
-    whole = updates if params is None else params
-    return _explain_state(init, state, whole)
+        if (difference := first_difference(partition(updates)[0], partition(params)[0])) is not None:
+            return _explain_gradients(difference)
+    raw = updates if params is None else params
+    return _explain_state(init, state, raw)
 
 
-def _explain_gradients(found: Difference) -> str:
+def _explain_gradients(difference: Difference) -> str:
     """What is wrong with gradients that differ from the raw tree, and what to do."""
-    match found.of:
+    match difference.of:
         case TreeOf.THE_MODEL:
             return (
-                f"gradients of the raw tree, but got those of the model's own parameters: {found}. Differentiate with "
-                f"respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`."
+                f"gradients of the raw tree, but got those of the model's own parameters: {difference}. Differentiate "
+                f"with respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`."
             )
         case TreeOf.A_RAW_TREE:
-            return f"the raw tree as params, but got the model's own parameters: {found.swapped}. {CALL}"
+            return f"the raw tree as params, but got the model's own parameters: {difference.swapped}. {CALL}"
         case TreeOf.OTHER_SHAPES:
             return (
-                f"gradients of the raw tree, but got those of other shapes: {found}. Differentiate one number, such as "
-                f"the mean of the loss over a batch."
+                f"gradients of the raw tree, but got those of other shapes: {difference}. Differentiate one number, "
+                f"such as the mean of the loss over a batch."
             )
         case of:
-            return f"gradients of the raw tree, but got those of {of}: {found}. Differentiate with respect to `raw`."
+            return (
+                f"gradients of the raw tree, but got those of {of}: {difference}. Differentiate with respect to `raw`."
+            )
 
 
-def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, whole: PyTree) -> str | None:
+def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
     """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
     try:
-        wanted = jax.eval_shape(lambda whole: open_state(init(whole))[0], whole)
+        expected = jax.eval_shape(lambda raw: open_state(init(raw))[0], raw)
     except Exception:  # then it is not the state that is wrong
         return None
     state = open_state(state)[0]
-    if (found := first_difference(state, wanted)) is None:
+    if (difference := first_difference(state, expected)) is None:
         return None
-    if first_difference(state, whole) is None or first_difference(state, partition(whole)[0]) is None:
+    if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
         return f"a state second, but got a raw tree. {CALL}"
-    match found.of:
+    match difference.of:
         case TreeOf.THE_MODEL:
-            whose, then = "that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."
+            whose, advice = "that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."
         case TreeOf.A_RAW_TREE:
             return (
                 f"gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
-                f"{found.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
+                f"{difference.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
             )
         case TreeOf.ANOTHER_CHAIN:
             whose = "that of another chain"
-            then = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
-        case TreeOf.ANOTHER_MODEL if "@fixed" in found.path and found.wanted == "nothing":
-            whose, then = "one with values for what is fixed", "Make it with the same `tx`, `tx.init(raw)`."
+            advice = "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`."
+        case TreeOf.ANOTHER_MODEL if "@fixed" in difference.path and difference.wanted == "nothing":
+            whose, advice = "one with values for what is fixed", "Make it with the same `tx`, `tx.init(raw)`."
         case TreeOf.ANOTHER_MODEL:
-            whose, then = "that of another optimizer or model", "Make it with the same `tx`, `tx.init(raw)`."
+            whose, advice = "that of another optimizer or model", "Make it with the same `tx`, `tx.init(raw)`."
         case of:
-            whose, then = f"one of {of}", "Make it with the same `tx`, `tx.init(raw)`."
-    return f"the state of the raw tree, but got {whose}: {found}. {then}"
+            whose, advice = f"one of {of}", "Make it with the same `tx`, `tx.init(raw)`."
+    return f"the state of the raw tree, but got {whose}: {difference}. {advice}"

@@ -10,7 +10,7 @@ from reparax._core.calls import parts_of
 from reparax._programs import jaxprs
 from reparax._programs.divisors import divisors
 from reparax._tree.paths import PyTree, flatten_with_names
-from reparax.training._held import held_paths, plain_path
+from reparax.training._held import plain_path, stored_paths
 
 
 def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[PyTree], Any]) -> None:
@@ -20,7 +20,7 @@ def require_positive_kept(p: Parametrization, state: PyTree, update: Callable[[P
         return
     below = _divided_by(state, update)
     for stage in losing:
-        if lost := sorted(held_paths(stage, state) & below):
+        if lost := sorted(stored_paths(stage, state) & below):
             raise ValueError(
                 f"optimizer got state={stage!r} for {lost[0]!r}, by which the optimizer divides: in few bits small "
                 f"numbers become 0 there, and steps become too long by orders of magnitude. Write "

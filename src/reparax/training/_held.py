@@ -47,18 +47,18 @@ def store(p: Parametrization, state: PyTree) -> PyTree:
     numbers = [(path, x) for path, x in zip(paths, leaves, strict=True) if is_array(x) and is_inexact(x)]
     raw = p.init({plain_path(path): _as_matrix(x) for path, x in numbers}) if numbers else {}
 
-    def held(path: Names, x: Any) -> Any:
+    def as_stored(path: Names, x: Any) -> Any:
         values = raw.get(plain_path(path))
         smaller = holds_markers(values) and sum(y.nbytes for y in jax.tree.leaves(values)) < x.nbytes
         return StateArray(values, p, plain_path(path), tuple(x.shape)) if smaller else x
 
-    return treedef.unflatten([held(path, x) for path, x in zip(paths, leaves, strict=True)])
+    return treedef.unflatten([as_stored(path, x) for path, x in zip(paths, leaves, strict=True)])
 
 
-def held_paths(p: Parametrization, state: PyTree) -> set[str]:
+def stored_paths(p: Parametrization, state: PyTree) -> set[str]:
     """The paths of the arrays that ``store`` would hold in another form."""
-    held = jax.tree.leaves(jax.eval_shape(lambda state: store(p, state), state), is_leaf=_is_held)
-    return {node.path for node in held if _is_held(node)}
+    nodes = jax.tree.leaves(jax.eval_shape(lambda state: store(p, state), state), is_leaf=_is_held)
+    return {node.path for node in nodes if _is_held(node)}
 
 
 def _tell_flax() -> None:
@@ -77,9 +77,9 @@ def with_held_arrays(state: PyTree, init: Callable[[], PyTree]) -> PyTree:
     """A state whose held arrays another library, such as nnx, has written as trees; any other state unchanged."""
     if any(map(_is_held, jax.tree.leaves(state, is_leaf=_is_held))):
         return state
-    leaves, (wanted, treedef) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(init))
-    alike = [x.shape for x in leaves] == [x.shape for x in wanted]
-    return treedef.unflatten(leaves) if alike else state
+    leaves, (types, treedef) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(init))
+    same_shapes = [x.shape for x in leaves] == [x.shape for x in types]
+    return treedef.unflatten(leaves) if same_shapes else state
 
 
 def open_state(state: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

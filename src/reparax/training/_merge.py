@@ -135,9 +135,9 @@ def merge(
     one_of("total", "frequency")(majority_sign_method, "merge", "majority_sign_method")
     _require_arguments(how, way, {"base": base, "density": density, "key": key, "seen": seen})
     if isinstance(models, Mapping) or len(models) < (2 if base is None else 1):
-        got = "one tree" if isinstance(models, Mapping) else f"a list of {len(models)}"
+        what = "one tree" if isinstance(models, Mapping) else f"a list of {len(models)}"
         raise ValueError(
-            f"merge takes a list of two or more models, or of one and a base, but got {got}. Call "
+            f"merge takes a list of two or more models, or of one and a base, but got {what}. Call "
             f"`merge([first, second])`."
         )
     paths, trees = _leaves_of_models([*models, *([] if base is None else [base])], len(models))
@@ -147,80 +147,80 @@ def merge(
     reads = {} if seen is None else reads_of_all(models, seen)
     scale = _check_part("off_diagonal", off_diagonal)
 
-    def merged(i: int, arrays: Sequence[Any]) -> Any:
-        first = arrays[0]
-        if not (is_array(first) and is_inexact(first)):
+    def merge_leaf(i: int, arrays: Sequence[Any]) -> Any:
+        example = arrays[0]
+        if not (is_array(example) and is_inexact(example)):
             return _common_leaf(paths[i], arrays)
-        if way.join is agreeing_mean and jnp.iscomplexobj(first):
+        if way.join is agreeing_mean and jnp.iscomplexobj(example):
             raise ValueError(
-                f"merge(how={how!r}) takes real arrays, whose signs agree or not, but got {describe(first)} at "
+                f"merge(how={how!r}) takes real arrays, whose signs agree or not, but got {describe(example)} at "
                 f"{paths[i]!r}."
             )
         wide = [widened(jnp.asarray(x)) for x in arrays]
-        own = scales.astype(wide[0].dtype)
+        weights_in_dtype = scales.astype(wide[0].dtype)
         if paths[i] in reads:
-            return merge_by_regression(wide, reads[paths[i]], own, scale).astype(first.dtype)
+            return merge_by_regression(wide, reads[paths[i]], weights_in_dtype, scale).astype(example.dtype)
         if base is None:
-            return weighted_mean(jnp.stack(wide), own).astype(first.dtype)
-        *after, before = wide
-        tasks = [way.thin(x - before, part, keys[number][i]) for number, x in enumerate(after)]
-        return (before + way.join(jnp.stack(tasks), own, majority_sign_method)).astype(first.dtype)
+            return weighted_mean(jnp.stack(wide), weights_in_dtype).astype(example.dtype)
+        *tuned, start = wide
+        tasks = [way.thin(x - start, part, keys[number][i]) for number, x in enumerate(tuned)]
+        return (start + way.join(jnp.stack(tasks), weights_in_dtype, majority_sign_method)).astype(example.dtype)
 
     columns = zip(*trees, strict=True)
-    return jax.tree.structure(models[0]).unflatten([merged(i, arrays) for i, arrays in enumerate(columns)])
+    return jax.tree.structure(models[0]).unflatten([merge_leaf(i, arrays) for i, arrays in enumerate(columns)])
 
 
-def _require_arguments(how: str, way: _Way, given: dict[str, Any]) -> None:
+def _require_arguments(how: str, way: _Way, arguments: dict[str, Any]) -> None:
     """Refuses arguments that are missing, and those that would do nothing."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name in way.needs and value is None:
             raise ValueError(f"merge(how={how!r}) needs {GIVE[name]}.")
         if name not in way.needs and value is not None:
-            takers = ", ".join(repr(other) for other, each in _WAYS.items() if name in each.needs)
+            takers = ", ".join(repr(word) for word, way_of_word in _WAYS.items() if name in way_of_word.needs)
             raise ValueError(f"merge(how={how!r}) takes no {name}; {takers} do. Leave it out, or change `how`.")
 
 
 def _leaves_of_models(trees: Sequence[PyTree], count: int) -> tuple[list[str], list[list[Any]]]:
     """The paths of the leaves, and the leaves of each tree; the trees after the first ``count`` are bases."""
-    paths, first, treedef = flatten_with_names(trees[0])
-    texts, found = list(map(path_text, paths)), [first]
+    paths, leaves_of_first, treedef = flatten_with_names(trees[0])
+    texts, all_leaves = list(map(path_text, paths)), [leaves_of_first]
     for number, tree in enumerate(trees[1:], 1):
         who = f"models[{number}]" if number < count else "base"
-        others, leaves, other = flatten_with_names(tree)
-        if other != treedef:
-            lost, new = set(paths) - set(others), set(others) - set(paths)
+        other_paths, leaves, other_treedef = flatten_with_names(tree)
+        if other_treedef != treedef:
+            lost, new = set(paths) - set(other_paths), set(other_paths) - set(paths)
             names = ", ".join(sorted(repr(path_text(path)) for path in lost | new)[:3])
-            where = f"which differ at {names}" if names else f"{treedef} and {other}"
+            where = f"which differ at {names}" if names else f"{treedef} and {other_treedef}"
             raise ValueError(
                 f"merge takes trees of one structure, but got models[0] and {who}, {where}. Merge effective trees: "
                 f"`[p.fold(raw) for raw in raws]`."
             )
-        for text, x, y in zip(texts, first, leaves, strict=True):
+        for text, x, y in zip(texts, leaves_of_first, leaves, strict=True):
             if is_array(x) != is_array(y) or (is_array(x) and describe(x) != describe(y)):
                 raise ValueError(
                     f"merge got {describe(x)} at {text!r} in models[0], but {describe(y)} in {who}. Merge models of "
                     f"one shape and dtype."
                 )
-        found.append(leaves)
-    return texts, found
+        all_leaves.append(leaves)
+    return texts, all_leaves
 
 
 def _check_part(name: str, value: float) -> float:
     """A known number greater than 0 and at most 1."""
-    checked = check_known_number(value, "merge", name)
-    if not 0 < checked <= 1:
-        raise ValueError(f"merge got {name}={checked}, but takes a number greater than 0 and at most 1.")
-    return checked
+    number = check_known_number(value, "merge", name)
+    if not 0 < number <= 1:
+        raise ValueError(f"merge got {name}={number}, but takes a number greater than 0 and at most 1.")
+    return number
 
 
 def _weights_of_models(how: str, weights: Any, count: int) -> Array:
     """The weight of each model."""
-    given = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
-    if given.shape not in ((), (count,)):
+    numbers = jnp.asarray(1.0 if weights is None else weights, jnp.float32)
+    if numbers.shape not in ((), (count,)):
         raise ValueError(
-            f"merge takes one weight, or one for each of {count} models, but got weights of shape {given.shape}."
+            f"merge takes one weight, or one for each of {count} models, but got weights of shape {numbers.shape}."
         )
-    scales = jnp.broadcast_to(given, (count,))
+    scales = jnp.broadcast_to(numbers, (count,))
     if isinstance(scales, Tracer):
         return scales
     if how == "mean" and float(jnp.sum(scales)) == 0:
@@ -243,18 +243,18 @@ def _keys_by_path(key: Any, paths: Sequence[str], count: int) -> list[Any]:
 
 def _common_leaf(path: str, leaves: Sequence[Any]) -> Any:
     """What all models have where nothing can be averaged."""
-    first, *others = leaves
+    leaf_of_first, *other_leaves = leaves
     if any(isinstance(x, Tracer) for x in leaves):
         raise ValueError(
-            f"merge cannot check under tracing whether {describe(first)} at {path!r} is equal in all models. "
+            f"merge cannot check under tracing whether {describe(leaf_of_first)} at {path!r} is equal in all models. "
             f"Merge `rpx.partition(model)[0]` of each, or outside of `jax.jit`."
         )
-    if any(not _equal(first, other) for other in others):
+    if any(not _equal(leaf_of_first, leaf) for leaf in other_leaves):
         raise ValueError(
-            f"merge got different values of {describe(first)} at {path!r}, which have no mean. Merge effective trees, "
-            f"`[p.fold(raw) for raw in raws]`, or give each model the same."
+            f"merge got different values of {describe(leaf_of_first)} at {path!r}, which have no mean. Merge effective "
+            f"trees, `[p.fold(raw) for raw in raws]`, or give each model the same."
         )
-    return first
+    return leaf_of_first
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -63,18 +63,18 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
 def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
     """For the path of each masked value, which of its entries or slices became active."""
-    found: dict[Names, Array] = {}
+    flags_of: dict[Names, Array] = {}
     for path, x in items(raw):
         for node, flags in grown.items():
             below = path[: len(node)] == node and FIXED not in path and is_array(x) and is_aligned(path)
             if below and _covers(flags, x):
-                found[path] = flags | found.get(path, False)
-    return found
+                flags_of[path] = flags | flags_of.get(path, False)
+    return flags_of
 
 
-def _activated_by_mask(before: PyTree, after: PyTree) -> dict[Names, Array]:
+def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
     """For the path of each node with a mask, where the mask changes from 0 to 1."""
-    old, new = _masks_by_node(before), _masks_by_node(after)
+    old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
     if not new:
         raise ValueError(
             "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only their "

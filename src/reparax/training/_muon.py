@@ -65,22 +65,22 @@ def muon_dimensions(p: Parametrization, roles: PyTree, *, where: str | None = No
     """
     require_chains("training.muon_dimensions(p, roles)", p)
     numbers = import_library("optax.contrib", WHO, "optax").MuonDimensionNumbers
-    raw, known = raw_roles(WHO, tuple(p), roles)
+    raw, role_at = raw_roles(WHO, tuple(p), roles)
     _, slots, treedef = flatten_slots(raw)
-    by_place = {path_text(place): role for place, role in known.items()}
-    chosen = _match_parameters(where, [slot.parameter for slot in slots])
+    by_place = {path_text(place): role for place, role in role_at.items()}
+    parameters = _match_parameters(where, [slot.parameter for slot in slots])
 
     def sides(slot: Slot) -> Any:
         """The inputs and outputs of a main value that may be matrices."""
         role = by_place.get(slot.raw_path)
-        if role is None or slot.parameter not in chosen or not (slot.main and slot.decays):
+        if role is None or slot.parameter not in parameters or not (slot.main and slot.decays):
             return None
         apart = role.heads if per_head else ()
-        found = [tuple(axis for axis in axes if axis not in apart) for axes in (role.inputs, role.outputs)]
-        return numbers(*found) if _is_matrix(role, found) else None
+        axes_of_sides = [tuple(axis for axis in axes if axis not in apart) for axes in (role.inputs, role.outputs)]
+        return numbers(*axes_of_sides) if _is_matrix(role, axes_of_sides) else None
 
-    found = [sides(slot) if free else None for slot, free in zip(slots, are_free(raw), strict=True)]
-    return treedef.unflatten(found)
+    dimensions = [sides(slot) if free else None for slot, free in zip(slots, are_free(raw), strict=True)]
+    return treedef.unflatten(dimensions)
 
 
 def _is_matrix(role: Role, sides: Collection[Collection[int]]) -> bool:
@@ -98,7 +98,7 @@ def _match_parameters(where: Any, parameters: Collection[str]) -> Collection[str
             f"{WHO} takes a regular expression for whole paths as where, but got a value of type "
             f"{type(where).__name__!r}. Pass its text."
         )
-    found = {match[0] for match in matches(check_where(where, WHO), parameters)}
-    if not found:
+    parameters_matched = {match[0] for match in matches(check_where(where, WHO), parameters)}
+    if not parameters_matched:
         raise ValueError(f"{WHO}: where={where!r} matches no parameter. Similar are {nearest(where, parameters)}.")
-    return found
+    return parameters_matched

@@ -94,29 +94,29 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             f"Pass one, as in `rpx.optimizer(tx, state=rpx.Moments8bit())`."
         )
 
-    stored = state and Chain(tuple(map(_include_tables, parts_of(state))))
+    storage = state and Chain(tuple(map(_include_tables, parts_of(state))))
 
     def init(params: PyTree) -> PyTree:
         require_tree("optimizer.init", params, "tx.init(p.init(params))")
         free = partition(params)[0]
-        return inner.init(free) if stored is None else store(stored, inner.init(_widen(free)))
+        return inner.init(free) if storage is None else store(storage, inner.init(_widen(free)))
 
-    def update(updates: PyTree, held: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        whole = updates if params is None else params
-        given = {name: _take_free(value, *partition(whole)) for name, value in extra.items()}
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        raw = updates if params is None else params
+        extra_of_free = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
         free = partition(updates)[0], partition(params)[0]
-        if stored is None:
-            moved, held = inner.update(free[0], open_state(held)[0], free[1], **given)
+        if storage is None:
+            new_updates, state = inner.update(free[0], open_state(state)[0], free[1], **extra_of_free)
         else:
-            plain = open_state(with_held_arrays(held, lambda: init(whole)))[0]
+            plain = open_state(with_held_arrays(state, lambda: init(raw)))[0]
 
             def stepped(plain: PyTree) -> tuple[PyTree, PyTree]:
-                return inner.update(_widen(free[0]), plain, _widen(free[1]), **given)
+                return inner.update(_widen(free[0]), plain, _widen(free[1]), **extra_of_free)
 
-            require_positive_kept(stored, plain, stepped)
-            moved, plain = stepped(plain)
-            held = store(stored, plain)
-        return combine(moved, jax.tree.map(_neutral_update, partition(whole)[1])), held
+            require_positive_kept(storage, plain, stepped)
+            new_updates, plain = stepped(plain)
+            state = store(storage, plain)
+        return combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1])), state
 
     return type(inner)(init, explain_errors(init, update))
 
@@ -142,18 +142,18 @@ def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
-    alike = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
-    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if alike else value
+    is_tree = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
+    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if is_tree else value
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
     """A function of raw trees as one of their free parts."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        whole = [combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args]
-        return function(*whole, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raw_args = [combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args]
+        return function(*raw_args, **kwargs)
 
-    return called
+    return call
 
 
 def _is_none(x: object) -> bool:

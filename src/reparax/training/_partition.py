@@ -66,9 +66,9 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
             f"`rpx.partition(p.init(params))[1]`."
         )
     pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
-    if both := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
+    if clashes := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
         raise ValueError(
-            f"combine takes the two halves of one raw tree, but both of them hold a value at {both[0]!r}. Pass "
+            f"combine takes the two halves of one raw tree, but both of them hold a value at {clashes[0]!r}. Pass "
             f"`free, fixed = rpx.partition(raw)`, or updated versions of both."
         )
     return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)

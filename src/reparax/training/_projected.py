@@ -58,13 +58,15 @@ def projected(p: Parametrization) -> Transformation:
                 f"`tx.update(grads, state, params)`."
             )
         require_no_raw(call_name(p, "projected"), params, INSTEAD)
-        if jax.tree.structure(updates) != jax.tree.structure(params) and (found := first_difference(updates, params)):
+        if jax.tree.structure(updates) != jax.tree.structure(params) and (
+            difference := first_difference(updates, params)
+        ):
             raise ValueError(
-                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {found}. Call "
+                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
                 f"`tx.update(grads, state, params)`."
             )
-        moved = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
-        back = p.fold(with_any_key(p.deterministic.init)(moved))
+        updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
+        back = p.fold(with_any_key(p.deterministic.init)(updated))
         return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
 
     return Transformation(init, update)

@@ -20,25 +20,26 @@ from reparax.training._task_vectors import spread_weights, weighted_mean
 def reads_of_all(models: Sequence[PyTree], seen: Any) -> dict[str, list[Read]]:
     """For the path of each array that products read in one way, the data of each model."""
     if not isinstance(seen, Sequence) or len(seen) != len(models):
-        got = f"{len(seen)}" if isinstance(seen, Sequence) else f"a {type(seen).__name__}"
-        raise ValueError(f"merge takes a tree for each of {len(models)} models as seen, but got {got}.")
+        what = f"{len(seen)}" if isinstance(seen, Sequence) else f"a {type(seen).__name__}"
+        raise ValueError(f"merge takes a tree for each of {len(models)} models as seen, but got {what}.")
     trees = [flatten(model) for model in models]
     entries = [
-        seen_by_place(f"merge: seen[{i}]", tree, each) for i, (tree, each) in enumerate(zip(trees, seen, strict=True))
+        seen_by_place(f"merge: seen[{i}]", tree, seen_of_model)
+        for i, (tree, seen_of_model) in enumerate(zip(trees, seen, strict=True))
     ]
-    found: dict[str, list[Read]] = {}
+    reads: dict[str, list[Read]] = {}
     for place, x in trees[0].arrays.items():
-        ways = [each[place].reads if place in each else () for each in entries]
-        alike = len({tuple((read.shape, read.batch, read.axes) for read in reads) for reads in ways}) == 1
-        if alike and len(ways[0]) == 1 and is_inexact(x):
+        ways = [seen_of_model[place].reads if place in seen_of_model else () for seen_of_model in entries]
+        same_ways = len({tuple((read.shape, read.batch, read.axes) for read in reads) for reads in ways}) == 1
+        if same_ways and len(ways[0]) == 1 and is_inexact(x):
             with locate_errors(f"merge at {path_text(place)!r}"):
-                found[path_text(place)] = [each[place].read("diagonal", x) for each in entries]
-    if not found:
+                reads[path_text(place)] = [seen_of_model[place].read("diagonal", x) for seen_of_model in entries]
+    if not reads:
         raise ValueError(
             "merge(how='regmean') found no array that products read in all models. Pass the result of `rpx.inputs` for "
             "the effective tree of each model."
         )
-    return found
+    return reads
 
 
 def merge_by_regression(arrays: Sequence[Array], reads: Sequence[Read], weights: Array, off_diagonal: float) -> Array:
@@ -65,14 +66,14 @@ def regression_mean(matrices: Array, moments: Array, weights: Array, off_diagona
     if moments.ndim < matrices.ndim:
         total = jnp.sum(moments, 0)
         return mean + jnp.sum(moments[..., None] * away, 0) / jnp.where(total == 0, 1, total)[..., None]
-    one = jnp.eye(moments.shape[-1], dtype=moments.dtype)
-    moments = moments * (off_diagonal + (1 - off_diagonal) * one)[None, None]
+    identity = jnp.eye(moments.shape[-1], dtype=moments.dtype)
+    moments = moments * (off_diagonal + (1 - off_diagonal) * identity)[None, None]
     total = jnp.sum(moments, 0)
     squares = jnp.diagonal(total, axis1=-2, axis2=-1)
     unit = jnp.where(squares == 0, 0, jax.lax.rsqrt(squares))
     values, vectors = jnp.linalg.eigh(total * unit[..., :, None] * unit[..., None, :])
     least = values[..., -1:] * values.shape[-1] * float(jnp.finfo(values.dtype).eps)
     inverse = jnp.where(values > least, 1 / values, 0)
-    wanted = jnp.sum(product(moments, away), 0) * unit[..., None]
-    solved = product(vectors, inverse[..., None] * product(adjoint(vectors), wanted))
-    return mean + solved * unit[..., None]
+    target = jnp.sum(product(moments, away), 0) * unit[..., None]
+    correction = product(vectors, inverse[..., None] * product(adjoint(vectors), target))
+    return mean + correction * unit[..., None]

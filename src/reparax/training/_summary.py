@@ -83,10 +83,10 @@ class Summary:
     def _table(self) -> list[tuple[str, ...]]:
         """The cells of all lines; for a parameter with several raw values, only the first has its path and stages."""
         groups = [(path, tuple(rows)) for path, rows in groupby(self.rows, key=lambda row: row.path)]
-        unnamed = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
+        rows_without_path = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
         body = [
             ("", *cells[1:-1], "") if i else cells
-            for line in fold_lines(unnamed)
+            for line in fold_lines(rows_without_path)
             for i, cells in enumerate(row.times(line).cells for row in line.value)
         ]
         return [_TITLES, *body, self.total.cells]
@@ -153,11 +153,11 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
 
 def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
-    found: dict[str, tuple[str, ...]] = {}
+    stages_of: dict[str, tuple[str, ...]] = {}
     for layer in lineage_of(p, raw).layers:
         for path in dict.fromkeys(parameter_path(spot.place) for _, spot in layer.spots):
-            found[path] = (*found.get(path, ()), type(layer.stage).__name__)
-    return found
+            stages_of[path] = (*stages_of.get(path, ()), type(layer.stage).__name__)
+    return stages_of
 
 
 def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
@@ -167,7 +167,7 @@ def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]
         path = parameter_path(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
         if is_array(leaf):
-            trained, held = (leaf.size, 0) if names in free else (0, leaf.size)
-            yield Row(path, value, describe(leaf), trained, held, size_in_bytes(leaf), acting.get(path, ()))
+            n_free, n_fixed = (leaf.size, 0) if names in free else (0, leaf.size)
+            yield Row(path, value, describe(leaf), n_free, n_fixed, size_in_bytes(leaf), acting.get(path, ()))
         elif value:
             yield Row(path, value, "", 0, 0, 0, acting.get(path, ()))

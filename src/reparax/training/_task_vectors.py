@@ -39,10 +39,10 @@ def agreeing_mean(tasks: Array, weights: Array, method: str) -> Array:
     return weighted_sum(_keep_where(agrees, tasks), weights) / jnp.maximum(jnp.sum(agrees.astype(tasks.dtype), 0), 1)
 
 
-def _keep_where(kept: Array, task: Array) -> Array:
+def _keep_where(keep: Array, task: Array) -> Array:
     """The entries that are kept, and zero, or NaN, where they are not."""
     # XLA takes `task * kept` for a choice between `task` and 0, and so loses NaN.
-    return jnp.where(kept, task, 0 * task)
+    return jnp.where(keep, task, 0 * task)
 
 
 def spread_weights(weights: Array, like: Array) -> Array:

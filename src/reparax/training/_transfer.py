@@ -70,26 +70,26 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
         return _carry_over(raw, old, new)[0]
-    state, stored = open_state(raw)
-    return stored(_convert_state(state, old, new, like))
+    state, close_state = open_state(raw)
+    return close_state(_convert_state(state, old, new, like))
 
 
 def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
     """The new raw tree, and the paths of its nodes that were kept from the old one."""
-    read, keys, kept = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
-    tree = read.effective
+    old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
+    tree = old_chain.effective
     for stage in reversed(tuple(new)):
         layer = planner_of(stage).plan_init(tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
-        for own, spot in layer.spots:
+        for site_stage, spot in layer.spots:
             array = tree.arrays[spot.place]
-            if not spot.mark and _all_within(kept, spot.place):
-                stay[spot.place] = {spot.place: read.before(own, spot.place, array)}
-            elif spot.mark and (values := read.values(own, spot.place, array, kept)) is not None:
-                stay[spot.place] = spot.opened(values, own.raw_values)
-                kept.update([_path_without_numbers(spot.place)] if _all_within(kept, spot.place) else [])
+            if not spot.mark and _all_within(kept_nodes, spot.place):
+                stay[spot.place] = {spot.place: old_chain.before(site_stage, spot.place, array)}
+            elif spot.mark and (values := old_chain.values(site_stage, spot.place, array, kept_nodes)) is not None:
+                stay[spot.place] = spot.place_values(values, site_stage.raw_values)
+                kept_nodes.update([_path_without_numbers(spot.place)] if _all_within(kept_nodes, spot.place) else [])
         tree = _place(_open_new(layer, tree, keys, stay.keys()), stay)
-    return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(read.effective), nest(tree)), kept
+    return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(old_chain.effective), nest(tree)), kept_nodes
 
 
 def _open_new(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
@@ -112,7 +112,7 @@ def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
     for at in tree.arrays:
         for place in (at[:n] for n in range(len(at) + 1) if at[:n] in inside):
             inside[place].append(at)
-    return tree.swapped([(inside[place], made) for place, made in values.items()])
+    return tree.swap([(inside[place], new_arrays) for place, new_arrays in values.items()])
 
 
 @dataclass(frozen=True)
@@ -137,31 +137,35 @@ class _Old:
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
         for layer in lineage.layers:
-            before, self.effective = self.effective.arrays, layer.close(self.effective, Keys(None))
+            arrays_before, self.effective = self.effective.arrays, layer.close(self.effective, Keys(None))
             for stage, spot in layer.spots:
                 if spot.mark:
-                    values = {name: before[at] for name, at in spot.values.items()}
+                    values = {name: arrays_before[at] for name, at in spot.values.items()}
                     self._nodes[_path_without_numbers(spot.place)] = _Node(
                         stage, self.effective.arrays[spot.place], values
                     )
                 else:
-                    self._in_place.setdefault(_path_without_numbers(spot.place), []).append((stage, before[spot.place]))
+                    self._in_place.setdefault(_path_without_numbers(spot.place), []).append(
+                        (stage, arrays_before[spot.place])
+                    )
 
     def values(
-        self, stage: Parametrization, place: Names, array: Array, kept: AbstractSet[Names]
+        self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]
     ) -> Mapping[str, Array] | None:
         """The old values for an array that a new stage opens, if the same stage made both."""
         node = (
-            self._nodes.get(_path_without_numbers(place)) if _all_within(kept, place) else self._base_of(place, array)
+            self._nodes.get(_path_without_numbers(place))
+            if _all_within(kept_nodes, place)
+            else self._base_of(place, array)
         )
-        same = node is not None and _act_alike(stage, node.stage) and array.shape == node.array.shape
-        return node.values if node is not None and same else None
+        fits = node is not None and _act_alike(stage, node.stage) and array.shape == node.array.shape
+        return node.values if node is not None and fits else None
 
     def _base_of(self, place: Names, array: Array) -> _Node | None:
         """What the base of a new adapter was, if the adapter left the array unchanged."""
         root = place[: next(i for i, name in enumerate(place) if name.startswith("@"))]
-        same = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
-        return self._nodes.get(root) if same else None
+        is_unchanged = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
+        return self._nodes.get(root) if is_unchanged else None
 
     def before(self, stage: Parametrization, place: Names, array: Array) -> Array:
         """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
@@ -180,11 +184,11 @@ def _all_within(nodes: AbstractSet[Names], path: Names) -> bool:
     return all(_path_without_numbers(path[:i]) in nodes for i in marks)
 
 
-def _act_alike(stage: Parametrization, other: Parametrization) -> bool:
+def _act_alike(stage: Parametrization, other_stage: Parametrization) -> bool:
     """Whether two stages act in the same way on an array that both select."""
     names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
-    return type(stage) is type(other) and all(
-        _equal_settings(getattr(stage, name), getattr(other, name)) for name in names
+    return type(stage) is type(other_stage) and all(
+        _equal_settings(getattr(stage, name), getattr(other_stage, name)) for name in names
     )
 
 
@@ -219,25 +223,25 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
 
 def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
     """Converts a part of a state that has the structure of ``raw``."""
-    kept: set[Names] = set()
+    kept_nodes: set[Names] = set()
 
     def of_types(raw: PyTree) -> PyTree:
         tree, nodes = _carry_over(raw, old, new)
-        kept.update(nodes)
+        kept_nodes.update(nodes)
         return tree
 
     types = types_of_result(of_types, raw)
-    known = _arrays_by_path(raw)
-    held = _arrays_by_path(x)
+    raw_arrays = _arrays_by_path(raw)
+    moments = _arrays_by_path(x)
     free = _free_paths(raw)
-    has_all = free <= held.keys() and all(held[path].shape == known[path].shape for path in free)
+    has_all = free <= moments.keys() and all(moments[path].shape == raw_arrays[path].shape for path in free)
     nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
 
-    trains, holds_fixed = _free_paths(types), bool((known.keys() - free) & held.keys())
+    trains, holds_fixed = _free_paths(types), bool((raw_arrays.keys() - free) & moments.keys())
 
     def moment(path: Names, like: Any) -> Any:
-        if path in known and _all_within(kept, path):
-            return held.get(path, nothing)
+        if path in raw_arrays and _all_within(kept_nodes, path):
+            return moments.get(path, nothing)
         if not is_array(like) or (path not in trains and not holds_fixed):
             return nothing
         if not has_all:
@@ -246,7 +250,7 @@ def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametr
                 f"train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
                 f"`tx.init`."
             )
-        dtype = next(iter(held.values()), like).dtype
+        dtype = next(iter(moments.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
     paths, leaves, treedef = flatten_with_names(types)

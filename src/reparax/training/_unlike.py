@@ -46,31 +46,37 @@ class Difference:
         return f"expected {self.wanted} at {self.path!r}, got {self.got}"
 
 
-def first_difference(got: PyTree, wanted: PyTree) -> Difference | None:
+def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
-    held, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (got, wanted))
-    for path in expected:
-        if path in held and (found := _stage_difference(path, held[path], expected[path])) is not None:
-            return found
-    pairs = [(path, held.get(path, {}), expected.get(path, {})) for path in dict.fromkeys([*expected, *held])]
-    return next((found for each in pairs if (found := _value_difference(*each)) is not None), None)
+    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
+    for path in expected_shapes:
+        if path in shapes and (difference := _stage_difference(path, shapes[path], expected_shapes[path])) is not None:
+            return difference
+    pairs = [
+        (path, shapes.get(path, {}), expected_shapes.get(path, {}))
+        for path in dict.fromkeys([*expected_shapes, *shapes])
+    ]
+    return next((difference for pair in pairs if (difference := _value_difference(*pair)) is not None), None)
 
 
-def _stage_difference(path: str, got: Shapes, wanted: Shapes) -> Difference | None:
+def _stage_difference(path: str, shapes: Shapes, expected_shapes: Shapes) -> Difference | None:
     """The difference between the outermost markers of a parameter, or None."""
-    mark, wanted_mark = (next(iter(each)).split("/")[0] for each in (got, wanted))
+    mark, wanted_mark = (next(iter(values)).split("/")[0] for values in (shapes, expected_shapes))
     if mark == wanted_mark:
         return None
     of = TreeOf.ANOTHER_CHAIN if mark and wanted_mark else TreeOf.THE_MODEL if wanted_mark else TreeOf.A_RAW_TREE
     return Difference(path, repr(wanted_mark) if wanted_mark else "an array", repr(mark) if mark else "an array", of)
 
 
-def _value_difference(path: str, got: Shapes, wanted: Shapes) -> Difference | None:
+def _value_difference(path: str, shapes: Shapes, expected_shapes: Shapes) -> Difference | None:
     """The first difference between the shapes of a parameter's values, or None."""
-    for rest in dict.fromkeys([*wanted, *got]):
-        if got.get(rest) != wanted.get(rest):
-            both = rest in got and rest in wanted
-            words = [f"shape {x[rest]}" if both else "an array" if rest in x else "nothing" for x in (wanted, got)]
-            of = TreeOf.OTHER_SHAPES if both else TreeOf.ANOTHER_MODEL
-            return Difference(f"{path}/{rest}".strip("/"), words[0], words[1], of)
+    for path_below in dict.fromkeys([*expected_shapes, *shapes]):
+        if shapes.get(path_below) != expected_shapes.get(path_below):
+            in_both = path_below in shapes and path_below in expected_shapes
+            words = [
+                f"shape {x[path_below]}" if in_both else "an array" if path_below in x else "nothing"
+                for x in (expected_shapes, shapes)
+            ]
+            of = TreeOf.OTHER_SHAPES if in_both else TreeOf.ANOTHER_MODEL
+            return Difference(f"{path}/{path_below}".strip("/"), words[0], words[1], of)
     return None

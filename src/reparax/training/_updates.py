@@ -48,25 +48,28 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
     """
     _require_updates(params, updates)
     paths, leaves, treedef = flatten_with_names(params, _is_none)
-    known, given = dict(zip(paths, leaves, strict=True)), dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
-    moved = {path: u for path, u in given.items() if u is not None and known[path] is not None}
+    leaf_at = dict(zip(paths, leaves, strict=True))
+    update_at = dict(zip(paths, treedef.flatten_up_to(updates), strict=True))
+    updates_to_add = {path: u for path, u in update_at.items() if u is not None and leaf_at[path] is not None}
     new: dict[Names, Any] = {}
-    for path in (path for path in moved if _has_correction(path)):
-        rest = (*path[:-1], FIXED, "rest")
-        if known.get(rest) is None:
+    for path in (path for path in updates_to_add if _has_correction(path)):
+        place_of_rest = (*path[:-1], FIXED, "rest")
+        if leaf_at.get(place_of_rest) is None:
             raise ValueError(
                 f"apply_updates found no correction beside {path_text(path)!r}. Pass the whole raw tree, with its "
                 f"fixed values."
             )
-        new[path], new[rest] = registered_kind(kind_of(path[-2])).add_leaf(known[path], known[rest], moved[path])
-    others = {path: known[path] for path in moved if path not in new}
-    drawn = [path for path, x in others.items() if x.dtype == jnp.bfloat16]
-    batch = Keys(_check_key(key)).of_arrays("apply_updates", 1, [path_text(path) for path in drawn])
-    keys = {} if batch is None else {path: batch[i] for i, path in enumerate(drawn)}
-    for path, x in others.items():
-        total = _add(x, moved[path])
+        new[path], new[place_of_rest] = registered_kind(kind_of(path[-2])).add_leaf(
+            leaf_at[path], leaf_at[place_of_rest], updates_to_add[path]
+        )
+    plain_arrays = {path: leaf_at[path] for path in updates_to_add if path not in new}
+    bfloat16_paths = [path for path, x in plain_arrays.items() if x.dtype == jnp.bfloat16]
+    batch = Keys(_check_key(key)).of_arrays("apply_updates", 1, [path_text(path) for path in bfloat16_paths])
+    keys = {} if batch is None else {path: batch[i] for i, path in enumerate(bfloat16_paths)}
+    for path, x in plain_arrays.items():
+        total = _add(x, updates_to_add[path])
         new[path] = round_by_chance(total, keys[path]) if path in keys else total.astype(x.dtype)
-    return treedef.unflatten([new.get(path, x) for path, x in known.items()])
+    return treedef.unflatten([new.get(path, x) for path, x in leaf_at.items()])
 
 
 def _require_updates(params: PyTree, updates: PyTree) -> None:
@@ -78,16 +81,16 @@ def _require_updates(params: PyTree, updates: PyTree) -> None:
             "apply_updates takes updates in the structure of params, but got a tuple. `tx.update` returns two trees: "
             "`updates, state = tx.update(grads, state, raw)`."
         )
-    if (found := first_difference(updates, params)) is None:
+    if (difference := first_difference(updates, params)) is None:
         return
-    match found.of:
+    match difference.of:
         case TreeOf.THE_MODEL:
-            whose, then = "those of the model's own parameters", "Make them from gradients with respect to `raw`."
+            whose, advice = "those of the model's own parameters", "Make them from gradients with respect to `raw`."
         case TreeOf.A_RAW_TREE:
-            whose, then = "those of a raw tree", "Pass the raw tree: `rpx.apply_updates(raw, updates)`."
+            whose, advice = "those of a raw tree", "Pass the raw tree: `rpx.apply_updates(raw, updates)`."
         case of:
-            whose, then = f"those of {of}", "Pass the tree whose gradients the optimizer got."
-    raise ValueError(f"apply_updates takes updates in the structure of params, but got {whose}: {found}. {then}")
+            whose, advice = f"those of {of}", "Pass the tree whose gradients the optimizer got."
+    raise ValueError(f"apply_updates takes updates in the structure of params, but got {whose}: {difference}. {advice}")
 
 
 def _check_key(key: Any) -> Array | None:
@@ -109,8 +112,8 @@ def round_by_chance(x: Array, key: Array) -> Array:
     """``x`` in bfloat16, rounded up or down at random, with ``x`` as the mean."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     cut = bits + jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    kept = jax.lax.bitcast_convert_type((cut >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(x), kept, x.astype(jnp.bfloat16))
+    rounded = jax.lax.bitcast_convert_type((cut >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _has_correction(path: Names) -> bool:

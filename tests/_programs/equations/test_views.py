@@ -306,8 +306,8 @@ def test_an_output_that_is_laid_over_devices_is_placed():
     with jax.set_mesh(mesh):
         place = jax.sharding.NamedSharding(mesh, PartitionSpec("a", None))
         x = np.ones((2, 2), np.float32)
-        assert the(Dot, lambda x: jnp.einsum("ij,jk->ik", x, x, out_sharding=place), x).is_placed
-    assert not the(Dot, lambda x: x @ x, x).is_placed
+        assert the(Dot, lambda x: jnp.einsum("ij,jk->ik", x, x, out_sharding=place), x).has_sharding
+    assert not the(Dot, lambda x: x @ x, x).has_sharding
 
 
 def test_the_kind_is_the_class_of_the_view():

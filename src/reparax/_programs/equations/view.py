@@ -42,10 +42,10 @@ class View:
         return self.eqn.outvars[0].aval
 
     @property
-    def is_placed(self) -> bool:
+    def has_sharding(self) -> bool:
         """Whether it says how its output is laid over devices."""
         return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
 
-    def bind(self, *args: Any, **changed: Any) -> Any:
+    def bind(self, *args: Any, **new_params: Any) -> Any:
         """The outputs for other operands, and with some settings changed."""
-        return self.eqn.primitive.bind(*args, **self.eqn.params | changed)
+        return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
