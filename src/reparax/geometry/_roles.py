@@ -67,21 +67,18 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
 
 
 def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
-    """Products where axes along which networks are independent are stacked ones.
+    """Products where axes that index members of an ensemble are stacked ones; what a product contracts is none."""
 
-    The first layer of an ensemble whose members read the same data has an output for each member. That these are
-    members is seen further on: other weights keep the axis apart, and none contracts it.
-    """
+    def atoms(of: Origins) -> frozenset[int]:
+        each = (reading.labels.atoms(reading.parameters[owner].labels[axis]) for owner, axis in of)
+        return frozenset[int]().union(*each)
 
-    def labels(of: Origins) -> set[int]:
-        return {reading.labels.root(reading.parameters[owner].labels[axis]) for owner, axis in of}
-
-    contracted = set[int]().union(*(labels(product.inputs) for product in products))
-    apart = set[int]().union(*(labels(product.stacked) for product in products)) - contracted
+    contracted = frozenset[int]().union(*(atoms(product.inputs) for product in products))
+    members = frozenset(each for each in reading.members.found if not atoms(frozenset([each])) & contracted)
     found = list[DataProduct]()
     for product in products:
-        members = frozenset(origin for origin in product.outputs if labels(frozenset([origin])) <= apart)
-        found.append(replace(product, outputs=product.outputs - members, stacked=product.stacked | members))
+        own = product.outputs & members
+        found.append(replace(product, outputs=product.outputs - own, stacked=product.stacked | own))
     return found
 
 
