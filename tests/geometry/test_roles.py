@@ -162,6 +162,21 @@ def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_st
     assert axes(found["down"]) == (DENSE if fun is blocks else EACH)
 
 
+def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():
+    def attended(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def forward(params, x):
+        h = params["latent"]
+        h = h + attended(h @ params["q"], h @ params["k"], h @ params["v"])
+        return attended(h @ params["cross"], x @ params["seen"], x) @ params["last"]
+
+    shapes = {"latent": (2, 4), "last": (3, 5), "seen": (3, 4), **dict.fromkeys(("q", "k", "v", "cross"), (4, 4))}
+    found = roles(forward)({name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    assert (axes(found["seen"]), axes(found["last"])) == (DENSE, DENSE)
+    assert {name for name, role in found.items() if role.ambiguous} == {"latent", "q", "k"}
+
+
 @pytest.mark.parametrize("reader", [roles, axis_groups])
 def test_several_positions_are_refused(reader):
     def loss(params, x):

@@ -141,25 +141,30 @@ def _heads_of(parameter: int, role: Role, reading: Reading) -> Numbers:
 def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
     """Products of two weights: the axis between them is an output of the one that data meet first.
 
-    Products with data decide: one that contradicts them, such as that of a penalty, says nothing.
+    Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
+    one another, as where weights are queries and keys, say both.
     """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
     contracted, kept = inputs, outputs
-    found, left = list[DataProduct](), between
+    found, left = list[tuple[DataProduct, Origins, Origins]](), between
     while True:
         unknown = list[Between]()
         for each in left:
-            for (inner, rest), (other, _) in ((each.left, each.right), (each.right, each.left)):
+            for (inner, rest), (other, others) in ((each.left, each.right), (each.right, each.left)):
                 if rest & (inputs | outputs):
-                    first, second = (inner, other) if rest & inputs else (other, inner)
+                    reads = rest & inputs  # data meet the inner one first
+                    first, second, ends = (inner, other, (rest, others)) if reads else (other, inner, (others, rest))
                     if first & contracted or second & kept:
                         continue  # as in a penalty: data do not meet one weight after the other
                     inputs, outputs = inputs | second, outputs | first
-                    found.append(DataProduct(second, first, each.stacked, each.line))
+                    found.append((DataProduct(second, first, each.stacked, each.line), *ends))
                     break
             else:
                 unknown.append(each)
         if len(unknown) == len(left):
-            return found
+            break
         left = unknown
+    both = [one for one, start, end in found if start & outputs or end & inputs]
+    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in both]
+    return [*(product for product, _, _ in found), *turned]
