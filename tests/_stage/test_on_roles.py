@@ -11,6 +11,7 @@ import pytest
 from errors import raises
 from grids import mostly_thorough
 from one_array import normal
+from public import PUBLIC
 
 import reparax as rpx
 from reparax._tree.paths import items
@@ -297,6 +298,10 @@ SHAPED = [
 ]
 
 
+OTHERS = {"VarNoise", "WeightDropout", "Moments8bit"}
+"""Stages with axes whose numbers have no layout: two draw noise, and one is for the state of an optimizer."""
+
+
 EYE, IN_HALF = np.eye(4, dtype=np.float32), np.diag(np.float32([1, 1, 0, 0]))
 CONSTRAINED = [
     (rpx.matrices.Symmetric(), EYE),
@@ -320,6 +325,12 @@ CONSTRAINED = [
     (rpx.LowRank(1, stacked=(0, 1)) >> rpx.matrices.Blocks((2, 2)), normal(4, 6, seed=8)),
 ]
 """Stages of which not every array is an image, each with one that is."""
+
+
+def test_each_stage_with_axes_is_among_these():
+    chains = [*SHAPED, *(p for p, _ in CONSTRAINED)]
+    with_axes = {name for name, x in PUBLIC.items() if getattr(x, "_axis_fields", ())}
+    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalPrune"} | OTHERS
 
 
 def after_a_step(p, network, w):

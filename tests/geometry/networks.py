@@ -185,6 +185,23 @@ def equinox_ensemble():
     return of_equinox(modules, normal(5, 4), {".*/weight": ((2,), (1,), (0,))}, call)
 
 
+def convolutional_ensemble():
+    """Members whose kernels ``vmap`` puts side by side."""
+    channels = "NHWC", "HWIO", "NHWC"
+
+    def member(params, x):
+        for name in ("first", "second"):
+            x = jax.nn.relu(jax.lax.conv_general_dilated(x, params[name], (1, 1), "SAME", dimension_numbers=channels))
+        return x.mean((1, 2)) @ params["last"]
+
+    def forward(params, x):
+        return jax.vmap(member, in_axes=(0, None))(params, x)
+
+    params = {"first": normal(2, 3, 3, 3, 5), "second": normal(2, 3, 3, 5, 4), "last": normal(2, 4, 6)}
+    table = {"first|second": ((1, 2, 3), (4,), (0,)), "last": ((1,), (2,), (0,))}
+    return forward, params, (normal(2, 6, 6, 3),), table
+
+
 def of_haiku(fun, table, *args):
     net = hk.without_apply_rng(hk.transform(fun))
     params = jax.tree.map(lambda w: w + normal(*w.shape), net.init(KEY, *args))
@@ -342,7 +359,7 @@ NETWORKS = {
     each.__name__: each
     for each in (
         *(mlp, attention, convolutions, transposed_kernel, lstm, gru, scanned, tied, positions, flax_nnx),
-        *(equinox_mlp, equinox_attention, equinox_convolution, equinox_gru, equinox_ensemble),
+        *(equinox_mlp, equinox_attention, equinox_convolution, equinox_gru, equinox_ensemble, convolutional_ensemble),
         *(haiku_lstm, haiku_resnet, haiku_attention, gemma, unrolled, factors, chosen_experts, branches),
         ragged_experts,
     )

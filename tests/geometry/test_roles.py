@@ -40,6 +40,7 @@ W, V, ROW = (
     jax.ShapeDtypeStruct((), jnp.int32),
 )
 LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), FLOAT), jax.ShapeDtypeStruct((5, 3), FLOAT)
+INDICES = jax.ShapeDtypeStruct((5,), jnp.int32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 BATCH = np.ones((5, 3), np.float32)
 DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
@@ -58,6 +59,22 @@ USES = {
         [DENSE, DENSE],
     ),
     "an expert of a number that is data": (lambda p, x, i: jnp.tanh(x @ p[0][i]), ([LAYERS], X, ROW), [EACH]),
+    "a row of each index, by vmap": (
+        lambda p, i: jnp.tanh(jax.vmap(lambda i: p[0][i])(i) @ p[1]),
+        ([W, V], INDICES),
+        [DENSE, DENSE],
+    ),
+    "rows from each number on, by vmap": (
+        lambda p, i: jax.vmap(lambda i: jax.lax.dynamic_slice(p[0], (i, 0), (2, 4)))(i) @ p[1],
+        ([W, V], INDICES),
+        [DENSE, DENSE],
+    ),
+    "an expert for each row, by vmap": (
+        lambda p, x, i: jax.vmap(lambda x, i: jnp.tanh(x @ p[0][i]))(x, i),
+        ([LAYERS], X, INDICES),
+        [EACH],
+    ),
+    "rolled rows": (lambda p, x: jnp.tanh(x @ p[0]) @ jnp.roll(p[1], 1, 0), ([W, V], X), [DENSE, DENSE]),
     "split layers": (
         lambda p, x: jnp.tanh(x @ jnp.split(p[0], 2)[0][0]) @ jnp.split(p[0], 2)[1][0],
         ([LAYERS], X),
@@ -86,6 +103,78 @@ USES = {
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun)(*args))) == want
+
+
+def every(x, up, down):
+    """What each expert, or each member of an ensemble, computes."""
+    return jax.vmap(lambda up, down, x: jnp.tanh(x @ up) @ down, in_axes=(0, 0, None if x.ndim == 2 else 0))(
+        up, down, x
+    )
+
+
+def routed(params, x):
+    return jnp.einsum("te,etd->td", jax.nn.softmax(x @ params["r"]), every(x, params["up"], params["down"]))
+
+
+def gated_before(params, x):
+    gates = jax.nn.softmax(x @ params["r"]).T[..., None]
+    return every(gates * x, params["up"], params["down"]).sum(0)
+
+
+def slots(params, x):
+    """Soft MoE: each expert has its slots, which are means of all tokens."""
+    scores = jnp.einsum("td,des->tes", x, params["r"])
+    outs = every(jnp.einsum("td,tes->esd", x, jax.nn.softmax(scores, 0)), params["up"], params["down"])
+    return jnp.einsum("esd,tes->td", outs, jax.nn.softmax(scores.reshape(len(x), -1)).reshape(scores.shape))
+
+
+def blocks(params, x):
+    """Heads that each have a matrix of their own, and that the last layer contracts as one axis."""
+    heads = jnp.einsum("td,des->tes", x, params["r"])
+    return jnp.tanh(jnp.einsum("tes,esf->tef", heads, params["up"])).reshape(len(x), -1) @ params["down"]
+
+
+def members(params, x):
+    return every(x, params["up"], params["down"]).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "r"),
+    [
+        (routed, ((0,), (1,), ())),
+        (gated_before, ((0,), (1,), ())),
+        (slots, ((0,), (1, 2), ())),
+        (blocks, ((0,), (1, 2), ())),
+        (members, ((), (), ())),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_stacked(fun, r):
+    shapes = {
+        "r": (3, 4, 3) if fun in (slots, blocks) else (3, 4),
+        "up": (4, 3, 6),
+        "down": (24, 3) if fun is blocks else (4, 6, 3),
+    }
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(fun)(params, X)
+    assert axes(found["r"]) == r
+    assert axes(found["up"]) == EACH
+    assert axes(found["down"]) == (DENSE if fun is blocks else EACH)
+
+
+def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():
+    def attended(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def forward(params, x):
+        h = params["latent"]
+        h = h + attended(h @ params["q"], h @ params["k"], h @ params["v"])
+        return attended(h @ params["cross"], x @ params["seen"], x) @ params["last"]
+
+    shapes = {"latent": (2, 4), "last": (3, 5), "seen": (3, 4), **dict.fromkeys(("q", "k", "v", "cross"), (4, 4))}
+    found = roles(forward)({name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    assert (axes(found["seen"]), axes(found["last"])) == (DENSE, DENSE)
+    assert {name for name, role in found.items() if role.ambiguous} == {"latent", "q", "k"}
 
 
 @pytest.mark.parametrize("reader", [roles, axis_groups])

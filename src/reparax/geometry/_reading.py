@@ -14,6 +14,7 @@ from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import describe_read, lines_by_origin
 from reparax.geometry._bases import Bases
 from reparax.geometry._labels import Labels
+from reparax.geometry._members import Members
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
@@ -46,6 +47,7 @@ class Reading:
 
     Attributes:
       labels: The labels of all axes.
+      members: Which outputs of products index the members of an ensemble.
       uses: How weights are used.
       sums: Which equations sum along an axis.
       bases: Which axes can be turned, and which scales stand in the way.
@@ -56,7 +58,9 @@ class Reading:
     def __init__(self, arguments: Arguments) -> None:
         """Reads the program of a call."""
         traced = arguments.trace()
-        self.labels, self.uses, self.sums = Labels(), Uses(), list[AxisSum]()
+        self.labels, self.sums = Labels(), list[AxisSum]()
+        self.members = Members(self.labels)
+        self.uses = Uses(self.members)
         self.parameters: dict[int, Parameter] = {}
         self.bases = Bases(self.labels)
         self.steps = frozenset[Origin]()
@@ -72,6 +76,7 @@ class Reading:
                 labels = tuple(self.labels.new() for _ in x.shape)
                 self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
+                self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
                 zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))
                 values.append(Labelled(tuple(axes), Source.WEIGHT, vanishing=tuple(zero)))
             else:
@@ -175,7 +180,11 @@ class Reading:
             axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
         zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
         stacked = frozenset[Origin]().union(*(value.stacked for value in values))
-        return Labelled(tuple(axes), worst, stacked if worst is Source.WEIGHT else frozenset(), zero)
+        made, mixed = (
+            frozenset[Origin]().union(*each) for each in zip(*((v.made, v.mixed) for v in values), strict=True)
+        )
+        stacked = stacked if worst is Source.WEIGHT else frozenset()
+        return Labelled(tuple(axes), worst, stacked, zero, made=made, mixed=mixed)
 
     def _read_loop(
         self,
@@ -210,7 +219,10 @@ class Reading:
             self.steps |= along.of
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
             stacked = value.stacked | along.of
-            steps.append(Labelled(tuple(axes), value.kind, stacked, zero, bases=value.bases[1:]))
+            step = replace(
+                value, axes=tuple(axes), stacked=stacked, vanishing=zero, is_zero=False, bases=value.bases[1:]
+            )
+            steps.append(step)
         carry, stacks = self._read_loop(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
             self._share_axes(value)
@@ -240,4 +252,5 @@ def _axes_in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
 
 def _known_of(value: Labelled) -> tuple[object, ...]:
     """What is known of a value beside the labels of its axes."""
-    return value.kind, value.stacked, [(axis.of, axis.in_place) for axis in value.axes]
+    axes = [(axis.of, axis.in_place) for axis in value.axes]
+    return value.kind, value.stacked, value.made, value.mixed, axes

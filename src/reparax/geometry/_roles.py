@@ -67,21 +67,18 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
 
 
 def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
-    """Products where axes along which networks are independent are stacked ones.
+    """Products where axes that index members of an ensemble are stacked ones; what a product contracts is none."""
 
-    The first layer of an ensemble whose members read the same data has an output for each member. That these are
-    members is seen further on: other weights keep the axis apart, and none contracts it.
-    """
+    def atoms(of: Origins) -> frozenset[int]:
+        each = (reading.labels.atoms(reading.parameters[owner].labels[axis]) for owner, axis in of)
+        return frozenset[int]().union(*each)
 
-    def labels(of: Origins) -> set[int]:
-        return {reading.labels.root(reading.parameters[owner].labels[axis]) for owner, axis in of}
-
-    contracted = set[int]().union(*(labels(product.inputs) for product in products))
-    apart = set[int]().union(*(labels(product.stacked) for product in products)) - contracted
+    contracted = frozenset[int]().union(*(atoms(product.inputs) for product in products))
+    members = frozenset(each for each in reading.members.found if not atoms(frozenset([each])) & contracted)
     found = list[DataProduct]()
     for product in products:
-        members = frozenset(origin for origin in product.outputs if labels(frozenset([origin])) <= apart)
-        found.append(replace(product, outputs=product.outputs - members, stacked=product.stacked | members))
+        own = product.outputs & members
+        found.append(replace(product, outputs=product.outputs - own, stacked=product.stacked | own))
     return found
 
 
@@ -144,25 +141,30 @@ def _heads_of(parameter: int, role: Role, reading: Reading) -> Numbers:
 def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
     """Products of two weights: the axis between them is an output of the one that data meet first.
 
-    Products with data decide: one that contradicts them, such as that of a penalty, says nothing.
+    Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
+    one another, as where weights are queries and keys, say both.
     """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
     contracted, kept = inputs, outputs
-    found, left = list[DataProduct](), between
+    found, left = list[tuple[DataProduct, Origins, Origins]](), between
     while True:
         unknown = list[Between]()
         for each in left:
-            for (inner, rest), (other, _) in ((each.left, each.right), (each.right, each.left)):
+            for (inner, rest), (other, others) in ((each.left, each.right), (each.right, each.left)):
                 if rest & (inputs | outputs):
-                    first, second = (inner, other) if rest & inputs else (other, inner)
+                    reads = rest & inputs  # data meet the inner one first
+                    first, second, ends = (inner, other, (rest, others)) if reads else (other, inner, (others, rest))
                     if first & contracted or second & kept:
                         continue  # as in a penalty: data do not meet one weight after the other
                     inputs, outputs = inputs | second, outputs | first
-                    found.append(DataProduct(second, first, each.stacked, each.line))
+                    found.append((DataProduct(second, first, each.stacked, each.line), *ends))
                     break
             else:
                 unknown.append(each)
         if len(unknown) == len(left):
-            return found
+            break
         left = unknown
+    both = [one for one, start, end in found if start & outputs or end & inputs]
+    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in both]
+    return [*(product for product, _, _ in found), *turned]

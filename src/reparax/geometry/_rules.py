@@ -148,9 +148,11 @@ def _axes_of_squeeze(view: moves.Squeeze, operands: Operands) -> list[Axes]:
 
 def _axes_of_reshape(view: moves.Reshape, operands: Operands) -> list[Axes]:
     """Axes that are merged consist of those before, and those of one that is split are its parts."""
-    (old,), (shape,), new = operands.axes, operands.shapes, view.new_sizes
-    if view.dimensions is not None or 0 in new:
+    (axes,), (lengths,), new = operands.axes, operands.shapes, view.new_sizes
+    if 0 in new:
         return _axes_of_unknown(view, operands)
+    order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
+    old, shape = [axes[i] for i in order], [lengths[i] for i in order]
     found = list[Axis]()
     for (start, stop), sizes in _runs_of_axes(shape, new):
         long = [i for i in range(start, stop) if shape[i] != 1]

@@ -1,7 +1,7 @@
 """How a program uses weights: which of their axes its products contract with data, and which stay."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reparax._axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
@@ -9,6 +9,7 @@ from reparax._programs.equations.elementwise import Divide, Multiply
 from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
+from reparax.geometry._members import Members
 from reparax.geometry._values import Axis, Labelled, Origin, Source, origins, varying
 
 Origins = frozenset[Origin]
@@ -51,12 +52,13 @@ class Uses(list[DataProduct | Between | OtherRead]):
 
     Attributes:
       apart: The labels of the axes that products of data with data keep apart, as those of the heads of attention.
+      members: What becomes of the outputs of products.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members) -> None:
         """Nothing was seen yet."""
         super().__init__()
-        self.apart = set[int]()
+        self.apart, self.members = set[int](), members
 
     def outputs(
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
@@ -64,6 +66,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
         kind = max((value.kind for value in _deciding_operands(view, operands)), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
+        n_before = len(self)
         if isinstance(view, Dot) and all(value.kind is Source.DATA for value in operands):
             self.apart |= {operands[0].axes[k].label for k in view.batch[0]}
         if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
@@ -76,7 +79,12 @@ class Uses(list[DataProduct | Between | OtherRead]):
         elif kind is Source.DATA:
             self._add_read(view, operands, line)
         if kind is not Source.WEIGHT:
-            return [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
+            outs = [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
+            products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
+            if products:
+                made = Origins().union(*(product.outputs for product in products))
+                return [replace(out, made=made) for out in outs]
+            return [self.members.follow(view, operands, out) for out in outs]
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
@@ -93,7 +101,11 @@ class Uses(list[DataProduct | Between | OtherRead]):
             way = WAYS.get(type(view))
             if way is not None and (axes := way(view, value, i)) is not None:
                 inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                self.append(DataProduct(inputs, outputs, stacked | value.stacked, line, *_name_and_window(view, value)))
+                # Of an axis whose parts are put together again, one part may be a single index.
+                stacked |= value.stacked - inputs - outputs
+                self.append(DataProduct(inputs, outputs, stacked, line, *_name_and_window(view, value)))
+                if isinstance(view, Dot | RaggedDot | Conv):
+                    self.members.read_product(view, value, operands[1 - i], 1 - i)
             else:
                 parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
                 self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
@@ -127,9 +139,22 @@ def _deciding_operands(view: View, operands: Sequence[Labelled]) -> Sequence[Lab
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:
-    """Whether indices choose vectors: several, or one that is data; the number of a layer is neither."""
-    long = [n for i, n in enumerate(view.slice_sizes) if n > 1 and i not in view.gone]
-    return (len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA) and len(long) < 2
+    """Whether indices choose vectors, or parts: several, or one that is data; the number of a layer is neither."""
+    apart = (*view.gone, *_single_axes(view))
+    long = [i for i in range(len(view.slice_sizes)) if i not in apart]
+    several = len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA
+    return several and (len(long) < 2 or bool(set(long) & set(_cut_axes(view))))
+
+
+def _cut_axes(view: Gather | DynamicSlice) -> list[int]:
+    """The axes of the operand of which a slice is a part."""
+    sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)
+    return [i for i, (m, n) in enumerate(sizes) if m < n]
+
+
+def _single_axes(view: Gather) -> list[int]:
+    """The axes of which slices keep a single index, as those of an index under ``vmap``."""
+    return [i for i in _cut_axes(view) if view.slice_sizes[i] == 1 and i not in view.gone]
 
 
 def _takes_whole_arrays(view: Gather | DynamicSlice) -> bool:
@@ -149,7 +174,10 @@ def _with_stacked_axes(view: View, operand: Labelled, out: Labelled, sizes: Sequ
     if isinstance(view, Unstack):
         return Labelled(out.axes, out.kind, out.stacked | operand.axes[view.axis].of)
     if isinstance(view, Gather):
-        return Labelled(out.axes, out.kind, out.stacked | origins(operand.axes[i] for i in view.gone))
+        single, kept = _single_axes(view), [i for i in range(len(operand.axes)) if i not in view.gone]
+        places = {place for i, place in zip(kept, view.dimension_numbers.offset_dims, strict=True) if i in single}
+        axes = tuple(Axis(axis.label) if k in places else axis for k, axis in enumerate(out.axes))
+        return Labelled(axes, out.kind, out.stacked | origins(operand.axes[i] for i in (*view.gone, *single)))
     return out
 
 
@@ -179,15 +207,16 @@ def _ways_of_convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
 
 
 def _ways_of_gather(view: Gather, value: Labelled, i: int) -> Ways | None:
-    """The axes of a table: that of its rows is contracted; None for indices, or if no axis goes."""
+    """The axes of a table: those of its rows are contracted; None for indices, or if no axis is cut."""
     numbers = view.dimension_numbers
-    rows, batch = numbers.collapsed_slice_dims, numbers.operand_batching_dims
-    return (rows, _other_axes(value, view.gone), batch) if i == 0 and rows else None
+    batch = numbers.operand_batching_dims
+    rows = sorted({*numbers.collapsed_slice_dims, *_cut_axes(view)} - set(batch))
+    return (rows, _other_axes(value, (*rows, *batch)), batch) if i == 0 and rows else None
 
 
 def _ways_of_dynamic_slice(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
     """The axes of a table: the one axis that is cut is that of its rows; None if there are several."""
-    rows = [k for k, (m, n) in enumerate(zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)) if m < n]
+    rows = _cut_axes(view)
     return (rows, _other_axes(value, rows), ()) if i == 0 and len(rows) == 1 else None
 
 

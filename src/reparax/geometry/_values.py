@@ -62,7 +62,8 @@ class Labelled:
     """A value: its axes, what it is computed from, axes of parameters of which it is one entry, and where it is zero.
 
     ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
-    ``bases`` has an entry for each axis, or none at all where all are vectors.
+    ``bases`` has an entry for each axis, or none at all where all are vectors. Data are ``made`` of the outputs of
+    products that no other product has read since; along those of them that are ``mixed``, entries have met.
     """
 
     axes: tuple[Axis, ...]
@@ -71,6 +72,8 @@ class Labelled:
     vanishing: tuple[Conditions, ...] = ()
     is_zero: bool = False
     bases: tuple[Basis, ...] = ()
+    made: frozenset[Origin] = frozenset()
+    mixed: frozenset[Origin] = frozenset()
 
     def basis(self, i: int) -> Basis:
         """What it is along an axis; a number is the same along all."""
