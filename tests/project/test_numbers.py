@@ -268,6 +268,10 @@ def test_the_memory_of_a_calibration():
         f"{held['most MiB']:.0f} MiB at most (`python -m examples.smollm.calibrated {held['windows']} "
         f"{held['length']}`)" in page("api/seen")
     )
+    in_turn, at_once = (math.exp(held[f"loss {when}"]) for when in ("after", "at once"))
+    assert f"a perplexity of {in_turn:.1f} layer after layer, and {at_once:.1f} all at once" in page("api/seen")
+    assert held["windows"] == 1
+    assert f"one window of {held['length'] - 1} tokens" in page("api/seen")
 
 
 def test_the_settings_of_moments_and_of_compression():
@@ -283,6 +287,11 @@ def test_the_settings_of_moments_and_of_compression():
     learned, length, others = compression.LEARNED, compression.LENGTH, compression.HELD_OUT
     assert f"here in {learned} windows of {length - 1} tokens of the prose" in text
     assert f"The perplexity of {WORDS[others]} other windows of prose" in text
+    losses = report.compression_losses()
+    draws = {len(each) for row in losses.values() for way, each in row.items() if way in compression.FROM_DATA}
+    assert draws == {len(compression.DRAWS)} == {3}
+    assert "is better than SparseGPT followed by rounding" in text
+    assert losses["50 % and int4"]["in one pass"] < losses["50 % and int4"]["SparseGPT then rounding"]
 
 
 def test_random_networks_with_experts():
