@@ -38,10 +38,10 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
 
-    def _misplaced(self, w: Array) -> str | None:
-        return super()._misplaced(w) or self._no_matrix(w)
+    def _axes_error(self, w: Array) -> str | None:
+        return super()._axes_error(w) or self._matrix_error(w)
 
-    def _no_matrix(self, w: Array) -> str | None:
+    def _matrix_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
         if w.ndim < 2:
             return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
@@ -99,12 +99,12 @@ class RowsAndColumns(MatrixAxes):
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
-        if why := self._no_matrix(w):
+        if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._alone)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
-    def _no_matrix(self, w: Array) -> str | None:
-        if why := super()._no_matrix(w):
+    def _matrix_error(self, w: Array) -> str | None:
+        if why := super()._matrix_error(w):
             return why
         rows, columns = self.axes_of(w.ndim)
         if len(rows) == len(columns) == 1:

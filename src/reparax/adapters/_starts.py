@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._data.seen import Read, Seen, require_seen
-from reparax._numerics.linalg import identity, no_rank, product
+from reparax._numerics.linalg import identity, product, rank_error
 
 Factors = tuple[Array, Array]
 
@@ -166,7 +166,7 @@ def _regularize(moments: Array) -> tuple[Array, Array]:
 # Which ranks fit. --------------------------------------------------------------------------------------------------
 
 
-def _exceeds_half(rank: int, w: Array) -> str | None:
+def _lora_ga_rank_error(rank: int, w: Array) -> str | None:
     """What is wrong with a rank of which each factor takes its own directions, or None."""
     if 2 * rank <= min(w.shape):
         return None
@@ -176,7 +176,7 @@ def _exceeds_half(rank: int, w: Array) -> str | None:
     )
 
 
-def _exceeds_rows(rank: int, w: Array) -> str | None:
+def _eva_rank_error(rank: int, w: Array) -> str | None:
     """What is wrong with a rank of directions of the inputs, or None."""
     if rank <= w.shape[0]:
         return None
@@ -186,9 +186,9 @@ def _exceeds_rows(rank: int, w: Array) -> str | None:
     )
 
 
-def _exceeds_empty(rank: int, w: Array) -> str | None:
+def _empty_matrix_error(rank: int, w: Array) -> str | None:
     """What is wrong with a rank for a matrix without entries, or None; all others take any."""
-    return no_rank(rank, w) if 0 in w.shape else None
+    return rank_error(rank, w) if 0 in w.shape else None
 
 
 # The table. --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Start:
     source: Callable[[Array, Array, Seen | None], Any] = _give_nothing
     moves: bool = False
     """Whether a part of the base moves into the factors; if not, one of them starts at zero."""
-    refuses: Callable[[int, Array], str | None] = _exceeds_empty
+    refuses: Callable[[int, Array], str | None] = _empty_matrix_error
     """Why a rank does not fit a matrix, or None."""
 
     @property
@@ -221,10 +221,10 @@ class Start:
 STARTS = {
     "kaiming": Start(_start_kaiming, _give_key),
     "gaussian": Start(_start_gaussian, _give_key),
-    "pissa": Start(_start_pissa, moves=True, refuses=no_rank),
-    "olora": Start(_start_olora, moves=True, refuses=no_rank),
-    "eva": Start(_start_eva, _give_covariance, refuses=_exceeds_rows),
-    "corda": Start(_start_corda, _give_moments, moves=True, refuses=no_rank),
-    "corda_kpm": Start(_start_corda_kpm, _give_moments, moves=True, refuses=no_rank),
-    "lora_ga": Start(_start_lora_ga, _give_gradient, moves=True, refuses=_exceeds_half),
+    "pissa": Start(_start_pissa, moves=True, refuses=rank_error),
+    "olora": Start(_start_olora, moves=True, refuses=rank_error),
+    "eva": Start(_start_eva, _give_covariance, refuses=_eva_rank_error),
+    "corda": Start(_start_corda, _give_moments, moves=True, refuses=rank_error),
+    "corda_kpm": Start(_start_corda_kpm, _give_moments, moves=True, refuses=rank_error),
+    "lora_ga": Start(_start_lora_ga, _give_gradient, moves=True, refuses=_lora_ga_rank_error),
 }

@@ -213,10 +213,10 @@ class Stored(Scaled):
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return super().refuse_leaf(w) or self._broken(w) or self._ungrouped(w)
+        return super().refuse_leaf(w) or self._packing_error(w) or self._sparsity_group_error(w)
 
     def _why_refused(self, w: Array) -> str | None:
-        return super()._why_refused(w) or self._too_large(w)
+        return super()._why_refused(w) or self._scale_range_error(w)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         return self._init_values(w, None, seen)
@@ -271,7 +271,7 @@ class Stored(Scaled):
         """Codes as they are stored, in bytes if several share one."""
         return pack(codes, self._format.numbers.bits, self._cut(codes))
 
-    def _ungrouped(self, w: Array) -> str | None:
+    def _sparsity_group_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if inputs are pruned in groups, or None."""
         m = self.sparsity[1] if isinstance(self.sparsity, tuple) else 1
         cut = self._cut(w)
@@ -282,7 +282,7 @@ class Stored(Scaled):
             f"Leave it out with `where`, or give a share, such as sparsity=0.5."
         )
 
-    def _too_large(self, w: Array) -> str | None:
+    def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
         if not self._format.early or not is_known(w):
             return None
@@ -296,7 +296,7 @@ class Stored(Scaled):
             f"{largest:.3g}. Store it as int8, or leave it out with `where`."
         )
 
-    def _broken(self, w: Array) -> str | None:
+    def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
         cut, (many, size) = self._cut(w), group_of_codes(self._format.numbers.bits)
         if w.shape[cut] % many == 0:
