@@ -81,7 +81,7 @@ class Scores(NamedTuple):
 
 
 class EvenlySpaced(rpx.Perturbation):
-    """Matrices rounded to ``2**bits`` evenly spaced values from ``-m`` to ``m``, their largest magnitude."""
+    """Matrices rounded to ``2**bits`` evenly spaced values from ``-m`` to ``m``, m their largest magnitude."""
 
     bits: int
     stochastic = False
@@ -90,8 +90,9 @@ class EvenlySpaced(rpx.Perturbation):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         """The rounded matrix."""
         del key
-        m, gaps = jnp.max(jnp.abs(w)), 2**self.bits - 1
-        return m * (2 / gaps * jnp.round((w / m + 1) / 2 * gaps) - 1)
+        max_abs, n_steps = jnp.max(jnp.abs(w)), 2**self.bits - 1
+        share = w / jnp.where(max_abs == 0, 1, max_abs)
+        return max_abs * (2 / n_steps * jnp.round((share + 1) / 2 * n_steps) - 1)
 
 
 def load(n: int = 300) -> tuple[Digits, Digits]:

@@ -38,6 +38,11 @@ def test_quantize_uses_every_value_of_its_bits():
     np.testing.assert_allclose(np.diff(values), 2 * values.max() / 7, rtol=1e-4)
 
 
+def test_quantize_keeps_a_matrix_of_zeros():
+    zeros = {"kernel": jnp.zeros((2, 3))}
+    chex.assert_trees_all_equal(demo.EvenlySpaced(3).apply(zeros), zeros)
+
+
 def test_accuracy_is_the_share_of_rows_whose_largest_logit_is_the_label():
     logits = jnp.array([[1.0, 3.0, 2.0], [9.0, 0.0, 1.0], [0.0, 1.0, 2.0], [5.0, 4.0, 0.0]])
     assert demo.accuracy(logits, jnp.array([1, 0, 2, 1])) == 75

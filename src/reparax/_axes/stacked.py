@@ -44,7 +44,7 @@ def stacked_sizes(w: Any, stacked: AxisNumbers) -> tuple[int, ...]:
     return tuple(w.shape[place] for place in stacked)
 
 
-def lacks_axes(w: Any, stacked: AxisNumbers) -> str | None:
+def stacked_axes_error(w: Any, stacked: AxisNumbers) -> str | None:
     """What is wrong with the stacked axes for ``w``, or None."""
     if all(place < w.ndim for place in stacked):
         return None

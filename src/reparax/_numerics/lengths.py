@@ -94,22 +94,26 @@ def _length(x: Array, axes: Indices) -> Array:
     It sums the squares of ``x`` scaled up and of ``x`` scaled down, and uses the second sum if the first overflows.
     This saves a pass to find the largest magnitude. In float32 it is right for lengths from 4e-34 to 5e33.
     """
-    far = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
-    total = _sum_of_squares(x * far, axes)
-    n = jnp.where(jnp.isfinite(total), jnp.sqrt(total) / far, jnp.sqrt(_sum_of_squares(x / far, axes)) * far)
-    return jnp.where(n == 0, 1, n)
+    upscale = 2.0 ** (3 * jnp.finfo(x.dtype).maxexp // 8)
+    sum_of_scaled_squares = _sum_of_squares(x * upscale, axes)
+    length = jnp.where(
+        jnp.isfinite(sum_of_scaled_squares),
+        jnp.sqrt(sum_of_scaled_squares) / upscale,
+        jnp.sqrt(_sum_of_squares(x / upscale, axes)) * upscale,
+    )
+    return jnp.where(length == 0, 1, length)
 
 
 @_length.defjvp
 def _length_jvp(axes: Indices, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     """The length, and its derivative: the part of ``dx`` in the direction of ``x``."""
-    n = _length(*primals, axes)
-    return n, _part_along(*primals, n, *tangents, axes)
+    length = _length(*primals, axes)
+    return length, _part_along(*primals, length, *tangents, axes)
 
 
-def _part_along(x: Array, n: Array, dx: Array, axes: Indices) -> Array:
-    """The part of ``dx`` in the direction of ``x``, of length ``n``."""
-    return jnp.sum(((x / n.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
+def _part_along(x: Array, length: Array, dx: Array, axes: Indices) -> Array:
+    """The part of ``dx`` in the direction of ``x``, whose length is given."""
+    return jnp.sum(((x / length.astype(x.dtype)).conj() * dx).real, axis=axes, keepdims=True)
 
 
 @jax.custom_jvp

@@ -46,14 +46,14 @@ def as_blocks(w: Array, rows: int, columns: int) -> Array:
     return w.reshape(*w.shape[:-2], rows, w.shape[-2] // rows, columns, w.shape[-1] // columns)
 
 
-def no_square(w: Array) -> str | None:
+def not_square_error(w: Array) -> str | None:
     """The error for a matrix that is not square, or None."""
     if w.shape[-1] == w.shape[-2] > 0:
         return None
     return f"expected square matrices, got shape {w.shape}. Leave it out with `where`."
 
 
-def no_rank(rank: int, w: Array) -> str | None:
+def rank_error(rank: int, w: Array) -> str | None:
     """The error for a ``rank`` that the matrix ``w`` cannot have, or None."""
     if 1 <= rank <= min(w.shape):
         return None

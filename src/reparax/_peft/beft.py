@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from reparax._peft.method import Adapted, Marked, Method, Tensors, Written, require
+from reparax._peft.method import Adapted, Method, StageNode, Tensors, Written, require
 from reparax._peft.settings import ANY, Setting
 from reparax._peft.target import Target
 from reparax.adapters import Delta
@@ -25,7 +25,7 @@ class BEFTMethod(Method):
         require(tensors, {_BIAS: (1, *target.shape)})
         return Adapted((Delta(),), {"@delta/x": jnp.asarray(tensors[_BIAS]).reshape(target.shape)})
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         return Written({_BIAS: node.values["x"][None]})
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:

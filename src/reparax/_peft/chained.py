@@ -14,8 +14,8 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
 from reparax._peft.method import (
     Adapted,
-    Marked,
     Method,
+    StageNode,
     Tensors,
     Values,
     Written,
@@ -105,7 +105,7 @@ class Chained(Method):
         silent = dict.fromkeys(("r", "init_weights", *self.silent.split()), ANY)
         object.__setattr__(self, "settings", {"bias": bias, **silent, **self.settings})
 
-    def matches(self, node: Marked) -> bool:
+    def matches(self, node: StageNode) -> bool:
         """Whether a raw tree has the values of this method."""
         values, _ = _values_and_stages(node)
         fits = all(getattr(node.stage, name, None) == value for name, value in self.of_stage.items())
@@ -128,7 +128,7 @@ class Chained(Method):
         values |= {part.place: part.read(target, tensors[name]) for name, part in self.parts.items()}
         return Adapted(stages, {like[place][0]: x for place, x in values.items()})
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         values, stages = _values_and_stages(node)
         tensors = {name: part.write(target, values[part.place]) for name, part in self.parts.items()}
         settings = self.config(target, {type(stage).kind: stage for stage in stages})
@@ -154,18 +154,18 @@ def _part_of_bank(bank: np.ndarray, shape: Shape) -> np.ndarray:
     return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
 
 
-def _values_and_stages(node: Marked, prefix: str = "") -> tuple[Values, list[Any]]:
+def _values_and_stages(node: StageNode, prefix: str = "") -> tuple[Values, list[Any]]:
     """The raw values below an array by their paths, which begin with ``prefix``, without its base; and their stages."""
     values: Values = {}
     stages: list[Any] = []
     stage: Any = node.stage
     for name, x in node.values.items():
         path = f"{prefix}@{stage.kind}/{name}"
-        if isinstance(x, Marked) and not value_of(stage.raw_values, name).base:
+        if isinstance(x, StageNode) and not value_of(stage.raw_values, name).base:
             inner_values, inner_stages = _values_and_stages(x, f"{path}/")
             values |= inner_values
             stages += inner_stages
-        elif not isinstance(x, Marked):
+        elif not isinstance(x, StageNode):
             values[path] = x
     return values, [*stages, stage]
 

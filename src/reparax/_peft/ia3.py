@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from reparax._peft.method import (
     Adapted,
-    Marked,
     Method,
+    StageNode,
     Tensors,
     Written,
     require,
@@ -40,7 +40,7 @@ class IA3Method(Method):
         require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
         return Adapted((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         g, gain = node.values["g"], node.stage
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
         if axis not in (self._axis(target, feedforward=True), target.out):

@@ -9,8 +9,8 @@ from jax import Array
 
 from reparax._peft.method import (
     Adapted,
-    Marked,
     Method,
+    StageNode,
     Tensors,
     Written,
     ranks_and_alphas,
@@ -52,12 +52,12 @@ class LoHaMethod(Method):
         }
         return Adapted(stages, values)
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         difference, factor = split_scale(node)
         tensors: dict[str, Array] = {}
         ranks: list[int] = []
         for name, i in (("x", 1), ("y", 2)):
-            low = difference.inner(name, LowRank)
+            low = difference.require_stage_on(name, LowRank)
             target.require_rows(low.stage)
             u, v = low.values["u"], low.values["v"]
             ranks.append(u.shape[-1])

@@ -11,8 +11,8 @@ from jax import Array
 from reparax._core.algebra import Parametrization
 from reparax._peft.method import (
     Adapted,
-    Marked,
     Method,
+    StageNode,
     Tensors,
     Values,
     Written,
@@ -70,18 +70,18 @@ class LoKrMethod(Method):
             raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {product_shape}")
         return Adapted((*low, Kronecker(factor_shapes[0]), Scale(alpha / rank), Delta()), values)
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         kronecker, factor = split_scale(node)
         tensors: dict[str, Array] = {}
         ranks: list[int] = []
         sizes: list[tuple[int, ...]] = []
         for name, tensor_name in (("a", "lokr_w1"), ("b", "lokr_w2")):
             factor_node = kronecker.values[name]
-            if not isinstance(factor_node, Marked):
+            if not isinstance(factor_node, StageNode):
                 tensors[tensor_name] = target.flip(factor_node)
                 sizes.append(tensors[tensor_name].shape)
                 continue
-            low = kronecker.inner(name, LowRank)
+            low = kronecker.require_stage_on(name, LowRank)
             u, v = low.values["u"], low.values["v"]
             lhs, rhs = (u, v) if target.out == 0 else (v.T, u.T)
             tensors |= {f"{tensor_name}_a": lhs, f"{tensor_name}_b": rhs}

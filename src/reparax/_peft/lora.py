@@ -12,8 +12,8 @@ from reparax._axes.numbers import last_to_number
 from reparax._peft import rows
 from reparax._peft.method import (
     Adapted,
-    Marked,
     Method,
+    StageNode,
     Tensors,
     Written,
     known_number,
@@ -103,11 +103,11 @@ class LoRAMethod(Method):
         inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
         return Adapted((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         if isinstance(node.stage, Delta):
-            scale = node.inner("x", Scale)
+            scale = node.require_stage_on("x", Scale)
             return Written({BIAS: scale.values["x"]}, known_number(getattr(scale.stage, "factor", None)))
-        norm, lora = (node, node.inner("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
+        norm, lora = (node, node.require_stage_on("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         target.expert().require_rows(stage)
         if norm is not None and target.n_experts:

@@ -1,4 +1,7 @@
-"""PEFT methods as chains of stages on one array, and their raw values as tensors."""
+"""The base class of the methods beside it, each a PEFT method as a chain of stages on one array.
+
+A method reads tensors of PEFT as stages and raw values, and writes these as tensors.
+"""
 
 import math
 import re
@@ -45,13 +48,18 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Marked:
-    """A marker dict of a raw tree, with the stage that made it."""
+class StageNode:
+    """A stage of the chain on one array, with its raw values.
+
+    Attributes:
+      stage: The stage.
+      values: The stage's values by name: arrays, or the nodes of other stages that make them.
+    """
 
     stage: Parametrization
     values: Mapping[str, Any]
 
-    def of(self, target: Target, *, inside: bool = False) -> "Marked":
+    def of(self, target: Target, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
             return self
@@ -70,15 +78,15 @@ class Marked:
             )
         blocks = isinstance(stage, Rotated | Blocks)
         values = {
-            name: x.of(target, inside=blocks) if isinstance(x, Marked) else target.part(x)
+            name: x.of(target, inside=blocks) if isinstance(x, StageNode) else target.part(x)
             for name, x in self.values.items()
         }
-        return Marked(stage, values)
+        return StageNode(stage, values)
 
-    def inner(self, name: str, kind: type) -> "Marked":
-        """The marker dict in place of a value."""
+    def require_stage_on(self, name: str, stage_type: type) -> "StageNode":
+        """The node of the stage on a value; raises an error if there is none, or not one of this type."""
         value = self.values[name]
-        if not isinstance(value, Marked) or not isinstance(value.stage, kind):
+        if not isinstance(value, StageNode) or not isinstance(value.stage, stage_type):
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         return value
 
@@ -136,7 +144,7 @@ class Method:
         """The stages and raw values for the tensors of a module."""
 
     @abstractmethod
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         """The PEFT form of raw values."""
 
     @abstractmethod
@@ -182,12 +190,12 @@ def known_number(x: Any) -> float:
     return float(x)
 
 
-def split_scale(node: Marked) -> tuple[Marked, float]:
+def split_scale(node: StageNode) -> tuple[StageNode, float]:
     """The node of the difference without its scale, and the scale."""
     value = node.values["x"]
-    if isinstance(value, Marked) and isinstance(value.stage, Scale):
-        return value.inner("x", Parametrization), known_number(value.stage.factor)
-    return node.inner("x", Parametrization), 1.0
+    if isinstance(value, StageNode) and isinstance(value.stage, Scale):
+        return value.require_stage_on("x", Parametrization), known_number(value.stage.factor)
+    return node.require_stage_on("x", Parametrization), 1.0
 
 
 def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:

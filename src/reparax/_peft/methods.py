@@ -5,7 +5,7 @@ from reparax._peft.ia3 import IA3Method
 from reparax._peft.loha import LoHaMethod
 from reparax._peft.lokr import LoKrMethod
 from reparax._peft.lora import LoRAMethod
-from reparax._peft.method import Marked, Method, Whole, split_scale
+from reparax._peft.method import Method, StageNode, Whole, split_scale
 from reparax._peft.oft import OFTMethod
 from reparax._peft.rows import ROWS
 from reparax.adapters import Delta, Gain, Hadamard, LoRA, Rotated
@@ -20,14 +20,14 @@ _ALL: tuple[Method, ...] = (
 METHODS = {method.name: method for method in _ALL}
 
 
-def is_of_bias(node: Marked) -> bool:
+def is_of_bias(node: StageNode) -> bool:
     """Whether a node is a scaled difference of one axis."""
     value = node.values["x"]
-    x = value.values["x"] if isinstance(value, Marked) and isinstance(value.stage, Scale) else None
-    return not isinstance(x, Marked) and getattr(x, "ndim", None) == 1
+    x = value.values["x"] if isinstance(value, StageNode) and isinstance(value.stage, Scale) else None
+    return not isinstance(x, StageNode) and getattr(x, "ndim", None) == 1
 
 
-def method_of(node: Marked) -> Method:
+def method_of(node: StageNode) -> Method:
     """The method whose chain made a parameter."""
     if method_of_rows := next((method for method in ROWS if method.matches(node)), None):
         return method_of_rows

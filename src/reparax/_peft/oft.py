@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from reparax._numerics.linalg import identity, product
-from reparax._peft.method import Adapted, Marked, Method, Tensors, Written, one_of_all, require
+from reparax._peft.method import Adapted, Method, StageNode, Tensors, Written, one_of_all, require
 from reparax._peft.settings import ANY, FLAG, NUMBER, Setting, one_of, whole_number
 from reparax._peft.target import Target
 from reparax.adapters import CayleyNeumann, Rotated
@@ -64,12 +64,16 @@ class OFTMethod(Method):
             (Orthogonal(stacked=0), stage_of_rotation), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)}
         )
 
-    def write(self, target: Target, node: Marked) -> Written:
+    def write(self, target: Target, node: StageNode) -> Written:
         target.require_rows(node.stage)
         rotation_node: Any = node.values["r"]
         stage: Any = node.stage
         series = isinstance(getattr(rotation_node, "stage", None), CayleyNeumann)
-        free = _matrices_of_series(rotation_node) if series else _matrices_of_rotations(node.inner("r", Orthogonal))
+        free = (
+            _matrices_of_series(rotation_node)
+            if series
+            else _matrices_of_rotations(node.require_stage_on("r", Orthogonal))
+        )
         rows = target.shape[target.ins[0]]
         flags = {"oft_block_size": rows // stage.blocks, "r": stage.blocks, "block_share": stage.shared}
         flags |= {
@@ -92,7 +96,7 @@ def _clip_to_ball(free: np.ndarray, radius: float) -> np.ndarray:
     return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
 
 
-def _matrices_of_series(node: Marked) -> Array:
+def _matrices_of_series(node: StageNode) -> Array:
     """The skew-symmetric matrices of series of degree 3 or more, whose base must be the identity."""
     stage: Any = node.stage
     base = node.values["base"]
@@ -101,7 +105,7 @@ def _matrices_of_series(node: Marked) -> Array:
     return node.values["x"]
 
 
-def _matrices_of_rotations(node: Marked) -> Array:
+def _matrices_of_rotations(node: StageNode) -> Array:
     """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
     stage: Any = node.stage
     x, base = node.values["x"], node.values["base"]

@@ -14,7 +14,7 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.lineage import Lineage, lineage_of
 from reparax._peft.lora import BIAS
-from reparax._peft.method import Marked, Method, Whole, Written, known_number
+from reparax._peft.method import Method, StageNode, Whole, Written, known_number
 from reparax._peft.methods import METHODS, method_of
 from reparax._peft.parameters import wrapper_names
 from reparax._peft.refused import ATTENTION
@@ -177,33 +177,33 @@ def _name_all_tensors(method: Method, modules: Mapping[str, Written]) -> dict[st
 
 def _sort_places(
     lineage: Lineage, targets: Mapping[str, Target]
-) -> tuple[dict[str, Marked], dict[str, Array], list[str]]:
+) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
-    nodes: dict[str, Marked] = {}
+    nodes: dict[str, StageNode] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
             node = _node_at(lineage, lineage.places[target.path])
-            if not isinstance(node, Marked) and jnp.issubdtype(node.dtype, jnp.inexact):
+            if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, Marked) and not isinstance(node.stage, Freeze | Stored):
+            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Stored):
                 nodes[tensor] = node.of(target)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
     return nodes, free, lines
 
 
-def _node_at(lineage: Lineage, place: Names) -> Marked | Array:
+def _node_at(lineage: Lineage, place: Names) -> StageNode | Array:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
     if place not in lineage.makers:
         return lineage.raw.arrays[place]
     maker = lineage.makers[place]
-    return Marked(maker.stage, {name: _node_at(lineage, at) for name, at in maker.values.items()})
+    return StageNode(maker.stage, {name: _node_at(lineage, at) for name, at in maker.values.items()})
 
 
-def _is_bias_gain(node: Marked, target: Target) -> bool:
+def _is_bias_gain(node: StageNode, target: Target) -> bool:
     """Whether a node is the gain of a parameter of one axis, such as a bias."""
     return isinstance(node.stage, Gain) and len(target.shape) == 1
 
@@ -218,12 +218,14 @@ def _require_no_attention(target: Target, targets: Mapping[str, Target]) -> None
         raise ValueError(ATTENTION)
 
 
-def _require_bias(target: Target, node: Marked, targets: Mapping[str, Target], nodes: Mapping[str, Marked]) -> None:
+def _require_bias(
+    target: Target, node: StageNode, targets: Mapping[str, Target], nodes: Mapping[str, StageNode]
+) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
     if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
         return
     gain = node.values["g"]
-    if len(target.shape) == 1 and not (isinstance(gain, Marked) and isinstance(gain.stage, Tie)):
+    if len(target.shape) == 1 and not (isinstance(gain, StageNode) and isinstance(gain.stage, Tie)):
         raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
     bias = f"{target.module}.bias"
     if _is_on_outputs(node, target) and bias in targets and bias not in nodes:
@@ -232,13 +234,13 @@ def _require_bias(target: Target, node: Marked, targets: Mapping[str, Target], n
         )
 
 
-def _is_on_outputs(node: Marked, target: Target) -> bool:
+def _is_on_outputs(node: StageNode, target: Target) -> bool:
     """Whether a node is a gain along the outputs of a weight."""
     axis: Any = node.stage.axis if isinstance(node.stage, Gain) else None
     return len(target.shape) > 1 and isinstance(axis, int) and axis % len(target.shape) == target.out
 
 
-def _write_node(node: Marked, target: Target) -> tuple[Method, Written]:
+def _write_node(node: StageNode, target: Target) -> tuple[Method, Written]:
     """The method of an adapted parameter, and what PEFT stores of it; raises an error if PEFT would not find it."""
     method = of_entries(target, node.stage) if (found_method := method_of(node)) is SHIRA else found_method
     method.require_layout(target)

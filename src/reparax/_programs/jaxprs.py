@@ -60,8 +60,8 @@ _SCAN_UNREAD = {
     *("num_consts", "num_carry", "ft_in", "ft_out"),  # ft_in and ft_out since jax 0.11.0: types tell the same
     *("linear", "_split_transpose"),  # until jax 0.9.2: hints for the transposition
 }
-_SHARD_MAP = ("mesh", "in_specs", "out_specs", "check_vma")
-_AXES = ("newly_manual_axes", "manual_axes")  # the first since jax 0.10.2, the second before
+_SHARD_MAP_PARAMS = ("mesh", "in_specs", "out_specs", "check_vma")
+_AXIS_NAME_PARAMS = ("newly_manual_axes", "manual_axes")  # the first since jax 0.10.2, the second before
 
 
 def is_tested() -> bool:
@@ -592,21 +592,29 @@ def _run_shard_map(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[A
 def run_sharded(
     eqn: JaxprEqn, body: Threaded, in_specs: Any, state: State, args: Sequence[Any]
 ) -> tuple[Sequence[Any], State]:
-    """Runs a ``shard_map`` with another body and other inputs; the state is the same on all devices."""
-    axes = next((name for name in _AXES if name in eqn.params), _AXES[0])
-    settings = _read_parameters(eqn, (*_SHARD_MAP, axes), {"jaxpr"})
-    everywhere = PartitionSpec()
+    """Runs a ``shard_map`` with another body and other inputs; the state is the same on all devices.
+
+    Args:
+      eqn: The equation of the ``shard_map``, which gives the mesh and the split of its outputs.
+      body: The body, which returns as many outputs as the equation has.
+      in_specs: How ``args`` are split.
+      state: The state before.
+      args: The inputs of the body.
+    """
+    axes_param = next((name for name in _AXIS_NAME_PARAMS if name in eqn.params), _AXIS_NAME_PARAMS[0])
+    settings = _read_parameters(eqn, (*_SHARD_MAP_PARAMS, axes_param), {"jaxpr"})
+    replicated = PartitionSpec()
     settings |= {
-        "axis_names": settings.pop(axes),
-        "in_specs": (everywhere, *in_specs),
-        "out_specs": (tuple(settings["out_specs"]), everywhere),
+        "axis_names": settings.pop(axes_param),
+        "in_specs": (replicated, *in_specs),
+        "out_specs": (tuple(settings["out_specs"]), replicated),
     }
 
-    def shards(state: State, *args: Any) -> tuple[tuple[Any, ...], State]:
+    def body_on_shard(state: State, *args: Any) -> tuple[tuple[Any, ...], State]:
         outs, state = body(state, *args)
         return tuple(outs), state
 
-    return jax.shard_map(shards, **settings)(state, *args)
+    return jax.shard_map(body_on_shard, **settings)(state, *args)
 
 
 def as_varying(x: Any, names: Iterable[str]) -> Any:

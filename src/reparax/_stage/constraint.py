@@ -150,7 +150,7 @@ class Constraint(Reparametrization):
                 f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
         at = Arrangement(self, find_axes(self.stacked, None))
-        if why := at.stage_for_one._misplaced(one_stacked(w, at.stacked)):
+        if why := at.stage_for_one._axes_error(one_stacked(w, at.stacked)):
             raise ValueError(f"{call_name(at.stage_for_one, method)}: {why}")
         return at
 

@@ -15,7 +15,7 @@ from jax import Array
 from reparax._axes.names import AxisNames, names_of_places
 from reparax._axes.numbers import Axes, are_words, check_front_axes, find_axes, has_names
 from reparax._axes.roles import Role
-from reparax._axes.stacked import lacks_axes, map_stacked, stacked_sizes
+from reparax._axes.stacked import map_stacked, stacked_axes_error, stacked_sizes
 from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
@@ -222,7 +222,7 @@ def _same_stacked(stacked_of: Mapping[str, tuple[int, ...]], source: str) -> tup
 
 def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
     """Requires the stacked axes in each array, of one size in all of them."""
-    sizes = {name: None if lacks_axes(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
+    sizes = {name: None if stacked_axes_error(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
     if None in sizes.values() or len(set(sizes.values())) > 1:
         shapes = {name: w.shape for name, w in arrays.items()}
         raise ValueError(

@@ -80,16 +80,16 @@ class Leafwise(Parametrization):
 
     def _why_refused(self, w: Array) -> str | None:
         """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
-        return self._misplaced(w) or self.refuse_leaf(w)
+        return self._axes_error(w) or self.refuse_leaf(w)
 
-    def _wrong_dtype(self, w: Array) -> str | None:
+    def _dtype_error(self, w: Array) -> str | None:
         """What is wrong with the dtype of ``w``, or None."""
         if jnp.issubdtype(w.dtype, self.dtypes):
             return None
         expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
         return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
 
-    def _misplaced(self, w: Array) -> str | None:
+    def _axes_error(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
         axes_of_field = {name: getattr(self, name) for name in self._axis_fields}
         axes_by_number = {

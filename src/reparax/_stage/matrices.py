@@ -38,10 +38,10 @@ class MatrixAxes(Reparametrization):
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
 
-    def _misplaced(self, w: Array) -> str | None:
-        return super()._misplaced(w) or self._no_matrix(w)
+    def _axes_error(self, w: Array) -> str | None:
+        return super()._axes_error(w) or self._matrix_error(w)
 
-    def _no_matrix(self, w: Array) -> str | None:
+    def _matrix_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
         if w.ndim < 2:
             return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
@@ -99,12 +99,12 @@ class RowsAndColumns(MatrixAxes):
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
-        if why := self._no_matrix(w):
+        if why := self._matrix_error(w):
             return why
         return super(RowsAndColumns, self._alone)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
-    def _no_matrix(self, w: Array) -> str | None:
-        if why := super()._no_matrix(w):
+    def _matrix_error(self, w: Array) -> str | None:
+        if why := super()._matrix_error(w):
             return why
         rows, columns = self.axes_of(w.ndim)
         if len(rows) == len(columns) == 1:
@@ -134,10 +134,10 @@ class RowsAndColumns(MatrixAxes):
                 )
                 result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
             if isinstance(result, Mapping):
-                return {name: self._parted_value(name, value, groups, sizes) for name, value in result.items()}
+                return {name: self._split_value(name, value, groups, sizes) for name, value in result.items()}
             if isinstance(x, Mapping) and result.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
-            return _part_axes(result, groups, sizes) if result.ndim == 2 else result
+            return split_axes(result, groups, sizes) if result.ndim == 2 else result
 
         return of_merged
 
@@ -200,18 +200,24 @@ class RowsAndColumns(MatrixAxes):
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
             return merge_axes(value, *groups)
-        parts = self._axis_sizes(name, value, counts)
-        return value.reshape([math.prod(size) for size in parts.values()]) if parts else value
+        sizes_of_axis = self._axis_sizes(name, value, counts)
+        return value.reshape([math.prod(sizes) for sizes in sizes_of_axis.values()]) if sizes_of_axis else value
 
-    def _parted_value(self, name: str, value: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
+    def _split_value(
+        self, name: str, value: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None
+    ) -> Array:
         """A raw value with split axes, for the raw tree."""
-        if value_of(self.raw_values, name).base:
-            return _part_axes(value, groups, sizes)
-        axes = value_of(self.raw_values, name).axes
-        if sizes is None or not axes:
+        spec = value_of(self.raw_values, name)
+        if spec.base:
+            return split_axes(value, groups, row_and_column_sizes)
+        if row_and_column_sizes is None or not spec.axes:
             return value
-        parts = {"rows": sizes[0], "columns": sizes[1]}
-        shape = [n for axis, size in zip(axes, value.shape, strict=True) for n in parts.get(axis, (size,))]
+        sizes_of_axis = {"rows": row_and_column_sizes[0], "columns": row_and_column_sizes[1]}
+        shape = [
+            part_size
+            for axis, size in zip(spec.axes, value.shape, strict=True)
+            for part_size in sizes_of_axis.get(axis, (size,))
+        ]
         return value.reshape(shape)
 
 
@@ -230,9 +236,11 @@ def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
     return w if order == (0, 1) else w.transpose(order).reshape(shape)
 
 
-def _part_axes(matrix: Array, groups: AxisGroups, sizes: tuple[Sizes, Sizes] | None) -> Array:
+def split_axes(matrix: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None) -> Array:
     """The inverse of :func:`merge_axes`: the array for a matrix."""
     rows, columns = groups
-    array = matrix if sizes is None else matrix.reshape(*sizes[0], *sizes[1])
+    array = (
+        matrix if row_and_column_sizes is None else matrix.reshape(*row_and_column_sizes[0], *row_and_column_sizes[1])
+    )
     order = (*rows, *columns)
     return array if order == (0, 1) else array.transpose([order.index(axis) for axis in range(len(order))])

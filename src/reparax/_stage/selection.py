@@ -7,7 +7,7 @@ from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
 from reparax._axes.numbers import find_axes, require_axes
-from reparax._axes.stacked import each_stacked, lacks_axes, one_stacked
+from reparax._axes.stacked import each_stacked, one_stacked, stacked_axes_error
 from reparax._core.planner import Planner
 from reparax._stage.arrangement import Arrangement, arrange
 from reparax._stage.varied import ByArray, ByPath, without_unmatched
@@ -87,7 +87,7 @@ class Selection(Planner):
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
             stacked = find_axes(stage.stacked, candidate.names)
-        return lacks_axes(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
+        return stacked_axes_error(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
 
     def group_key(self, path: str, names: AxisNames | None) -> object:
         """What arrays share whose axes have the same meaning for this stage."""
@@ -132,7 +132,7 @@ class Selection(Planner):
             at = self.arrangement_at(candidate.slot.path, w, candidate.names)
             if candidate.names is not None:  # the stage asks for names
                 require_names_fit(candidate.names, w)
-            reason, stage_for_one = at.stage._wrong_dtype(w) or lacks_axes(w, at.stacked), at.stage_for_one
+            reason, stage_for_one = at.stage._dtype_error(w) or stacked_axes_error(w, at.stacked), at.stage_for_one
             for one_array in each_stacked(w, at.stacked) if reason is None else ():
                 if why := stage_for_one._why_refused(one_array):
                     reason = f"{why} The array is one of those along stacked={at.stage.stacked}." if at.stacked else why

@@ -45,8 +45,8 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
     """The array of a product."""
     order = {label: i for i, label in enumerate(label for group in product.axes for label in group)}
     out_labels = frozenset(order)
-    factors, which = split_off_segments(product.factors, out_labels)
-    link = which and Link.of(which, out_labels)
+    factors, segments = split_off_segments(product.factors, out_labels)
+    link = segments and Link.of(segments, out_labels)
     for i, j in cheapest_order(tuple(map(_cost_kind, factors)), out_labels, link)[1]:
         # The operands' order sets the order of the result's axes.
         a, b = sorted(
@@ -57,8 +57,8 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
         factors = [
             *other_factors,
             multiply_pair(a, b, keep, how)
-            if which is None
-            else multiply_pair_in_groups(a, b, keep, how, which, out_labels),
+            if segments is None
+            else multiply_pair_in_groups(a, b, keep, how, segments, out_labels),
         ]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
@@ -67,8 +67,8 @@ def cost(product: Product) -> float:
     """The cost of a product, in operations, including the gradients of its factors."""
     product = with_numbers(product)
     out_labels = frozenset(label for group in product.axes for label in group)
-    factors, which = split_off_segments(product.factors, out_labels)
-    return cheapest_order(tuple(map(_cost_kind, factors)), out_labels, which and Link.of(which, out_labels))[0]
+    factors, segments = split_off_segments(product.factors, out_labels)
+    return cheapest_order(tuple(map(_cost_kind, factors)), out_labels, segments and Link.of(segments, out_labels))[0]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Products of factors along rows that are in groups: each row meets the part of its own group.
+"""Products of factors along rows in groups, each with its group's part (ragged or grouped matrix products, as in MoE).
 
 Which row is in which group is a factor of zeros and ones (``segments``). It is never multiplied with another factor: an
 index of a group stands for the rows in it wherever rows and groups meet, in as many pairs of factors as there are.
@@ -31,9 +31,9 @@ class Link:
     is_kept: bool
 
     @classmethod
-    def of(cls, which: Factor, out_labels: Labels) -> "Link":
+    def of(cls, segments: Factor, out_labels: Labels) -> "Link":
         """The link by a factor that says which row is in which group, in a product that keeps these labels."""
-        *_, rows, group = which.labels
+        *_, rows, group = segments.labels
         return cls(rows, group, rows in out_labels)
 
     def spans(self, loop_labels: Labels, keep: Labels) -> tuple[Labels, Labels]:
@@ -52,51 +52,53 @@ class Link:
 
 def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    segments = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not segments:
+    found = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not found:
         return list(factors), None
-    (which,) = segments
-    other_factors = [factor for factor in factors if factor is not which]
-    *leading, rows, group = which.labels
+    (segments,) = found
+    other_factors = [factor for factor in factors if factor is not segments]
+    *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
     if group not in out_labels | other_labels:  # all groups have the same part
-        return [*other_factors, Factor(which.array.inside(), (*leading, rows), still=True)], None
+        return [*other_factors, Factor(segments.array.inside(), (*batch_labels, rows), still=True)], None
     # Without a factor that has the rows no pair would bring rows and groups together.
     return (
-        (other_factors, which)
+        (other_factors, segments)
         if rows in other_labels and (rows in out_labels) != (group in out_labels)
         else (list(factors), None)
     )
 
 
-def multiply_pair_in_groups(a: Factor, b: Factor, keep: Labels, how: How, which: Factor, out_labels: Labels) -> Factor:
+def multiply_pair_in_groups(
+    a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels
+) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
-    link, loop_labels = Link.of(which, out_labels), frozenset(a.labels + b.labels)
+    link, loop_labels = Link.of(segments, out_labels), frozenset(a.labels + b.labels)
     _, result_labels = link.spans(loop_labels, keep)
     if link.sums(loop_labels, keep):
-        return _sum_rows_of_each_group(a, b, result_labels, how, which, link)
+        return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
     for x, y in ((a, b), (b, a)):
         if link.is_kept and link.rows in x.labels and link.group in y.labels:
-            return _multiply_by_parts(x, y, result_labels, how, which, link)
+            return _multiply_by_parts(x, y, result_labels, how, segments, link)
     return multiply_pair(a, b, result_labels, how)
 
 
-def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, which: Factor, link: Link) -> Factor:
+def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
     """The product of rows with the parts of their groups."""
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     common = [label for label in a.labels if label in b.labels]
     contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
-    leading, groups = which.labels[:-2], which.array
-    if not contracting or not set(leading) <= set(a.labels):
-        return multiply_pair(a, _part_of_each_row(b, which, how, link), keep, how)
-    outer_labels = [label for label in leading if label not in batch]
+    batch_labels, groups = segments.labels[:-2], segments.array
+    if not contracting or not set(batch_labels) <= set(a.labels):
+        return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
+    outer_labels = [label for label in batch_labels if label not in batch]
     inner_labels = [label for label in a.labels if label not in (*common, *outer_labels, link.rows)]
     labels = (*batch, *outer_labels, link.rows, *inner_labels, *contracting)
     sizes = groups.sizes
-    if leading:
+    if batch_labels:
         size_labels = (*batch, *outer_labels, link.group)
         sizes = jnp.broadcast_to(
-            lay_along(sizes, (*leading, link.group), size_labels), [label.size for label in size_labels]
+            lay_along(sizes, (*batch_labels, link.group), size_labels), [label.size for label in size_labels]
         )
     array = _ragged_dot(
         lay_along(a.dense, a.labels, labels),
@@ -111,22 +113,23 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, which: Fact
     return Factor(array, (*batch, *outer_labels, link.rows, *inner_labels, *b_labels), a.still and b.still)
 
 
-def _part_of_each_row(b: Factor, which: Factor, how: How, link: Link) -> Factor:
-    """For each row the part of its group."""
-    *leading, rows, group = which.labels
-    if leading:
-        return multiply_pair(replace(which, array=which.dense), b, frozenset([*which.labels, *b.labels]) - {group}, how)
-    axis = b.labels.index(group)
-    array = jnp.take(b.dense, which.array.numbers(), axis=axis, mode="fill", fill_value=0)
-    return replace(b, array=array, labels=(*b.labels[:axis], rows, *b.labels[axis + 1 :]))
+def _part_of_each_row(parts: Factor, segments: Factor, how: How) -> Factor:
+    """``parts`` with its group axis gathered to rows: row r holds the part of r's group, or zeros beyond all groups."""
+    *batch_labels, rows, group = segments.labels
+    if batch_labels:
+        keep = frozenset([*segments.labels, *parts.labels]) - {group}
+        return multiply_pair(replace(segments, array=segments.dense), parts, keep, how)
+    axis = parts.labels.index(group)
+    array = jnp.take(parts.dense, segments.array.group_of_row(), axis=axis, mode="fill", fill_value=0)
+    return replace(parts, array=array, labels=(*parts.labels[:axis], rows, *parts.labels[axis + 1 :]))
 
 
-def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, groups: Factor, link: Link) -> Factor:
+def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, link: Link) -> Factor:
     """The product of two factors, summed over the rows of each group; the labels ``keep`` are not summed."""
-    if len(groups.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
+    if len(segments.labels) > 2 or link.rows not in a.labels or link.rows not in b.labels:
         # ``ragged_dot_general`` takes rows of both, and groups that are the same for all of a batch.
         with_rows, other = (a, b) if link.rows in a.labels else (b, a)
-        dense = replace(groups, array=groups.dense)
+        dense = replace(segments, array=segments.dense)
         return multiply_pair(multiply_pair(with_rows, dense, keep.union(other.labels), how), other, keep, how)
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels))
     common = [label for label in a.labels if label in b.labels]
@@ -135,7 +138,7 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, groups
     numbers = lax.RaggedDotDimensionNumbers(
         dot_numbers(a.labels, b.labels, contracting, batch), [a.labels.index(link.rows)], []
     )
-    array = _ragged_dot(a.dense, b.dense, groups.array.sizes, how, numbers)
+    array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
     free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
     return Factor(array, (link.group, *batch, *free[0], *free[1]), a.still and b.still)
 

@@ -33,7 +33,7 @@ class Segments:
     def astype(self, dtype: Any) -> "Segments":
         return replace(self, dtype=dtype)
 
-    def numbers(self) -> Any:
+    def group_of_row(self) -> Any:
         """The number of the group of each row, ``(..., rows)``; that of no group for rows beyond."""
         ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
         rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
@@ -42,8 +42,8 @@ class Segments:
     def todense(self) -> Any:
         """The matrices."""
         groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
-        return (self.numbers()[..., None] == groups).astype(self.dtype)
+        return (self.group_of_row()[..., None] == groups).astype(self.dtype)
 
     def inside(self) -> Any:
         """Ones for rows in a group, and zeros, ``(..., rows)``."""
-        return (self.numbers() < self.sizes.shape[-1]).astype(self.dtype)
+        return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)

@@ -29,15 +29,15 @@ class Noisy:
 
     Attributes:
       mean: The mean; a sum of no products if it is zero.
-      spread: The standard deviations, one product for each draw.
+      std: The standard deviations, one product for each draw.
       key: The key of the first draw, or its keys.
-      repeated: Whether several entries may be equal.
+      entries_may_repeat: Whether several entries may be equal.
     """
 
     mean: Sum
-    spread: Sum
+    std: Sum
     key: Any
-    repeated: bool
+    entries_may_repeat: bool
 
     @classmethod
     def of(cls, x: Sum) -> "Noisy | None":
@@ -91,14 +91,19 @@ Rule = Callable[[Any, Sequence[Any], int, Noisy], Noise | None]
 """The noise of the result of an equation, from its view, its operands and the weight's place in them, or None."""
 
 
-def mean_and_noise(eqn: JaxprEqn, args: Sequence[Any], i: int, weight: Noisy) -> tuple[Array, Noise] | None:
+def mean_and_noise(
+    eqn: JaxprEqn, args: Sequence[Any], weight_operand: int, weight: Noisy
+) -> tuple[Array, Noise] | None:
     """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
     view = view_of(eqn)
     rule = _RULES.get(type(view))
     if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
         return None
-    noise = rule(view, args, i, weight)
-    return noise and (widened(view.bind(*args[:i], array_of(weight.mean), *args[i + 1 :])), noise)
+    noise = rule(view, args, weight_operand, weight)
+    return noise and (
+        widened(view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])),
+        noise,
+    )
 
 
 def array_of(x: Sum) -> Array:
@@ -124,40 +129,38 @@ def _square_factors(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _noise(variance: Callable[..., Any], x: Any, spread: Sum, *settings: Any) -> Noise:
-    """Noise whose variance is a function of data, a squared spread and settings; it is traced once for equal types."""
-    numbered_spread = replace(spread, products=tuple(map(with_numbers, spread.products)), root=None)
-    return partial(_add_noise, variance, settings, x, numbered_spread)
+def _noise_adder(variance: Callable[..., Any], x: Any, std: Sum, *settings: Any) -> Noise:
+    """What adds noise with a variance computed from data, squared ``std`` and settings; traced once for equal types."""
+    numbered_std = replace(std, products=tuple(map(with_numbers, std.products)), root=None)
+    return partial(_add_noise, variance, settings, x, numbered_std)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _add_noise(
-    variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, spread: Sum, key: Any, mean: Array
-) -> Any:
-    """The mean with noise, which the backward pass computes again, from the data, the spread and the key."""
+def _add_noise(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, std: Sum, key: Any, mean: Array) -> Any:
+    """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key."""
 
-    def noise(x: Any, spread: Sum, key: Any) -> Array:
-        squares = variance(x, _square_factors(spread), *settings)
+    def noise(x: Any, std: Sum, key: Any) -> Array:
+        squares = variance(x, _square_factors(std), *settings)
         # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
-        squares = pull_back_once(squares) if any(product.labels for product in spread.products) else squares
-        return _spread_noise(squares.astype(mean.dtype), random.normal(key, mean))
+        squares = pull_back_once(squares) if any(product.labels for product in std.products) else squares
+        return _scale_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
-    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, spread, key))
+    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, std, key))
 
 
 @jax.custom_jvp
-def _spread_noise(variance: Array, noise: Array) -> Array:
+def _scale_noise(variance: Array, noise: Array) -> Array:
     """Noise of this variance; the slope at zero is zero."""
     return jnp.sqrt(variance) * noise
 
 
-@_spread_noise.defjvp
-def _derivative_of_spread(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The derivative of ``_spread_noise``, which is zero where the variance is."""
-    variance, noise = primals
+@_scale_noise.defjvp
+def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The derivative of ``_scale_noise``, which is zero where the variance is."""
+    (variance, noise), (variance_dot, _) = primals, tangents  # noise is drawn from a key, so it has no tangent
     slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
-    return _spread_noise(variance, noise), slope * tangents[0]
+    return _scale_noise(variance, noise), slope * variance_dot
 
 
 def _precision(view: Dot | RaggedDot | Conv) -> Any:
@@ -170,59 +173,64 @@ def _square(x: Any) -> Array:
     return jnp.square(widened(x))
 
 
-def _noise_of_dot(view: Dot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_dot(view: Dot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of a product of matrices."""
-    if weight.repeated or _products_with_data(args[1 - i], weight.spread, i, view) is None:
+    if (
+        weight.entries_may_repeat
+        or _products_with_data(args[1 - weight_operand], weight.std, weight_operand, view) is None
+    ):
         return None
-    return _noise(_variance_of_dot, args[1 - i], weight.spread, i, view)
+    return _noise_adder(_variance_of_dot, args[1 - weight_operand], weight.std, weight_operand, view)
 
 
-def _products_with_data(x: Any, squares: Sum, i: int, view: Dot) -> list[Product] | None:
-    """The products of data and a weight, which is the ``i``-th operand."""
+def _products_with_data(x: Any, squares: Sum, weight_operand: int, view: Dot) -> list[Product] | None:
+    """The products of data and a weight, which is the operand ``weight_operand``."""
     data = Product.of(x, still=False)
-    pairs = [(data, product) if i == 1 else (product, data) for product in squares.products]
+    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
     return all_or_none(contract(a, b, view.contracting, view.batch) for a, b in pairs)
 
 
-def _variance_of_dot(x: Any, squares: Sum, i: int, view: Dot) -> Any:
-    """The variance of a product of matrices, from data and a squared spread."""
+def _variance_of_dot(x: Any, squares: Sum, weight_operand: int, view: Dot) -> Any:
+    """The variance of a product of matrices, from data and squared standard deviations."""
     how = How(squares.dtype, squares.dtype, _precision(view))
-    return array_of_products(_products_with_data(_square(x), squares, i, view) or [], view.type.shape, how)
+    return array_of_products(_products_with_data(_square(x), squares, weight_operand, view) or [], view.type.shape, how)
 
 
-def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of a product of groups of rows, each with a matrix of its own."""
     *operands, sizes = args
-    if weight.repeated or not view.is_whole or i == 2:
+    if weight.entries_may_repeat or not view.is_whole or weight_operand == 2:
         return None
-    if _products_in_groups(operands[1 - i], sizes, weight.spread, i, view) is None:
+    if _products_in_groups(operands[1 - weight_operand], sizes, weight.std, weight_operand, view) is None:
         return None
-    return _noise(_variance_of_ragged_dot, (operands[1 - i], sizes), weight.spread, i, view)
+    return _noise_adder(
+        _variance_of_ragged_dot, (operands[1 - weight_operand], sizes), weight.std, weight_operand, view
+    )
 
 
-def _products_in_groups(x: Any, sizes: Any, squares: Sum, i: int, view: RaggedDot) -> list[Product] | None:
-    """The products of data in groups of these sizes and a weight, which is the ``i``-th operand."""
+def _products_in_groups(x: Any, sizes: Any, squares: Sum, weight_operand: int, view: RaggedDot) -> list[Product] | None:
+    """The products of data in groups of these sizes and a weight, which is the operand ``weight_operand``."""
     data = Product.of(x, still=False)
-    pairs = [(data, product) if i == 1 else (product, data) for product in squares.products]
+    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
     return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
 
 
-def _variance_of_ragged_dot(x: tuple[Any, Any], squares: Sum, i: int, view: RaggedDot) -> Any:
-    """The variance of a product of groups of rows, from data with the sizes of groups and a squared spread."""
+def _variance_of_ragged_dot(x: tuple[Any, Any], squares: Sum, weight_operand: int, view: RaggedDot) -> Any:
+    """The variance of a product of groups of rows, from data with sizes of groups and squared standard deviations."""
     how = How(squares.dtype, squares.dtype, _precision(view))
-    products = _products_in_groups(_square(x[0]), x[1], squares, i, view)
+    products = _products_in_groups(_square(x[0]), x[1], squares, weight_operand, view)
     return array_of_products(products or [], view.type.shape, how)
 
 
-def _noise_of_convolution(view: Conv, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
-    """The noise of a convolution with a noisy kernel."""
-    if i != 1 or weight.repeated or view.batch_group_count != 1:
+def _noise_of_convolution(view: Conv, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a convolution; None if the weight is not its kernel, has equal entries, or batches are in groups."""
+    if weight_operand != 1 or weight.entries_may_repeat or view.batch_group_count != 1:
         return None
-    return _noise(_variance_of_convolution, args[0], weight.spread, view)
+    return _noise_adder(_variance_of_convolution, args[0], weight.std, view)
 
 
 def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
-    """The variance of a convolution, from data and a squared spread, for one channel if all are alike."""
+    """The variance of a convolution, from data and squared standard deviations, for one channel if all are alike."""
     numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
     same_for_channels = not any(product.labels.intersection(product.axes[channels]) for product in squares.products)
@@ -232,9 +240,13 @@ def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
     return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
 
 
-def _noise_of_gather(view: Gather, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_gather(view: Gather, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of rows that are looked up."""
-    return None if i != 0 or weight.repeated else _noise(_variance_of_rows, args[1], weight.spread, view)
+    return (
+        None
+        if weight_operand != 0 or weight.entries_may_repeat
+        else _noise_adder(_variance_of_rows, args[1], weight.std, view)
+    )
 
 
 def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
@@ -243,28 +255,28 @@ def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
     return view.bind(array_of(squares), places, **new_params)
 
 
-def _noise_of_multiple(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_multiple(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of a weight times data."""
-    return _noise(_variance_of_multiple, args[1 - i], weight.spread)
+    return _noise_adder(_variance_of_multiple, args[1 - weight_operand], weight.std)
 
 
-def _noise_of_quotient(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_quotient(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of a weight over data."""
-    return None if i == 1 else _noise(_variance_of_quotient, args[1], weight.spread)
+    return None if weight_operand == 1 else _noise_adder(_variance_of_quotient, args[1], weight.std)
 
 
-def _noise_of_sum(_view: View, args: Sequence[Any], i: int, weight: Noisy) -> Noise | None:
+def _noise_of_sum(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
     """The noise of a weight plus data, which is that of the weight."""
-    return _noise(_variance_of_weight, None, weight.spread)
+    return _noise_adder(_variance_of_weight, None, weight.std)
 
 
 def _variance_of_multiple(x: Any, squares: Sum) -> Any:
-    """The variance of a weight times data, from data and a squared spread."""
+    """The variance of a weight times data, from data and squared standard deviations."""
     return _square(x) * array_of(squares)
 
 
 def _variance_of_quotient(x: Any, squares: Sum) -> Any:
-    """The variance of a weight over data, from data and a squared spread."""
+    """The variance of a weight over data, from data and squared standard deviations."""
     return array_of(squares) / _square(x)
 
 

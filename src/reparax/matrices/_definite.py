@@ -13,7 +13,7 @@ from jax.scipy.linalg import expm
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_whole, one_of, optional
 from reparax._numerics.arithmetic import softplus_inverse, widened
-from reparax._numerics.linalg import adjoint, identity, no_rank, no_square, product, resolution
+from reparax._numerics.linalg import adjoint, identity, not_square_error, product, rank_error, resolution
 from reparax._stage.constraint import Constraint, is_near
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
@@ -108,7 +108,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         values, vectors = definite_eigen(w)
@@ -186,7 +186,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
     square: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w) or (None if self.rank is None else no_rank(self.rank, w))
+        return not_square_error(w) or (None if self.rank is None else rank_error(self.rank, w))
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         values, vectors = eigen(widened(w))

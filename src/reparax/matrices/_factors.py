@@ -14,7 +14,7 @@ from reparax._numerics.arguments import check_positive_whole, check_two
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._numerics.lengths import is_zero, unit
-from reparax._numerics.linalg import as_blocks, no_rank, product, why_not_divisible
+from reparax._numerics.linalg import as_blocks, product, rank_error, why_not_divisible
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, main
@@ -66,7 +66,7 @@ class LowRank(RowsAndColumns, Constraint):
     transposes: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w) if self.outside != "project" or 0 in w.shape else None
+        return rank_error(self.rank, w) if self.outside != "project" or 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         u, v = _nearest_factors(widened(w), self.rank)

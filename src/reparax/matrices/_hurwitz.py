@@ -12,7 +12,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_known_number
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import identity, no_square, product, resolution
+from reparax._numerics.linalg import identity, not_square_error, product, resolution
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import OTHERS, Values, main
@@ -88,7 +88,7 @@ class Hurwitz(RowsAndColumns, Constraint):
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

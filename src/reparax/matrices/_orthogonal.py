@@ -10,7 +10,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import one_of
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import adjoint, no_square, polar, product, without_reflection
+from reparax._numerics.linalg import adjoint, not_square_error, polar, product, without_reflection
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
 from reparax._tree.values import Values, fixed, main
@@ -136,7 +136,7 @@ class SpecialOrthogonal(_Orthonormal):
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_shape(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
     def nearest(self, w: Array) -> Array:
         u, _, vh = jnp.linalg.svd(w)

@@ -12,7 +12,7 @@ from jax import Array
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_positive_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.linalg import as_blocks, identity, no_square, why_not_divisible
+from reparax._numerics.linalg import as_blocks, identity, not_square_error, why_not_divisible
 from reparax._numerics.terms import Term
 from reparax._stage.constraint import Constraint
 from reparax._stage.matrices import RowsAndColumns
@@ -25,7 +25,7 @@ class _Pattern(RowsAndColumns, Constraint):
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         n = w.shape[-1]

@@ -15,10 +15,10 @@ from reparax._numerics.arguments import check_known_number, check_whole
 from reparax._numerics.arithmetic import softplus_inverse, widened
 from reparax._numerics.linalg import (
     adjoint,
-    no_rank,
-    no_square,
+    not_square_error,
     polar,
     product,
+    rank_error,
     resolution,
     without_reflection,
 )
@@ -143,7 +143,7 @@ class FixedRank(_BoundedBelow):
     rank: int = argument(check_whole)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_rank(self.rank, w)
+        return rank_error(self.rank, w)
 
     def rank_of(self, w: Array) -> int:
         del w
@@ -180,7 +180,7 @@ class Invertible(_BoundedBelow):
     """
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
 
 class SpecialLinear(_SingularValues):
@@ -209,7 +209,7 @@ class SpecialLinear(_SingularValues):
     dtypes: ClassVar[Any] = jnp.floating
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return no_square(w)
+        return not_square_error(w)
 
     def left_vectors(self, u: Array, vh: Array) -> Array:
         return without_reflection(u, vh)

@@ -32,7 +32,7 @@ _by_hand = jax.custom_jvp(_pair)
 
 
 @_by_hand.defjvp
-def _derivative_of_pair(primals: Any, tangents: Any) -> Any:
+def _pair_jvp(primals: Any, tangents: Any) -> Any:
     """The derivative of the pair."""
     return jax.jvp(_pair, primals, tangents)
 

@@ -118,8 +118,8 @@ class SpectralNorm(MatrixAxes, Constraint):
     def default(self, w: Array) -> bool:
         return super().default(w) and (self.window is None or w.ndim == len(self.window) + 2)
 
-    def _no_matrix(self, w: Array) -> str | None:
-        return super()._no_matrix(w) if self.window is None else None
+    def _matrix_error(self, w: Array) -> str | None:
+        return super()._matrix_error(w) if self.window is None else None
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._convolution is None:
@@ -170,7 +170,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     def _matrix(self, w: Array) -> Array:
         """``w`` as a matrix, or as a kernel ``(..., in, out)``."""
-        if why := self._misplaced(w):
+        if why := self._axes_error(w):
             raise ValueError(why)
         if self.window is not None:
             axis = self._outputs(w)[0]

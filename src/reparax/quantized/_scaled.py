@@ -124,7 +124,7 @@ class Scaled(Reparametrization):
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
         if not isinstance(self._block, int):
             return {}
-        return {"axis": (tuple(axis for axis in range(w.ndim) if axis != self._cut(w)), UNCUT)}
+        return {"axis": (tuple(axis for axis in range(w.ndim) if axis != self._block_axis(w)), UNCUT)}
 
     @property
     def _format(self) -> Format:
@@ -141,7 +141,7 @@ class Scaled(Reparametrization):
         """How scales are stored, if they are rounded."""
         return ROUNDED if self.double_quant else self._format.scales
 
-    def _cut(self, w: Array) -> int:
+    def _block_axis(self, w: Array) -> int:
         """The axis along which blocks lie and codes share bytes: the last one without scales of its own.
 
         Without ``axis`` it is the last but one, the inputs of kernels.
@@ -158,7 +158,7 @@ class Scaled(Reparametrization):
             axes_of_block = other_axes(self.axis, w)
             sizes = tuple(n if i in axes_of_block else 1 for i, n in enumerate(w.shape))
         else:
-            sizes = tuple(self._block if i == self._cut(w) else 1 for i in range(w.ndim))
+            sizes = tuple(self._block if i == self._block_axis(w) else 1 for i in range(w.ndim))
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
     def _values_of_scales(self, w: Array, dtype: Any = None) -> dict[str, Array]:
@@ -248,10 +248,11 @@ class Scaled(Reparametrization):
     def _over_units(self, scale: Array) -> Grid:
         """Which scales share a unit."""
         scales_per_unit = self._scales.shared if self._scales else 0
-        cut = self._cut(scale)
+        block_axis = self._block_axis(scale)
         sizes = [n if scales_per_unit == 0 else 1 for n in scale.shape]
         if scales_per_unit != 0:
-            sizes[cut] = scale.shape[cut] if scales_per_unit is None else min(scales_per_unit, scale.shape[cut])
+            n = scale.shape[block_axis]
+            sizes[block_axis] = n if scales_per_unit is None else min(scales_per_unit, n)
         return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
 
     def _read_scales(self, values: dict[str, Array], name: str, unit: str) -> Array:
@@ -298,7 +299,7 @@ class Scaled(Reparametrization):
         """The array of ``codes``."""
         entries = self._entries(values, self._blocks(codes))
         x = from_units(self._format.numbers.decode(codes), entries)
-        x = jnp.take(x, values["order"], axis=self._cut(codes)) if "order" in values else x
+        x = jnp.take(x, values["order"], axis=self._block_axis(codes)) if "order" in values else x
         dtype = values["unit" if self._scales else "scale"].dtype
         return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
 

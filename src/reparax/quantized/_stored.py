@@ -1,4 +1,4 @@
-"""Weights stored in few bits."""
+"""``Stored``: frozen weights quantized to few bits, rounded with or without data (absmax, hqq, AWQ, GPTQ)."""
 
 from __future__ import annotations
 
@@ -213,10 +213,10 @@ class Stored(Scaled):
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return super().refuse_leaf(w) or self._broken(w) or self._ungrouped(w)
+        return super().refuse_leaf(w) or self._packing_error(w) or self._sparsity_group_error(w)
 
     def _why_refused(self, w: Array) -> str | None:
-        return super()._why_refused(w) or self._too_large(w)
+        return super()._why_refused(w) or self._scale_range_error(w)
 
     def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
         return self._init_values(w, None, seen)
@@ -234,7 +234,7 @@ class Stored(Scaled):
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decode(unpack(q, numbers.bits, self._cut(q)), values)
+        return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
 
     @property
     def _scales_follow(self) -> bool:
@@ -244,7 +244,7 @@ class Stored(Scaled):
 
     def _init_values(self, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
         """The raw values of ``w``, by the fit of the stage: rounded by data, or without."""
-        order = {"order": jnp.arange(w.shape[self._cut(w)], dtype=jnp.int32)} if self.ordered else {}
+        order = {"order": jnp.arange(w.shape[self._block_axis(w)], dtype=jnp.int32)} if self.ordered else {}
         if self.fit not in LEARNED:
             return self._plain(w, key) | order
         moments, start = LEARNED[self.fit]
@@ -253,10 +253,10 @@ class Stored(Scaled):
     def _inputs(self, w: Array) -> tuple[int, ...] | None:
         """The axes that inputs must lie along, or None for any."""
         if isinstance(self._block, int):
-            return (self._cut(w),)
+            return (self._block_axis(w),)
         if self.fit == "gptq":
             return None
-        return (self._cut(w),) if self.axis is None else other_axes(self.axis, w)
+        return (self._block_axis(w),) if self.axis is None else other_axes(self.axis, w)
 
     def _plain(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         """The raw values of ``w`` without data."""
@@ -269,20 +269,20 @@ class Stored(Scaled):
 
     def _pack_codes(self, codes: Array) -> Array:
         """Codes as they are stored, in bytes if several share one."""
-        return pack(codes, self._format.numbers.bits, self._cut(codes))
+        return pack(codes, self._format.numbers.bits, self._block_axis(codes))
 
-    def _ungrouped(self, w: Array) -> str | None:
+    def _sparsity_group_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if inputs are pruned in groups, or None."""
-        m = self.sparsity[1] if isinstance(self.sparsity, tuple) else 1
-        cut = self._cut(w)
-        if w.shape[cut] % m == 0:
+        group_size = self.sparsity[1] if isinstance(self.sparsity, tuple) else 1
+        block_axis = self._block_axis(w)
+        if w.shape[block_axis] % group_size == 0:
             return None
         return (
-            f"expected a multiple of {m} entries along axis {cut}, for sparsity={self.sparsity}, got shape {w.shape}. "
-            f"Leave it out with `where`, or give a share, such as sparsity=0.5."
+            f"expected a multiple of {group_size} entries along axis {block_axis}, for sparsity={self.sparsity}, "
+            f"got shape {w.shape}. Leave it out with `where`, or give a share, such as sparsity=0.5."
         )
 
-    def _too_large(self, w: Array) -> str | None:
+    def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
         if not self._format.early or not is_known(w):
             return None
@@ -296,13 +296,13 @@ class Stored(Scaled):
             f"{largest:.3g}. Store it as int8, or leave it out with `where`."
         )
 
-    def _broken(self, w: Array) -> str | None:
+    def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
-        cut, (many, size) = self._cut(w), group_of_codes(self._format.numbers.bits)
-        if w.shape[cut] % many == 0:
+        block_axis, (many, size) = self._block_axis(w), group_of_codes(self._format.numbers.bits)
+        if w.shape[block_axis] % many == 0:
             return None
         share = "a byte" if size == 1 else f"{size} bytes"
         return (
-            f"expected a multiple of {many} entries along axis {cut}, because {many} {self.format} numbers share "
-            f"{share}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
+            f"expected a multiple of {many} entries along axis {block_axis}, because {many} {self.format} numbers "
+            f"share {share}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
         )

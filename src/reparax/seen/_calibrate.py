@@ -1,4 +1,7 @@
-"""The start of a chain from data, group after group, in the order of the program."""
+"""``rpx.calibrate``: initializes a chain layer by layer from calibration data.
+
+Each layer starts after the ones before it are compressed, as in GPTQ.
+"""
 
 from __future__ import annotations
 
@@ -272,11 +275,11 @@ class _Calibration:
         saved_units, raw_values = Folder(self.who, folder, self._settings(todo) if folder else {}), dict[Names, Any]()
         with _progress_bar(len(todo)) as advance:
             for number, unit in enumerate(todo):
-                raw = saved_units.read(number)
-                if raw is None:
-                    raw = self._start_unit(unit, effective)
-                    saved_units.write(number, raw)
-                self._put_back(unit, raw, raw_values, effective)
+                unit_raw = saved_units.read(number)
+                if unit_raw is None:
+                    unit_raw = self._start_unit(unit, effective)
+                    saved_units.write(number, unit_raw)
+                self._store_unit(unit, unit_raw, raw_values, effective)
                 advance()
         return self._raw_tree(raw_values)
 
@@ -307,33 +310,48 @@ class _Calibration:
         turn, index = unit
         return {path: _slice_of_step(effective[path], axis, index) for path, axis in turn.axes.items()}
 
-    def _put_back(
-        self, unit: Unit, raw: Mapping[Names, Any], raw_values: dict[Names, Any], effective: dict[str, Any]
+    def _store_unit(
+        self, unit: Unit, unit_raw: Mapping[Names, Any], raw_values: dict[Names, Any], effective: dict[str, Any]
     ) -> None:
-        """Puts the raw values of a turn into what was found, and what the network reads of them into its weights."""
+        """Writes the raw values of a unit into ``raw_values``, and the folded weights into ``effective``; changes both.
+
+        Later units read ``effective``.
+        """
         turn, index = unit
         frame = flatten(self.model.tree(self._arrays_of_unit(unit, effective))).frame
-        types = self.plan.raw
-        empty = {place: x for place, x in types.arrays.items() if not is_array(x) and types.root(place) in frame.roots}
-        folded_arrays = _Model.of(self.chain_of(turn).fold(nest(Flat(frame, {**raw, **empty})))).arrays
+        raw_types = self.plan.raw
+        leaves_without_arrays = {
+            place: x
+            for place, x in raw_types.arrays.items()
+            if not is_array(x) and raw_types.root(place) in frame.roots
+        }
+        folded_tree = self.chain_of(turn).fold(nest(Flat(frame, {**unit_raw, **leaves_without_arrays})))
+        folded_arrays = _Model.of(folded_tree).arrays
         for path, axis in turn.axes.items():
             effective[path] = (
-                folded_arrays[path] if index is None else _write_step(effective[path], folded_arrays[path], axis, index)
+                folded_arrays[path]
+                if index is None
+                else _write_step_donated(effective[path], folded_arrays[path], axis, index)
             )
-        for place, x in raw.items():
-            raw_type = types.arrays[place]
+        for place, x in unit_raw.items():
+            raw_type = raw_types.arrays[place]
             if index is None or not is_array(x):
                 raw_values[place] = x
                 continue
-            axes = [i for i, (size, array) in enumerate(zip(x.shape, raw_type.shape, strict=True)) if size != array]
-            if len(axes) != 1:
+            # Scans of one step have no index (see ``seen/_order.py``), so sizes always differ along the sliced axis.
+            step_axes = [
+                i
+                for i, (unit_size, full_size) in enumerate(zip(x.shape, raw_type.shape, strict=True))
+                if unit_size != full_size
+            ]
+            if len(step_axes) != 1:
                 raise ValueError(
                     f"{self.who}: {path_text(place)!r} has shape {raw_type.shape} for all steps of a scan and "
                     f"{x.shape} for one, so steps cannot start one after the other. Write the axis that the scan "
                     f"slices as `stacked` in the stage that makes it."
                 )
-            array = raw_values[place] if place in raw_values else jnp.zeros(raw_type.shape, raw_type.dtype)
-            raw_values[place] = _write_step(array, x, axes[0], index)
+            full_array = raw_values[place] if place in raw_values else jnp.zeros(raw_type.shape, raw_type.dtype)
+            raw_values[place] = _write_step_donated(full_array, x, step_axes[0], index)
 
     def _raw_tree(self, raw_values: Mapping[Names, Any]) -> PyTree:
         """The raw tree with the values that were found, and all other leaves as they are."""
@@ -508,7 +526,7 @@ def _seen_in_step(seen: Seen, axis: int | None, index: Any) -> Seen:
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _write_step(array: Any, part: Any, axis: int, index: Any) -> Any:
+def _write_step_donated(array: Any, part: Any, axis: int, index: Any) -> Any:
     """An array with a part at an index of an axis. The array is donated, so this writes into it."""
     return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), index, axis)
 

@@ -96,7 +96,7 @@ def _contraction_of_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> Contract
         return jnp.moveaxis(y, range(len(batch)), range(len(front), len(front) + len(batch))).reshape(n, *behind)
 
     places = (*view.before, view.ragged)
-    group_numbers = Segments(sizes, data.shape[view.ragged], jnp.int32).numbers().transpose(np.argsort(places))
+    group_numbers = Segments(sizes, data.shape[view.ragged], jnp.int32).group_of_row().transpose(np.argsort(places))
     group_numbers = jnp.expand_dims(group_numbers, [i for i in range(data.ndim) if i not in places])
     group_numbers = in_order(
         jnp.broadcast_to(group_numbers, [1 if i in lhs_contracting else size for i, size in enumerate(data.shape)])

@@ -93,7 +93,7 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
     return high, (crossed << 16) | (lower & 0xFFFF)
 
 
-def too_many(stage: Pruning, size: int) -> str | None:
+def count_error(stage: Pruning, size: int) -> str | None:
     """What is wrong with the number for an array of that many weights or slices, or None."""
     if stage.count is None or stage.count <= size:
         return None

@@ -79,7 +79,7 @@ class GlobalPrune(Together):
     def _find_masks(self, weights: list[Array]) -> list[Array]:
         """Masks of the largest weights of all arrays; raises an error if there are too few weights."""
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
-        if (wrong := _amount.too_many(self, scores.size)) is not None:
+        if (wrong := _amount.count_error(self, scores.size)) is not None:
             raise ValueError(wrong)
         flags = largest(scores, _amount.count_left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])

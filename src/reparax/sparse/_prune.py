@@ -40,7 +40,7 @@ class _Prune(Constraint):
         _amount.require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return _amount.too_many(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
+        return _amount.count_error(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)

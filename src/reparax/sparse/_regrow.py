@@ -43,7 +43,7 @@ class _Regrow(Constraint):
         _amount.require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return _amount.too_many(self, w.size)
+        return _amount.count_error(self, w.size)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, jnp.abs(widened(w)))
