@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from common import by_hand
 from common.networks import Network, convnet, drawn, lstm, mlp, transformer, transformer_layer, transformer_shapes
-from common.timing import Rows, exact, heading, rows, show, shuffled
+from common.timing import Rows, exact, heading, of_programs, peak_of, show
 
 import reparax as rpx
 
@@ -167,10 +167,7 @@ def temporary() -> Rows:
 
 def peak(name: str) -> float:
     """MiB that this process has held at most when it has run a step; NaN where the device does not say."""
-    program, given = scanned(name, *size())
-    jax.block_until_ready(program(*given))
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", float("nan")) / MIB
+    return peak_of(*scanned(name, *size()))
 
 
 def peaks() -> Rows:
@@ -182,13 +179,7 @@ def peaks() -> Rows:
 
 def times(repeats: int) -> Rows:
     """Milliseconds of a step."""
-    programs = {name: scanned(name, *size()) for name in WAYS}
-    calls = {
-        name: lambda program=program, given=given: jax.block_until_ready(program(*given))
-        for name, (program, given) in programs.items()
-    }
-    shuffled(calls, 1)
-    return rows(shuffled(calls, repeats))
+    return of_programs({name: scanned(name, *size()) for name in WAYS}, repeats)
 
 
 def measure(repeats: int) -> dict[str, Rows]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from common import by_hand, language
 from common.networks import drawn
-from common.timing import Calls, Rows, exact, heading, rows, show, shuffled
+from common.timing import Rows, exact, heading, of_programs, peak_of, show
 from peak import MIB, P, Step, gpt2, ways
 
 WAYS = ("plain", "by hand", "apply", "remat")
@@ -51,20 +51,16 @@ def size() -> tuple[int, int]:
 def compiled(network: str, way: str) -> tuple[Any, Any]:
     """The program of a step, and its arguments."""
     steps, words = NETWORKS[network](*size())
-    loss, values = steps[way]
+    loss, _ = steps[way]
     params = drawn(jax.tree.map(lambda x: x.shape, steps["plain"][1]))
     start = {"plain": lambda params: params, "by hand": by_hand.with_lengths}.get(way, P.init)
     given = jax.jit(start)(params), jax.random.key(0), jnp.zeros(words.shape, words.dtype)
-    assert jax.tree.map(jnp.shape, given[0]) == jax.tree.map(jnp.shape, values)
     return jax.jit(jax.value_and_grad(loss)).lower(*given).compile(), given
 
 
 def peak(network: str, way: str) -> float:
     """MiB that this process has held at most when it has run a step; NaN where the device does not say."""
-    program, given = compiled(network, way)
-    jax.block_until_ready(program(*given))
-    stats = jax.devices()[0].memory_stats() or {}
-    return stats.get("peak_bytes_in_use", float("nan")) / MIB
+    return peak_of(*compiled(network, way))
 
 
 def peaks(network: str) -> Rows:
@@ -82,15 +78,10 @@ def measure(repeats: int) -> dict[str, Rows]:
     for network in NETWORKS:
         programs = {way: compiled(network, way) for way in WAYS}
         plans = {way: program.memory_analysis().temp_size_in_bytes / MIB for way, (program, _) in programs.items()}
-        calls: Calls = {
-            way: lambda program=program, given=given: jax.block_until_ready(program(*given))
-            for way, (program, given) in programs.items()
-        }
-        shuffled(calls, 1)
         title = f"{network}, batch {batch} x {length - 1}"
         found[f"{title}: temporary MiB"] = exact(plans)
-        found[f"{title}: ms"] = rows(shuffled(calls, repeats), against="by hand")
-        del programs, calls
+        found[f"{title}: ms"] = of_programs(programs, repeats, against="by hand")
+        del programs
         if jax.default_backend() == "gpu":
             found[f"{title}: peak MiB of a process"] = peaks(network)
     return found

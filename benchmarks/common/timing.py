@@ -1,5 +1,6 @@
 """Times that can be compared: all calls of one run in shuffled order, and what machine they ran on."""
 
+import functools
 import os
 import platform
 import random
@@ -67,6 +68,24 @@ def of_runs(runs: Sequence[Mapping[str, Rows]]) -> dict[str, Rows]:
             for name, row in tables[0].items()
         }
     return found
+
+
+def of_programs(programs: Mapping[str, tuple[Any, Any]], repeats: int, against: str | None = None) -> Rows:
+    """Milliseconds of compiled programs, each with its arguments."""
+
+    def run(program: Any, given: Any) -> Any:
+        return jax.block_until_ready(program(*given))
+
+    calls: Calls = {name: functools.partial(run, *each) for name, each in programs.items()}
+    shuffled(calls, 1)
+    return rows(shuffled(calls, repeats), against)
+
+
+def peak_of(program: Any, given: Any) -> float:
+    """MiB that this process has held at most once it has run a program; NaN where the device does not say."""
+    jax.block_until_ready(program(*given))
+    stats = jax.devices()[0].memory_stats() or {}
+    return float(stats.get("peak_bytes_in_use", "nan")) / 2**20
 
 
 def exact(numbers: Mapping[str, float]) -> Rows:

@@ -68,9 +68,7 @@ def at_once(folder: Path, config: Config) -> dict[str, float]:
     """The loss of new prose where all layers start at once, from the original network on the same windows."""
     params = weights_of(folder, config)
     rows, others = (np.load(folder / f"{name}.npy") for name in ("learned", "others"))
-    inputs = jax.jit(rpx.inputs(functools.partial(model.loss, config=config), where=compression.KERNELS))
-    seen = functools.reduce(functools.partial(jax.tree.map, jnp.add), (inputs(params, row[None]) for row in rows))
-    weights = jax.jit(STAGE.fold)(jax.jit(STAGE.init)(params, seen=seen))
+    weights, _ = compression.compressed(STAGE, params, compression.seen_in(params, rows, config))
     return {"loss at once": tuning.held_out(weights, others, config, len(others))}
 
 

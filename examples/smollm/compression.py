@@ -54,7 +54,7 @@ def windows(tokenizer: Any, draw: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def seen_in(params: Params, rows: np.ndarray, config: Config) -> Any:
     """What each kernel is multiplied with, two windows at a time."""
     inputs = jax.jit(rpx.inputs(functools.partial(model.loss, config=config), where=KERNELS))
-    each = (inputs(params, jnp.asarray(some)) for some in np.split(rows, len(rows) // 2))
+    each = (inputs(params, jnp.asarray(some)) for some in np.split(rows, max(1, len(rows) // 2)))
     return functools.reduce(functools.partial(jax.tree.map, jnp.add), each)
 
 

@@ -214,7 +214,7 @@ def test_a_call_without_variables_says_how_to_pass_them() -> None:
 def test_the_model_is_a_module_of_linen(given: Any, got: str) -> None:
     with raises(
         TypeError,
-        f"rpx.linen.parametrized takes a model that is a `nn.Module`, but got {got}. Write "
+        f"rpx.linen.parametrized takes an instance of `nn.Module`, but got {got}. Write "
         "`rpx.linen.parametrized(Model(...), p)`.",
     ):
         rpx.linen.parametrized(given, mlp.P)

@@ -264,7 +264,7 @@ def test_values_that_train_have_the_type_of_a_parameter(given: Any, got: str) ->
 def test_the_model_is_a_module_of_nnx(given: Any, got: str) -> None:
     with raises(
         TypeError,
-        f"rpx.nnx.Parametrized takes a model that is a `nnx.Module`, but got {got}. Write "
+        f"rpx.nnx.Parametrized takes an instance of `nnx.Module`, but got {got}. Write "
         "`rpx.nnx.Parametrized(Model(...), p)`.",
     ):
         rpx.nnx.Parametrized(given, mlp.P)

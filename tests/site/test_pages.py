@@ -132,6 +132,15 @@ def test_charts_are_dark_on_dark_pages(in_colour):
         assert (shade < 64) == dark, shade
 
 
+def test_a_page_that_is_opened_at_night_is_dark(browser):
+    context = browser.new_context(color_scheme="dark")
+    opened = context.new_page()
+    opened.route(re.compile("^https?:"), lambda route: route.abort())
+    opened.goto((SITE / "index.html").as_uri())
+    assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
+    context.close()
+
+
 def links(page: str) -> set[str]:
     text = (SITE / page).read_text()
     return {unquote(link) for link in re.findall(r'(?:href|src)="([^"]+)"', text)}

@@ -22,7 +22,7 @@ def check_model(who: str, model: Any, kind: type[Any], name: str) -> None:
     """Refuses what is not a model of the library; ``name`` is its class of models, as users write it."""
     if not isinstance(model, kind):
         got = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} first"
-        raise TypeError(f"{who} takes a model that is a `{name}`, but got {got}. Write `{who}(Model(...), p)`.")
+        raise TypeError(f"{who} takes an instance of `{name}`, but got {got}. Write `{who}(Model(...), p)`.")
 
 
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
