@@ -449,6 +449,7 @@ def householder(original):
     return q[:, :k] * np.trunc(np.diag(original))
 
 
+TORCH_MAP = {cayley: "cayley", expm: "matrix_exp", householder: "householder"}
 PATH = "parametrizations.weight."
 
 
@@ -475,13 +476,13 @@ WIDE = {name: ORTHOGONAL[name] for name in ("tall", "complex")}
 
 def assert_orthogonal_weight(map, state, w):
     """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
-    p = rpx.Orthogonal(map.__name__)
+    p, said = rpx.Orthogonal(map.__name__), {"orthogonal_map": TORCH_MAP[map]}
     with jax.enable_x64():
-        tree = rpx.from_torch(p, state, {"kernel": w.T})
+        tree = rpx.from_torch(p, state, {"kernel": w.T}, **said)
         np.testing.assert_allclose(fold(p, tree)["kernel"], w.T, rtol=0, atol=1e-13)
         node = tree["kernel"]["@orthogonal"]
         node["x"] = jnp.asarray(node["x"] + np.random.default_rng(4).standard_normal(w.T.shape).astype(w.dtype))
-        want, again = np.asarray(fold(p, tree)["kernel"]).T, rpx.to_torch(p, tree)
+        want, again = np.asarray(fold(p, tree)["kernel"]).T, rpx.to_torch(p, tree, **said)
     original, base = again[f"{PATH}original"], again[f"{PATH}0.base"]
     np.testing.assert_allclose(base.conj().T @ base, np.eye(len(base)), rtol=0, atol=1e-13)
     wide = original.shape[0] < original.shape[1]
@@ -508,10 +509,11 @@ def test_batches_of_matrices_are_those_of_torch(map):
     )
     p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
+    options = {"layouts": {"weight": "same"}, "orthogonal_map": TORCH_MAP[map]}
     with jax.enable_x64():
-        tree = rpx.from_torch(p, state, {"weight": w}, layouts={"weight": "same"})
+        tree = rpx.from_torch(p, state, {"weight": w}, **options)
         np.testing.assert_allclose(fold(p, tree)["weight"], w, rtol=0, atol=1e-13)
-        again = rpx.to_torch(p, tree, layouts={"weight": "same"})
+        again = rpx.to_torch(p, tree, **options)
     got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
@@ -523,9 +525,9 @@ def test_without_trivialization_torch_has_no_base(map, original, layout):
     w = map(original)
     like, layouts = {"kernel": w.T if layout == "kernel" else w}, {"kernel": layout}
     with jax.enable_x64():
-        p = rpx.Orthogonal(map.__name__)
-        raw = rpx.from_torch(p, {f"{PATH}original": original}, like, layouts=layouts)
-        state = rpx.to_torch(p, raw, layouts=layouts, style="no_trivialization")
+        p, options = rpx.Orthogonal(map.__name__), {"layouts": layouts, "orthogonal_map": TORCH_MAP[map]}
+        raw = rpx.from_torch(p, {f"{PATH}original": original}, like, **options)
+        state = rpx.to_torch(p, raw, style="no_trivialization", **options)
     assert list(state) == [f"{PATH}original"]
     np.testing.assert_allclose(map(state[f"{PATH}original"]), w, rtol=0, atol=1e-12)
 
@@ -857,7 +859,8 @@ REFUSED = {
         ),
         ValueError,
         "to_torch: 'kernel': torch without trivialization starts at the identity, but the base of Orthogonal() is "
-        "another matrix. Use style='parametrizations', or map='householder', which torch can invert.",
+        "another matrix, or the map of torch another one. Use style='parametrizations', or map='householder', which "
+        "torch can invert.",
     ),
     "a kernel of more axes": (
         lambda: rpx.from_torch(rpx.Chain(), {"conv.weight": numbers(4, 3)}, CONV),
@@ -1017,6 +1020,11 @@ REFUSED = {
         lambda: rpx.to_torch(rpx.Chain(), CONV, layouts={"conv/kernel": "embedding"}),
         ValueError,
         "to_torch: the layout 'embedding' is for matrices (num, features), but 'kernel' has shape (2, 2, 3, 4).",
+    ),
+    "an unknown map": (
+        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, orthogonal_map="expm"),
+        ValueError,
+        "to_torch: got 'expm' as a map of torch, but takes one of 'default', 'matrix_exp', 'cayley', 'householder'.",
     ),
     "an unknown layout": (
         lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, layouts={"dense/kernel": "oihw"}),

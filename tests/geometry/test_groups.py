@@ -171,6 +171,7 @@ FROZEN = {
     "polynomial": lambda w: jnp.polyval(w, 2.0),
     "triangle": lambda w: jnp.tril(jnp.outer(w, w)),
     "fourier": lambda w: jnp.abs(jnp.fft.rfft(w)),
+    "bytes": lambda w: jnp.sum(jax.lax.bitcast_convert_type(w, jnp.uint8)[..., 3].astype(jnp.float32)),
     "places of an index": lambda w: point(w.reshape(3, 2)[0]),
     "pairs in a window": lambda w: windows(w.reshape(2, 3))[0],
     "unknown": lambda w: jnp.linalg.det(jnp.outer(w, w) + jnp.diag(w)),

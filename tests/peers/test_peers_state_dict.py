@@ -228,12 +228,17 @@ def exchanged(style):
     p = rpx.Chain(tuple(case.stages(f"{name}/{case.name}") for name, case in cases.items()))
     layouts = {f"{name}/.*": case.layout for name, case in cases.items() if case.layout}
     convolutions = {f"{name}/.*": "kernel" for name, case in cases.items() if len(case.back) > 2}
+    maps = {
+        f"{name}/{case.name}": case.parametrize.keywords["orthogonal_map"]
+        for name, case in cases.items()
+        if "orthogonal_map" in getattr(case.parametrize, "keywords", {})
+    }
     with jax.enable_x64():
-        raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts)
-        returned = rpx.to_torch(p, raw, layouts=convolutions | layouts, style=style)
+        raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts, orthogonal_map=maps)
+        returned = rpx.to_torch(p, raw, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
         kernels = tuple((name, case.name) for name, case in cases.items())
         stepped, effective = trained(p, kernels, raw, {name: ours(cases[name], x) for name, x in targets.items()})
-        written = rpx.to_torch(p, stepped, layouts=convolutions | layouts, style=style)
+        written = rpx.to_torch(p, stepped, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
     loss_of_torch(model.train(), targets).backward()
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -342,14 +347,82 @@ def test_modules_without_trivialization_load_what_is_written(map):
     like = {"a": {"kernel": np.eye(4), "bias": np.zeros(4)}, "b": {"kernel": np.eye(3, 5)}}
     p = rpx.Orthogonal("expm" if map == "matrix_exp" else map)
     with jax.enable_x64():
-        raw = rpx.from_torch(p, model.state_dict(), like)
-        state = rpx.to_torch(p, raw, style="no_trivialization")
+        raw = rpx.from_torch(p, model.state_dict(), like, orthogonal_map=map)
+        state = rpx.to_torch(p, raw, orthogonal_map=map, style="no_trivialization")
     before = {name: x.detach().numpy() for name, x in weights(model).items()}
     with torch.no_grad():
         model["a"].bias.zero_()
     model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=True)
     for name, x in weights(model).items():
         np.testing.assert_allclose(x.detach(), before[name], rtol=0, atol=1e-12)
+
+
+def steps_of_torch(model, targets, n_steps=10):
+    """Steps of gradient descent away from where the modules are."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        loss_of_torch(model, targets).backward()
+        optimizer.step()
+
+
+def by_default():
+    """Modules of all shapes after ten steps, parametrized by a bare ``orthogonal``, and their parameters here."""
+    torch.manual_seed(0)
+    modules = {"tall": torch.nn.Linear(4, 6), "wide": torch.nn.Linear(6, 4), "square": torch.nn.Linear(5, 5)}
+    modules["conv"] = torch.nn.Conv2d(3, 2, (3, 2))  # a matrix (3, 2) for each output and input
+    model = torch.nn.ModuleDict(modules).double()
+    for module in model.values():
+        parametrizations.orthogonal(module)
+    steps_of_torch(model, {name: torch.randn_like(w) for name, w in weights(model).items()})
+    return model, {
+        name: {"weight": np.zeros(w.shape), "bias": np.zeros(w.shape[0])} for name, w in weights(model).items()
+    }
+
+
+def assert_weights(model, effective):
+    for name in effective:
+        np.testing.assert_allclose(effective[name]["weight"], model[name].weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("map", ["cayley", "expm", "householder"])
+def test_orthogonal_with_torchs_defaults_gives_its_weights_there_and_back(map):
+    """A chain of another map than torch has takes the weight alone; also after steps, and back in torch."""
+    model, like = by_default()
+    matrices = rpx.Orthogonal(map, where="(tall|wide|square)/weight")
+    p = matrices >> rpx.Orthogonal(map, where="conv/weight", stacked=(0, 1))
+    options = {"layouts": {".*/weight": "same"}, "orthogonal_map": "default"}
+    with jax.enable_x64():
+        raw = rpx.from_torch(p, model.state_dict(), like, **options)
+        assert_weights(model, p.fold(raw))
+        kernels = tuple((name, "weight") for name in like)
+        for _ in range(10):
+            targets = {name: np.random.default_rng(5).normal(size=like[name]["weight"].shape) for name in like}
+            raw, _ = trained(p, kernels, raw, targets)
+        for said in ({}, {"orthogonal_map": "default"}):
+            state = rpx.to_torch(p, raw, layouts={".*/weight": "same"}, **said)
+            model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=True)
+            assert_weights(model, p.fold(raw))
+
+
+def test_a_trained_matrix_of_an_unknown_map_is_refused():
+    model, like = by_default()
+    like = {"tall": like["tall"]}
+    state = {name: x for name, x in model.state_dict().items() if name.startswith("tall")}
+    with (
+        jax.enable_x64(),
+        raises(
+            ValueError,
+            "from_torch: 'tall/weight': torch's file does not say which map makes this matrix: Orthogonal() has "
+            "map='cayley', but torch takes 'householder' for the shape (6, 4) by default. Pass "
+            "orthogonal_map='default' if torch's `orthogonal` was called without a map, or orthogonal_map='cayley' if "
+            "with that one.",
+        ),
+    ):
+        rpx.from_torch(rpx.Orthogonal(), state, like, layouts={".*/weight": "same"})
+    with jax.enable_x64():
+        p = rpx.Orthogonal("householder")
+        assert_weights(model, p.fold(rpx.from_torch(p, state, like, layouts={".*/weight": "same"})))
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])

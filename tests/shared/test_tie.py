@@ -213,6 +213,8 @@ def test_every_parametrization_says_who_owns_what():
     )
     assert apart.owners(params) == tied
     assert TRANSLATION.owners(jax.eval_shape(lambda: params)) == tied
+    others = {"act": jax.nn.relu, "n": 3, "none": None, "flag": np.ones((), bool), "b": np.ones(2)}
+    assert rpx.Freeze(where="b").owners(others) == {"b": "b", "flag": "flag"}
     with raises(ValueError, "Tie({'x': 'in'}).init found no array at 'x'; the nearest paths are 'b', 'a'."):
         rpx.Tie({"x": "in"}).owners({"a": np.ones(2), "b": np.ones(2)})
 

@@ -26,7 +26,7 @@ from reparax._core.verbs import follow_axes, rebase_raw, total_log_det, total_pe
 from reparax._data.sights import seen_by_place
 from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest
-from reparax._tree.paths import PyTree, types_of_result
+from reparax._tree.paths import PyTree, is_array, types_of_result
 from reparax._tree.raw import require_no_raw, resolve_owners
 
 VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
@@ -260,7 +260,8 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
-        owners = {slot.path: slot.path for slot in flatten(params).types.slots().values()}
+        tree = flatten(params)
+        owners = {slot.path: slot.path for at, slot in tree.types.slots().items() if is_array(tree.arrays[at])}
         for layer in reversed(lineage_of(self, types_of_result(with_any_key(self.init), params)).layers):
             owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
         return owners

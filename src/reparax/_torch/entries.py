@@ -44,6 +44,7 @@ class Entry:
       by_class: Whether the class of the module tells it.
       index: The index in the parameter, if that is a stack.
       rule: Which rule of ``names`` gave the name, if one did.
+      orthogonal_map: What torch's ``orthogonal`` was called with, if the user says it.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Entry:
     by_class: bool = False
     index: Index = ()
     rule: int | None = None
+    orthogonal_map: str | None = None
 
     def like(self, tensors: Iterable[Any]) -> Self:
         """This entry; its layout is known too if one of torch's own tensors tells a convolution.

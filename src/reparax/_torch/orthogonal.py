@@ -5,6 +5,7 @@ columns count. With the first columns of B as the base, ours is the same f of :m
 stores signs in the diagonal of L. They start at -1; ours are always -1.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,19 +13,38 @@ from jax import Array
 
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.linalg import adjoint, product
+from reparax._torch.entries import Entry
+from reparax._torch.rules import ORTHOGONAL_MAPS
 from reparax.matrices._orthogonal import Orthogonal
 
 Values = dict[str, Array]
 
 
-def other_chart(stage: Orthogonal, shape: tuple[int, ...], *, is_transposed: bool) -> bool:
-    """Whether torch has other coordinates: reflections for a transposed square matrix."""
-    return is_transposed and stage.map == "householder" and shape[-2] == shape[-1]
+def in_torch(stage: Orthogonal, entry: Entry) -> Orthogonal:
+    """The stage with the map that torch has for a weight, if the user says nothing else."""
+    by_default = (
+        "expm"
+        if entry.shape[-2] == entry.shape[-1] or jnp.issubdtype(entry.dtype, jnp.complexfloating)
+        else "householder"
+    )
+    return replace(stage, map=ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", by_default))
 
 
-def at_base(stage: Orthogonal, values: Values) -> Values:
-    """The values of the transposed weight, with that weight as the base."""
-    w = widened(stage.apply_leaf(values)).mT
+def require_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
+    """Refuses coordinates of which it is not known by which map they make a matrix; all maps agree at the base."""
+    torch_map = in_torch(stage, entry).map
+    if entry.orthogonal_map is None and torch_map != stage.map and jnp.any(jnp.tril(_as_tall(original), -1)):
+        words = {ours: theirs for theirs, ours in ORTHOGONAL_MAPS.items()}
+        raise ValueError(
+            f"torch's file does not say which map makes this matrix: {stage!r} has map={stage.map!r}, but torch takes "
+            f"{words[torch_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
+            f"torch's `orthogonal` was called without a map, or orthogonal_map={words[stage.map]!r} if with that one."
+        )
+
+
+def at_weight(w: Array) -> Values:
+    """The values of a weight that is its own base, which no map moves."""
+    w = widened(w)
     return {"x": jnp.zeros_like(w), "base": w}
 
 

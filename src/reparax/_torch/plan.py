@@ -12,7 +12,7 @@ from reparax._stage.leaf import Perturbation
 from reparax._torch.axis_order import write_layout
 from reparax._torch.entries import Entry, Index, list_entries, stack_parts
 from reparax._torch.names import Naming, StageValues, Twin
-from reparax._torch.rules import Rules
+from reparax._torch.rules import Rules, given_maps
 from reparax._torch.values import read_values, write_values
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names, PyTree, flatten_with_names, items, path_text
@@ -79,14 +79,22 @@ class TorchPlan:
 
 
 def make_plan(
-    p: Parametrization, raw: PyTree, names: Rules, layouts: Rules, roles: PyTree, by_hook: Callable[[str, Twin], bool]
+    p: Parametrization,
+    raw: PyTree,
+    names: Rules,
+    layouts: Rules,
+    roles: PyTree,
+    orthogonal_map: str | Rules,
+    by_hook: Callable[[str, Twin], bool],
 ) -> TorchPlan:
     """The plan for ``raw``, concrete or abstract, which ``p`` made."""
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
     naming, raw_values, tied_entries = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
-    for entry in list_entries(lineage.effective, names, layouts, roles):
-        place = lineage.places[entry.path]
+    entries = list_entries(lineage.effective, names, layouts, roles)
+    maps = given_maps([entry.path for entry in entries], orthogonal_map)
+    for entry in entries:
+        place, entry = lineage.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
         if lineage.has_values(place):
             raw_values += naming.raw_values_of(place, entry)
         else:

@@ -10,6 +10,8 @@ from reparax._torch.axis_order import LAYOUTS
 Rules = Mapping[str, str] | None
 
 _RENAMED = {"kernel": "weight", "scale": "weight", "embedding": "weight"}
+ORTHOGONAL_MAPS = {"matrix_exp": "expm", "cayley": "cayley", "householder": "householder"}
+"""The maps of torch's ``orthogonal``, in our words."""
 _COUNTERS = ("i", "j")
 """What stands in a name for the index on the first axis, and on the second."""
 
@@ -65,6 +67,16 @@ def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
             layout_names = ", ".join(map(repr, LAYOUTS))
             raise ValueError(f"got {layout!r} as a layout, but takes one of {layout_names}.")
     return {path: layout for path, (_, _, layout) in rule_of_path.items()}
+
+
+def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
+    """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
+    known = ("default", *ORTHOGONAL_MAPS)
+    rules = dict.fromkeys(paths, maps) if isinstance(maps, str) else maps or {}
+    given = {path: value for path, (_, _, value) in _match_rules(paths, rules, "orthogonal_map").items()}
+    if wrong := [value for value in given.values() if value not in known]:
+        raise ValueError(f"got {wrong[0]!r} as a map of torch, but takes one of {', '.join(map(repr, known))}.")
+    return given
 
 
 def _check_rules(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:

@@ -33,6 +33,7 @@ def from_torch(
     names: Rules = None,
     layouts: Rules = None,
     roles: PyTree = None,
+    orthogonal_map: str | Rules = None,
 ) -> PyTree:
     r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
 
@@ -42,8 +43,8 @@ def from_torch(
 
     Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
     matrices have other coordinates: gradient descent takes equal steps only with ``map="householder"``, and even then a
-    square matrix that torch stores transposed starts again from its weight. The hook of spectral norm iterates ``v``
-    before ``u``.
+    square matrix that torch stores transposed starts again from its weight, with its base there. So does every matrix
+    whose map in torch is not that of ``p``. The hook of spectral norm iterates ``v`` before ``u``.
 
     Args:
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
@@ -75,6 +76,11 @@ def from_torch(
       roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
         tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
         identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
+      orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:
+        ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"``, if it was called without, which means
+        ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. A word for all, or a dict of
+        regular expressions. Not needed where :class:`Orthogonal` has torch's default, or where the matrix is still at
+        its base.
 
     Returns:
       A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
@@ -83,7 +89,8 @@ def from_torch(
     Raises:
       TypeError: If ``p`` is not a parametrization.
       ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
-        names each of them. Also if a mask holds numbers other than 0 and 1.
+        names each of them. Also if a mask holds numbers other than 0 and 1, or if it is not known which map makes an
+        orthogonal matrix.
 
     Example:
       >>> import numpy as np, jax, reparax as rpx
@@ -104,7 +111,7 @@ def from_torch(
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
         plan = make_plan(
-            p, raw_types, names, layouts, roles, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
+            p, raw_types, names, layouts, roles, orthogonal_map, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
         ).like(arrays)
         require_known(entry for entry, entry_names in plan.names.items() if any(name in arrays for name in entry_names))
         _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
@@ -123,6 +130,7 @@ def to_torch(
     names: Rules = None,
     layouts: Rules = None,
     roles: PyTree = None,
+    orthogonal_map: str | Rules = None,
     style: str = "parametrizations",
 ) -> dict[str, np.ndarray]:
     """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
@@ -140,6 +148,8 @@ def to_torch(
       layouts: As for :func:`from_torch`; but there is no tensor to show the number of axes, so name all convolutions of
         linen, or give ``roles``.
       roles: As for :func:`from_torch`.
+      orthogonal_map: As for :func:`from_torch`. An orthogonal matrix for which torch takes another map than ``p`` is
+        written with its base at the weight.
       style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
         same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
         ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
@@ -160,7 +170,7 @@ def to_torch(
         *most, last = map(repr, _STYLES)
         raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
-        plan = make_plan(p, raw, names, layouts, roles, lambda tensor, twin: style == "hooks")
+        plan = make_plan(p, raw, names, layouts, roles, orthogonal_map, lambda tensor, twin: style == "hooks")
         require_known(plan.names)
         state = plan.state_dict(raw, with_base=style != "no_trivialization")
         return {name: np.array(x) for name, x in sorted(state.items())}

@@ -13,10 +13,11 @@ from reparax._torch.axis_order import axis_order, permute, read_layout, write_la
 from reparax._torch.entries import Entry
 from reparax._torch.names import EXCHANGE_PLAIN
 from reparax._torch.orthogonal import (
-    at_base,
+    at_weight,
     has_identity,
-    other_chart,
+    in_torch,
     read_orthogonal,
+    require_map,
     write_orthogonal,
     write_reflections,
 )
@@ -121,34 +122,37 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
 
 def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, with_base: bool) -> Values:
     """Raw values of Orthogonal as torch stores them; without a base unless ``with_base``."""
-    is_transposed = _is_transposed(stage, values, entry)
-    if not with_base:
-        return _orthogonal_without_base(stage, values, entry)
-    if other_chart(stage, entry.shape, is_transposed=is_transposed):
-        return write_orthogonal(stage, at_base(stage, values))
-    return write_orthogonal(stage, {x: write_layout(values[x], entry.layout) for x in values})
-
-
-def _orthogonal_without_base(stage: Orthogonal, values: Values, entry: Entry) -> Values:
-    """The same where torch has no base; raises an error if ours is not the identity."""
-    if stage.map == "householder":
-        return {"x": write_reflections(write_layout(widened(stage.apply_leaf(values)), entry.layout))}
-    torch_values = {x: write_layout(values[x], entry.layout) for x in values}
-    if not has_identity(torch_values):
-        raise ValueError(
-            f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix. Use "
-            f"style='parametrizations', or map='householder', which torch can invert."
-        )
-    return {"x": write_orthogonal(stage, torch_values)["x"]}
+    has_coordinates = _has_coordinates(stage, values, entry)
+    in_layout = {name: write_layout(x, entry.layout) for name, x in values.items()}
+    if has_coordinates and (with_base or (stage.map != "householder" and has_identity(in_layout))):
+        written = write_orthogonal(stage, in_layout)
+        return written if with_base else {"x": written["x"]}
+    w = write_layout(widened(stage.apply_leaf(values)), entry.layout)
+    if with_base:
+        return write_orthogonal(stage, at_weight(w))
+    if in_torch(stage, entry).map == "householder":
+        return {"x": write_reflections(w)}
+    raise ValueError(
+        f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix, or the map "
+        f"of torch another one. Use style='parametrizations', or map='householder', which torch can invert."
+    )
 
 
 def _orthogonal_from_torch(stage: Orthogonal, values: Values, entry: Entry) -> Values:
     """Torch's values as raw values of Orthogonal."""
-    is_transposed = _is_transposed(stage, values, entry)
-    raw_values = read_orthogonal(stage, values)
-    if other_chart(stage, entry.shape, is_transposed=is_transposed):
-        return at_base(stage, raw_values)
+    has_coordinates = _has_coordinates(stage, values, entry)
+    require_map(stage, values["x"], entry)
+    torch_stage = in_torch(stage, entry)
+    raw_values = read_orthogonal(torch_stage, values)
+    if not has_coordinates:
+        raw_values = at_weight(torch_stage.apply_leaf(raw_values))
     return {name: read_layout(x, entry.layout) for name, x in raw_values.items()}
+
+
+def _has_coordinates(stage: Orthogonal, values: Values, entry: Entry) -> bool:
+    """Whether torch has our coordinates: it has our map, and for reflections does not transpose a square matrix."""
+    is_reflected_otherwise = _is_transposed(stage, values, entry) and entry.shape[-2] == entry.shape[-1]
+    return in_torch(stage, entry).map == stage.map and not (stage.map == "householder" and is_reflected_otherwise)
 
 
 def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
