@@ -12,13 +12,7 @@ from jax import Array
 from reparax._axes.numbers import Axes, check_features, other_axes
 from reparax._axes.roles import UNCUT
 from reparax._core.value import argument
-from reparax._numerics.arguments import (
-    check_flag,
-    check_known_positive,
-    check_positive_whole,
-    one_of,
-    optional,
-)
+from reparax._numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.inlined import inlined
 from reparax._stage.leaf import Reparametrization
@@ -62,12 +56,9 @@ class Scaled(Reparametrization):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.format in FORMATS:
-            self._require_fields_fit(type(self).__name__)
-
-    def _require_fields_fit(self, who: str) -> None:
-        """Requires fields that fit each other, and the format."""
-        row = self._format
+        if self.format not in FORMATS:
+            return
+        who, row = type(self).__name__, self._format
         if self.double_quant and self._block is None:
             raise ValueError(
                 f"{who} got double_quant=True without a block, but it rounds the scales of blocks. "
