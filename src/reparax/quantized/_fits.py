@@ -51,9 +51,8 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     if "zero" in entries:
         x = x - entries["zero"].astype(scale.dtype)
     x = x * scale
-    if (
-        "offset" in entries
-    ):  # as products are cut off first, XLA does not round the two operations once in some programs
+    if "offset" in entries:
+        # As products are cut off first, XLA does not round the two operations once in some programs.
         x = clip_to_finite(x) - entries["offset"]
     return x
 
