@@ -63,7 +63,7 @@ def require_one(stage: Pruning) -> None:
         )
 
 
-def count_left(stage: Pruning, size: Any) -> Any:
+def count_left(stage: Pruning, size: int) -> Any:
     """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
     if stage.count is not None:
         return size - stage.count
