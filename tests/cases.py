@@ -258,7 +258,6 @@ CASES = {
         model,
     ),
     "moments in eight bits": (rpx.Moments8bit(min_size=8), positive),
-    "halved": (rpx.quantized.Halved(), flat),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.noise.VariationalDropout(0.1, where="out/kernel")
@@ -325,25 +324,3 @@ OF_OTHER_CASES = {
     "positive >> weight norm >> low rank",
 }
 """Chains of stages that other cases have: what is said of stages one by one need not be shown of them again."""
-
-LEARNING = {
-    "adapters from data": (
-        rpx.LoRA(2, start="eva", where="dense/kernel")
-        >> rpx.LoRA(1, 2.0, start="corda", where="out/kernel")
-        >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, start="lora_ga", where="conv/kernel"),
-        model,
-    ),
-    "gptq and awq": (
-        rpx.Stored("int4", block=4, fit="gptq", where="dense/kernel")
-        >> rpx.Stored("uint4", axis=-1, fit="gptq", act_order=True, where="out/kernel")
-        >> rpx.Stored("int8", axis=-1, fit="awq", where="conv/kernel"),
-        model,
-    ),
-    "masks from data": (
-        rpx.MagnitudePrune(0.5, fit="sparsegpt", where="dense/kernel")
-        >> rpx.sparse.NofM(2, 4, along=0, fit="sparsegpt", where="out/kernel")
-        >> rpx.MagnitudePrune(0.5, fit="wanda", where="conv/kernel"),
-        model,
-    ),
-}
-"""Those that cannot start without data."""

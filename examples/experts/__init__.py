@@ -1,1 +1,1 @@
-"""A small mixture of experts that is trained here: adapters on its experts, in files too, and what experts see."""
+"""A small mixture of experts that is trained here: adapters on its experts, in files too."""

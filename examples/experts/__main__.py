@@ -53,22 +53,13 @@ def large() -> dict[str, dict[str, float]]:
     }
 
 
-def compressed(weights: model.Params, learn: np.ndarray, held: np.ndarray) -> dict[str, float]:
-    """The loss with compressed experts, which saw the first windows."""
-    seen = jax.jit(rpx.inputs(lambda w, rows: model.loss(w, rows, CONFIG)))(weights, learn[:32])
+def compressed(weights: model.Params, held: np.ndarray) -> dict[str, float]:
+    """The loss with compressed experts."""
     lost = jax.jit(lambda w: model.loss(w, held, CONFIG))
     found = {"as tuned": float(lost(weights))}
     for name, p in tuning.COMPRESSED.items():
-        folded = jax.jit(lambda w, seen, p=p: p.fold(p.init(w, seen=seen)))
-        found[name] = float(lost(folded(weights, seen)))
+        found[name] = float(lost(jax.jit(lambda w, p=p: p.fold(p.init(w)))(weights)))
     return found
-
-
-def rows_of_experts(weights: model.Params, rows: np.ndarray) -> list[list[float]]:
-    """The share of rows that each expert of each layer reads."""
-    seen = jax.jit(rpx.inputs(lambda w, rows: model.loss(w, rows, CONFIG), moments="diagonal"))(weights, rows)
-    count = np.asarray(seen["layers"]["down"].reads[0].count).reshape(CONFIG.layers, CONFIG.experts)
-    return (count / count.sum(1, keepdims=True)).tolist()
 
 
 def main() -> None:
@@ -136,8 +127,7 @@ def main() -> None:
     }
     say(f"Written to {OUT} and read again: {found['file']['read again']}, equal: {found['file']['same weights']}")
 
-    found["compressed"] = compressed(weights, new, new_held)
-    found["rows"] = {name: rows_of_experts(weights, rows) for name, rows in (("prose", old_held), ("code", new_held))}
+    found["compressed"] = compressed(weights, new_held)
     say(f"Compressed: {found['compressed']}")
     found["large"] = large()
     say(f"64 experts of 512 x 2048 and 1024 x 512: {found['large']}")

@@ -25,11 +25,9 @@ def lora(rank: int) -> rpx.Parametrization:
 
 COMPRESSED = {
     "four bits, rounded": rpx.Stored("int4", axis=-1, stacked=(0, 1), where=EXPERTS),
-    "four bits, GPTQ": rpx.Stored("int4", axis=-1, fit="gptq", stacked=(0, 1), where=EXPERTS),
     "half are zeros, by magnitude": rpx.MagnitudePrune(0.5, stacked=(0, 1), where=EXPERTS),
-    "half are zeros, Wanda": rpx.MagnitudePrune(0.5, fit="wanda", stacked=(0, 1), where=EXPERTS),
 }
-"""What is done to each expert; the second of each pair starts from what that expert saw."""
+"""What is done to each expert."""
 
 
 def by_apply(p: rpx.Parametrization, config: Config) -> Any:

@@ -1,7 +1,6 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
-A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, rotation,
-units, memory.
+A run that was cut off goes on where it stopped. Tables: memory, rounding, tuning.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, compression, files, model, moments, rotation, texts, tuning, units
+from examples.smollm import by_hand, files, model, texts, tuning
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
@@ -129,95 +128,6 @@ def rounded(p: rpx.Parametrization) -> dict[str, Any]:
     return {**losses(jax.jit(p.fold)(raw)), "bytes": size}
 
 
-@functools.lru_cache(1)
-def seen(draw: int) -> tuple[Any, float]:
-    """What each kernel is multiplied with in a draw of windows, and the seconds that this takes."""
-    params, tokenizer, config = loaded()
-    begin = time.process_time()
-    found = jax.block_until_ready(compression.seen_in(params, compression.windows(tokenizer, draw)[0], config))
-    return found, time.process_time() - begin
-
-
-def compressed(p: rpx.Parametrization, draw: int) -> dict[str, Any]:
-    """The loss of weights that learned from a draw of windows, and what that costs."""
-    params, tokenizer, config = loaded()
-    weights, costs = compression.compressed(p, params, seen(draw)[0])
-    rows = compression.windows(tokenizer)[1]
-    return {"old": tuning.held_out(weights, rows, config, len(rows)), **costs, "seconds of inputs": seen(draw)[1]}
-
-
-def compression_cells() -> dict[str, Cell]:
-    """All ways once, and those that learn from windows for each draw of them."""
-    made = {name: once(functools.partial(compressed, p, 0)) for name, p in compression.STAGES.items()}
-    for draw in range(1, len(compression.DRAWS)):
-        for name, p in compression.STAGES.items():
-            if name.rpartition(", ")[2] in compression.FROM_DATA:
-                made[f"{name}, draw {draw}"] = once(functools.partial(compressed, p, draw))
-    return made
-
-
-@functools.lru_cache(1)
-def in_basis(basis: str) -> tuple[Params, Any]:
-    """The network in another basis, and what each of its kernels is multiplied with."""
-    params, tokenizer, config = loaded()
-    rows = compression.windows(tokenizer)[0]
-    turned = rotation.in_basis(params, basis, config, rows)
-    return turned, compression.seen_in(turned, rows, config)
-
-
-def rotated(basis: str, p: rpx.Parametrization) -> dict[str, Any]:
-    """The loss of kernels that were stored in a basis, and how far the outputs of the basis itself are away."""
-    params, tokenizer, config = loaded()
-    rows = compression.windows(tokenizer)[1]
-    turned, seen = in_basis(basis)
-    weights = jax.jit(p.fold)(p.init(turned, seen=seen))
-    lost = tuning.held_out(weights, rows, config, len(rows))
-    return {"old": lost, "apart": rotation.apart(params, turned, rows, config)}
-
-
-def cut(left: float) -> dict[str, Any]:
-    """The network with a share of the inner units of its MLPs left."""
-    params, tokenizer, config = loaded()
-    learned, rows = compression.windows(tokenizer)
-    windows = texts.windows("prose", tokenizer, LENGTH)[:2]
-
-    def held_out(weights: Params) -> float:
-        return tuning.held_out(weights, rows, config, len(rows))
-
-    return units.measured(params, left, learned, held_out, windows, config)
-
-
-def timed(left: float) -> dict[str, float]:
-    """The time of a gradient with as many units left, beside masks."""
-    params, tokenizer, config = loaded()
-    return units.timed(params, left, texts.windows("prose", tokenizer, LENGTH)[:2], config)
-
-
-def stepped(way: str, seed: int) -> dict[str, Any]:
-    """A thousand steps of Adam on the last layers."""
-    params, _, config = loaded()
-    return moments.measured(way, params, inputs_of_last(), config, steps=moments.STEPS, seed=seed)
-
-
-@functools.cache
-def inputs_of_last() -> dict[str, Any]:
-    """For 400 windows, and for 80 that are held out, the input of the last layers and the windows."""
-    params, tokenizer, config = loaded()
-
-    def some(name: str, count: int) -> Any:
-        rows = texts.windows(name, tokenizer, moments.LENGTH)
-        rows = rows[:: len(rows) // count][:count]
-        return moments.below(params, rows, config), rows
-
-    return {"new": some("new", 400), "new, held out": some("new, held out", 80)}
-
-
-def moments_cells() -> dict[str, Cell]:
-    """Three seeds for each way to hold weights and moments."""
-    pairs = [(way, seed) for seed in range(3) for way in moments.WAYS]
-    return {f"{way}, seed {seed}": once(functools.partial(stepped, way, seed)) for way, seed in pairs}
-
-
 def memory_cells() -> dict[str, Cell]:
     """The temporary memory of a gradient of 2 x 64 tokens, as XLA plans it, which needs no weights."""
     lora = tuning.lora(8)
@@ -290,20 +200,9 @@ def planned(fun: Any, *args: Any) -> dict[str, Any]:
 
 
 TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
-    "compression": compression_cells,
     "memory": memory_cells,
-    "moments": moments_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},
-    "rotation": lambda: {
-        f"{basis}, {name}": once(functools.partial(rotated, basis, p))
-        for basis in rotation.BASES
-        for name, p in rotation.STAGES.items()
-    },
     "tuning": tuning_cells,
-    "units": lambda: {
-        **{f"{left:.0%} left": once(functools.partial(cut, left)) for left in units.LEFT},
-        **{f"{left:.0%} left, time": once(functools.partial(timed, left)) for left in units.LEFT[1:]},
-    },
 }
 
 

@@ -10,7 +10,6 @@ from benchmarks.evidence.record import Found, found
 from benchmarks.evidence.summary import markdown
 
 RESULTS = Path(__file__).parent / "results"
-UNTOUCHED = "as downloaded"
 UNTUNED, FULL, BY_HAND = "untuned", "full fine-tuning", "by hand"
 
 
@@ -158,77 +157,3 @@ def rounding_table() -> str:
         for name, cell in found("rounding", RESULTS).items()
     ]
     return markdown(["layers stored as", "MiB", "perplexity of prose", "of programs"], rows)
-
-
-def compression_losses() -> dict[str, dict[str, list[float]]]:
-    """For each setting and way the loss of each draw of windows that is on file."""
-    made: dict[str, dict[str, list[float]]] = {}
-    for name, cell in found("compression", RESULTS).items():
-        setting, _, way = name.partition(", draw ")[0].rpartition(", ")
-        made.setdefault(setting, {}).setdefault(way, []).append(float(cell["old"][0]))
-    return made
-
-
-def compression_tables() -> str:
-    """Perplexities of kernels in a few bits, and of pruned ones: a row for each setting, a column for each way."""
-    ways = {
-        setting: {way: _perplexity(losses) for way, losses in row.items()}
-        for setting, row in compression_losses().items()
-        if setting
-    }
-    bits = {setting: row for setting, row in ways.items() if "bits" in setting}
-    masks = {setting: row for setting, row in ways.items() if "bits" not in setting}
-    return "\n\n".join(_perplexities(rows) for rows in (bits, masks))
-
-
-def compression_order() -> str:
-    """A line for each setting: its ways from the least perplexity on, after that of the model as downloaded."""
-    ways = compression_losses()
-    (before,) = ways.pop("")[UNTOUCHED]
-    lines = [f"{UNTOUCHED}: {np.exp(before):.1f}"]
-    for setting, losses in ways.items():
-        lines.append(f"{setting}: {' < '.join(sorted(losses, key=lambda way: float(np.mean(losses[way]))))}")
-    return "\n".join(lines)
-
-
-def compression_costs() -> str:
-    """A row for each way: the seconds of a processor and the memory of its start, the largest of all settings."""
-    cells = found("compression", RESULTS)
-    ways: dict[str, list[str]] = {}
-    for name in cells:
-        ways.setdefault(name.partition(", draw ")[0].rpartition(", ")[2], []).append(name)
-    rows = [
-        [
-            way,
-            f"{max(cells[name]['seconds'][0] for name in names):.0f}",
-            f"{max(cells[name]['bytes'][0] for name in names) / 2**20:.0f}",
-        ]
-        for way, names in ways.items()
-        if way != UNTOUCHED
-    ]
-    return markdown(["way", "seconds of a processor", "temporary MiB"], rows)
-
-
-def _perplexity(losses: list[float]) -> str:
-    """The perplexity of the mean loss over draws, and the least and the largest of all."""
-    mean, least, most = (float(np.exp(each(losses))) for each in (np.mean, np.min, np.max))
-    return f"{mean:.1f}" if len(losses) == 1 else f"{mean:.1f} ({least:.1f} to {most:.1f})"
-
-
-def _perplexities(rows: dict[str, dict[str, str]]) -> str:
-    columns = list(dict.fromkeys(way for row in rows.values() for way in row))
-    lines = [[name, *(row.get(way, "") for way in columns)] for name, row in rows.items()]
-    return markdown(["perplexity of prose", *columns], lines)
-
-
-def moments_table() -> str:
-    """A row for each way to hold weights and moments: the mean over seeds, the least and the largest, and bytes."""
-    cells = found("moments", RESULTS)
-    ways: dict[str, list[str]] = {}
-    for name in cells:
-        ways.setdefault(name.rpartition(", seed ")[0], []).append(name)
-    rows = [
-        [way, spread([cells[name]["new"][0] for name in names]), f"{cells[names[0]]['bytes'][0]:.2f}"]
-        for way, names in ways.items()
-    ]
-    return markdown(["Adam", "new text, held out", "bytes a weight, moments included"], rows)

@@ -1,13 +1,9 @@
 """Texts that are on every machine: what the model can write, and what it is to learn."""
 
-import ast
 import functools
 import pydoc_data.topics
 import re
-import sys
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,18 +18,6 @@ PROSE = re.compile(r"[A-Za-z0-9 ,.;:'()\"-]{200,}")
 def prose() -> str:
     """Paragraphs of Python's manual, which comes with Python, without those that contain code or markup."""
     paragraphs = (" ".join(each.split()) for text in pydoc_data.topics.topics.values() for each in text.split("\n\n"))
-    return "\n\n".join(dict.fromkeys(each for each in paragraphs if PROSE.fullmatch(each)))
-
-
-def docstrings(*, later: bool) -> str:
-    """Paragraphs of plain English in docstrings of Python's library, of one half of its modules."""
-    names = sorted(sys.stdlib_module_names)
-    half = names[len(names) // 2 :] if later else names[: len(names) // 2]
-    files = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in half]
-    trees = [ast.parse(file.read_text()) for file in files if file.exists()]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
-    found = (ast.get_docstring(node) or "" for tree in trees for node in ast.walk(tree) if isinstance(node, documented))
-    paragraphs = (" ".join(each.split()) for text in found for each in text.split("\n\n"))
     return "\n\n".join(dict.fromkeys(each for each in paragraphs if PROSE.fullmatch(each)))
 
 
@@ -63,8 +47,6 @@ def _program(function: Callable[[Array], Array]) -> str:
 
 TEXTS: dict[str, Callable[[], str]] = {
     "prose": prose,
-    "docstrings": functools.partial(docstrings, later=False),
-    "later docstrings": functools.partial(docstrings, later=True),
     "new": functools.partial(programs, held_out=False),
     "new, held out": functools.partial(programs, held_out=True),
 }

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init
-from errors import raises
 from grids import mostly_thorough
 from jax import lax
-from products.test_random_experts import looked_up, moments, one_hot, scattered, sorted_rows, switch
+from products.test_random_experts import looked_up, sorted_rows
 
 import reparax as rpx
 
@@ -18,8 +17,6 @@ W = np.random.default_rng(0).standard_normal((E, K, N), np.float32)
 W = W * np.array([1, 10, 0.1, 3], np.float32)[:, None, None]
 """Experts of different sizes."""
 X = np.random.default_rng(1).standard_normal((T, K), np.float32)
-CHOSEN = np.random.default_rng(2).integers(E - 1, size=T)
-"""The last expert has no row."""
 
 
 def of_columns(w):
@@ -92,48 +89,3 @@ def test_the_network_says_which_axis_is_that_of_experts(network):
         "WeightNorm(axis=-1, where='w', stacked=0) >> LoRA(2, columns=-1, where='w', stacked=0) >> "
         "MagnitudePrune(sparsity=0.5, where='w', stacked=0)"
     )
-
-
-WAYS = [sorted_rows, switch, scattered, looked_up]
-
-
-@pytest.mark.parametrize("way", mostly_thorough(WAYS, looked_up, sorted_rows))
-def test_what_each_expert_saw_rounds_it_however_the_layer_is_written(way):
-    seen = jax.jit(rpx.inputs(lambda params, x: jnp.sum(way(params["w"], x, CHOSEN, T))))({"w": W}, X)
-    got = rpx.Stored("int4", axis=-1, fit="gptq", stacked=0)
-    got = jax.jit(lambda w, seen: got.fold(got.init(w, seen=seen))["w"])({"w": W}, seen)
-    alone = rpx.Stored("int4", axis=-1, fit="gptq")
-    for e, w in enumerate(W):
-        x = X[np.equal(CHOSEN, e)] if e < E - 1 else np.eye(K, dtype=np.float32)  # white noise
-        own = jax.jit(rpx.inputs(lambda params, x: jnp.sum(x @ params["w"])))({"w": w}, x)
-        want = alone.fold(alone.init({"w": w}, seen=own))["w"]
-        np.testing.assert_allclose(got[e], want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_product_of_all_experts_at_once_has_no_data_of_each():
-    """Its matrix has the inputs of all experts, between which there are moments too."""
-    seen = jax.eval_shape(rpx.inputs(lambda params, x: jnp.sum(one_hot(params["w"], x, CHOSEN, T))), {"w": W}, X)
-    with raises(
-        ValueError,
-        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected data of this array, but products mix the "
-        "stacked axes. Leave the array out with `where`, or choose other axes.",
-    ):
-        rpx.Stored("int4", axis=-1, fit="gptq", stacked=0).init({"w": W}, seen=seen)
-
-
-def test_experts_with_the_fewest_rows_are_left_out():
-    """The lines of the page: the other experts give what they gave, with the router's scores of those that are left."""
-    params = {"router": np.random.default_rng(5).standard_normal((K, E), np.float32), "w": W}
-    seen = jax.jit(rpx.inputs(lambda params, x: jnp.sum(by_groups(params, x))))(params, X)
-    count = np.asarray(seen["w"].reads[0].count)
-    chosen = np.argmax(X @ params["router"], axis=1)
-    np.testing.assert_array_equal(count, moments(X, chosen, np.ones(T, bool), E)[0])
-    p = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="w")
-    raw = p.init(params, KEY)
-    kept = np.sort(np.argsort(-count)[:3])
-    axes = {"router": 1, "w": 0}
-    small = {name: jax.tree.map(lambda x, axis=axis: jnp.take(x, kept, axis), raw[name]) for name, axis in axes.items()}
-    p.check(small, like={"router": params["router"][:, kept], "w": W[kept]})
-    rows = np.isin(chosen, kept)
-    got, want = by_groups(p.apply(small), X), by_groups(p.apply(raw), X)
-    np.testing.assert_allclose(got[rows], want[rows], rtol=1e-5, atol=1e-6 * np.abs(want).max())

@@ -37,7 +37,6 @@ OF_ALL = [
     rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.numbers.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
-    rpx.quantized.Halved(),
 ]
 
 OF_KERNELS = [

@@ -506,8 +506,7 @@ ERRORS = {
     "start": (
         lambda: rpx.LoRA(2, start="zeros"),
         ValueError,
-        "LoRA takes start='kaiming', 'gaussian', 'pissa', 'olora', 'eva', 'corda', 'corda_kpm' or 'lora_ga', but got "
-        "'zeros'.",
+        "LoRA takes start='kaiming', 'gaussian', 'pissa' or 'olora', but got 'zeros'.",
     ),
     "alpha": (
         lambda: rpx.LoRA(2, "8"),

@@ -1,7 +1,6 @@
 """The example's network at a tiny size, with random weights: nothing is downloaded."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from grids import mostly_thorough
 
 import reparax as rpx
-from examples.smollm import by_hand, compression, many, model, moments, report, rotation, tuning, units
+from examples.smollm import by_hand, many, model, report, tuning
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -73,45 +72,6 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
         text = file.read()
     assert len(text.splitlines()) <= 100
     assert "import reparax" not in text
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("basis", ["scales folded", "hadamard", "learned"])
-def test_the_network_computes_the_same_in_each_basis(basis, params):
-    turned = rotation.in_basis(params, basis, TINY, ROWS)
-    moved = jax.tree.map(lambda x, y: not np.allclose(x, y), turned, rotation.untied(params))
-    assert moved["layers"]["mlp"]["up_proj"]["kernel"]
-    assert rotation.apart(params, turned, ROWS, TINY) < 1e-5
-
-
-@pytest.mark.thorough
-def test_cut_units_leave_what_masked_ones_leave(params):
-    masked, small = units.pruned(params, 0.75, ROWS, TINY)
-    assert small["layers"]["mlp"]["down_proj"]["kernel"].shape == (TINY.layers, 18, TINY.width)
-    assert rotation.apart(masked, small, ROWS, TINY) < 1e-5
-    # By hand: the units of a layer whose reading weights, times the roots of mean squares, sum to least.
-    found = units.scores(params, ROWS, TINY)["layers"]["mlp"]["down_proj"]["kernel"].sum(-1)
-    dead = np.all(masked["layers"]["mlp"]["down_proj"]["kernel"] == 0, -1)
-    for score, gone in zip(np.asarray(found), dead, strict=True):
-        assert set(np.flatnonzero(gone)) == set(np.argsort(score)[:6])
-
-
-def test_the_loss_from_the_input_of_the_last_layers_is_that_of_the_model(params):
-    x = moments.below(params, ROWS, TINY)
-    got = moments.loss(moments.last(params), params["embed_tokens"]["embedding"], x, jnp.asarray(ROWS), TINY)
-    np.testing.assert_allclose(got, model.loss(params, jnp.asarray(ROWS), TINY), rtol=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", moments.WAYS)
-def test_steps_of_the_last_layers_lower_the_loss_also_in_few_bits(way, params, monkeypatch):
-    p, stored = moments.WAYS[way]
-    if stored is not None:  # no array of the tiny network has as many numbers as the default asks for
-        monkeypatch.setitem(moments.WAYS, way, (p, rpx.Moments8bit(min_size=256)))
-    held = moments.below(params, ROWS, TINY), ROWS
-    data = {"new": held, "new, held out": held}
-    found = moments.measured(way, params, data, TINY, steps=200, seed=0)
-    assert found["curve"][-1] < found["curve"][0]
 
 
 SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
@@ -228,45 +188,3 @@ def test_the_rate_is_chosen_without_the_windows_that_are_reported():
 
     cells = {"LoRA 8, rate 0.01, seed 0": cell(1.0, 2.0), "LoRA 8, rate 0.03, seed 0": cell(1.5, 1.0)}
     assert report.best_rates({"untuned": {"new": np.array([3.0])}, **cells}) == {"LoRA 8": 0.01}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("3 bits, blocks of 64, GPTQ", "3 bits, blocks of 64, rounding"),
-        ("2:4, SparseGPT", "2:4, magnitude"),
-    ],
-)
-def test_kernels_that_learned_from_windows_are_nearer_in_what_they_compute(name, plain, params):
-    seen = compression.seen_in(params, ROWS, TINY)
-    learned, rounded = (
-        compression.compressed(compression.STAGES[each], params, seen)[0]["layers"] for each in (name, plain)
-    )
-
-    def lost(weights, part, kernel):
-        (read,) = seen["layers"][part][kernel]["kernel"].reads
-        change = np.asarray(weights[part][kernel]["kernel"] - params["layers"][part][kernel]["kernel"])
-        return np.einsum("lkn,lkj,ljn->", change, np.asarray(read.second), change)
-
-    kernels = [(part, kernel) for part in ("self_attn", "mlp") for kernel in params["layers"][part]]
-    assert len(kernels) == 7
-    assert all(lost(learned, *each) < 0.8 * lost(rounded, *each) for each in kernels)
-    np.testing.assert_array_equal(learned["input_layernorm"]["scale"], params["layers"]["input_layernorm"]["scale"])
-
-
-class Letters:
-    """A tokenizer whose tokens are letters, four in a row."""
-
-    def encode(self, text):
-        parts = (text[i : i + 4] for i in range(0, len(text), 4))
-        return SimpleNamespace(ids=[int.from_bytes(part.encode(), "big") % 2**31 for part in parts])
-
-
-@pytest.mark.thorough
-def test_windows_to_learn_from_and_windows_to_judge_by_have_nothing_in_common():
-    draws = [compression.windows(Letters(), draw) for draw in range(len(compression.DRAWS))]
-    sets = [*({row.tobytes() for row in learned} for learned, _ in draws), {row.tobytes() for row in draws[0][1]}]
-    assert [len(rows) for rows in sets] == [compression.LEARNED] * 3 + [compression.HELD_OUT]
-    assert len(set.union(*sets)) == sum(map(len, sets))
-    assert all(np.array_equal(others, draws[0][1]) for _, others in draws)

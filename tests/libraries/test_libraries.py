@@ -297,25 +297,6 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
         np.testing.assert_array_equal(noisy[path], want)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("build", CASES, ids=lambda build: build.__name__)
-def test_stages_learn_from_what_each_kernel_sees(build: Callable[[], Case]) -> None:
-    case = build()
-    seen = rpx.inputs(lambda params, x: jnp.sum(case.forward(params, x)))(case.params, X)
-    paths, found, _ = flatten_with_names(seen, lambda x: isinstance(x, rpx.seen.Seen))
-    arrays = _by_path(case.params)
-    entries = {path: entry for path, entry in zip(map(path_text, paths), found, strict=True) if path in arrays}
-    first = [path for path, x in arrays.items() if x.shape in ((3, 4), (4, 3))]
-    (read,) = entries[first[0]].reads
-    np.testing.assert_allclose(read.second[0], X.T @ X, rtol=1e-5, atol=1e-6)
-    assert [len(entries[path].reads) for path in arrays] == [int(x.ndim == 2) for x in arrays.values()]
-    p = rpx.MagnitudePrune(1 / 3, fit="wanda", where=lambda path, w: w.ndim == 2)
-    pruned = _by_path(p.fold(p.init(case.params, seen=seen)))[first[0]]
-    score = jnp.abs(read.matrices(arrays[first[0]])[0]) * jnp.sqrt(jnp.mean(X**2, axis=0))[:, None]
-    expected = score >= jnp.sort(score, axis=0)[1:2]  # of three inputs to each output, the two largest
-    np.testing.assert_array_equal(read.matrices(pruned)[0] != 0, expected)
-
-
 # Transforms. ------------------------------------------------------------------------------------------------------
 
 TRANSFORMED = [

@@ -1,4 +1,4 @@
-"""Codes and numbers of each format against torchao, bitsandbytes, hqq and qwix."""
+"""Codes and numbers of each format against torchao, bitsandbytes and qwix."""
 
 import warnings
 
@@ -104,61 +104,6 @@ def test_nf4_is_that_of_bitsandbytes():
     codes, _, got = ours(rpx.Stored("nf4", block=64), x.numpy())
     np.testing.assert_array_equal(codes, nibbles(theirs.numpy().ravel(), high_first=True))
     np.testing.assert_array_equal(got, functional.dequantize_4bit(theirs, state).numpy())
-
-
-@pytest.fixture
-def hqq(monkeypatch):
-    """Their function, which has a way for seven bits, but no name for it."""
-    quantizer = pytest.importorskip("hqq.core.quantize").Quantizer
-    monkeypatch.setattr(quantizer, "SUPPORTED_BITS", range(1, 9))
-    monkeypatch.setitem(quantizer.bit_to_packing, 7, "8bit_u8")
-
-    def start(x, bits, round_zero):
-        how = {"group_size": 64, "axis": 1, "bitpack": False, "device": "cpu"}
-        return quantizer.quantize(torch.from_numpy(x), nbits=bits, round_zero=round_zero, **how)
-
-    return start
-
-
-def equal_but_for_ties(codes, theirs, meta, x):
-    """Half way between two numbers, codes may go to either, and their block's zero follows."""
-    off = codes != theirs.reshape(x.shape).numpy()
-    scale, zero = (meta[name].double().numpy().reshape(len(x), -1, 1) for name in ("scale", "zero"))
-    units = (x.reshape(len(x), -1, 64) / scale + zero).reshape(x.shape)
-    assert np.all(np.abs(np.abs(units - np.round(units)) - 0.5)[off] < 1e-4)
-    assert np.mean(off) < 1e-3
-
-
-@pytest.mark.parametrize("round_zero", [True, False])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_the_start_of_hqq_is_that_of_its_authors(hqq, bits, round_zero):
-    theirs, meta = hqq(weights(), bits, round_zero)
-    codes, held, _ = ours(rpx.Stored(f"uint{bits}", block=64, fit="hqq", round_zero=round_zero), weights())
-    equal_but_for_ties(codes, theirs, meta, weights())
-    assert np.mean(np.abs(held["zero"].ravel() - meta["zero"].numpy().ravel()) > 1e-4) < 0.01
-    np.testing.assert_allclose(held["scale"].ravel(), meta["scale"].numpy().ravel(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_the_start_of_hqq_is_whole_where_its_authors_have_it_so(hqq, bits):
-    whole = pytest.importorskip("hqq.core.quantize").hqq_base_quant_config(nbits=bits)["weight_quant_params"][
-        "round_zero"
-    ]
-    assert whole == (bits == 4)
-    theirs, meta = hqq(weights(), bits, whole)
-    codes, _, _ = ours(rpx.Stored(f"uint{bits}", block=64, fit="hqq"), weights())
-    equal_but_for_ties(codes, theirs, meta, weights())
-
-
-@pytest.mark.parametrize("bits", [1, 4, 8])
-def test_constant_blocks_have_the_codes_of_hqq(hqq, bits):
-    x = weights()
-    x[:, :64] = np.random.default_rng(1).standard_normal((64, 1))
-    theirs, meta = hqq(x, bits, round_zero=False)
-    codes, held, got = ours(rpx.Stored(f"uint{bits}", block=64, fit="hqq", round_zero=False), x)
-    equal_but_for_ties(codes, theirs, meta, x)
-    np.testing.assert_array_equal(held["scale"][:, 0], 1)
-    np.testing.assert_array_equal(got[:, :64], x[:, :64])
 
 
 @pytest.mark.parametrize(("name", "bound"), [("int8", 127.5 / 127), ("int4", 7.5 / 7), ("nf4", 1.0)])

@@ -16,7 +16,7 @@ from benchmarks.common.shown import Results
 from benchmarks.evidence import CLAIMS, evolution
 from benchmarks.evidence.record import Size, found, seconds
 from benchmarks.evidence.summary import CONFIDENCE
-from examples.smollm import compression, moments, report, texts
+from examples.smollm import report, texts
 
 ROOT = Path(__file__).parents[2]
 WORDS = dict(enumerate(["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]))
@@ -258,40 +258,6 @@ def test_the_settings_of_the_page_on_a_language_model():
     curves = [np.mean([cells[name]["curve"][0] for name in names], 0) for names in report.chosen(cells).values()]
     assert "All ways fall from over four nats to less than two" in text
     assert all(curve[0] > 4 and curve[-1] < 2 for curve in curves)
-
-
-def test_the_memory_of_a_calibration():
-    held = json.loads((report.RESULTS / "calibrated.json").read_text())
-    assert held["most MiB"] < 1536
-    assert (
-        f"stores SmolLM2, {held['model MiB']:.0f} MiB in float32, in four bits by GPTQ then holds "
-        f"{held['most MiB']:.0f} MiB at most (`python -m examples.smollm.calibrated {held['windows']} "
-        f"{held['length']}`)" in page("api/seen")
-    )
-    in_turn, at_once = (math.exp(held[f"loss {when}"]) for when in ("after", "at once"))
-    assert f"a perplexity of {in_turn:.1f} layer after layer, and {at_once:.1f} all at once" in page("api/seen")
-    assert held["windows"] == 1
-    assert f"one window of {held['length'] - 1} tokens" in page("api/seen")
-
-
-def test_the_settings_of_moments_and_of_compression():
-    text = page("notebooks/language_model")
-    assert (moments.STEPS, moments.LENGTH, moments.LAST) == (1000, 33, 2)
-    assert "A thousand steps of Adam, a window of 32 tokens each, on the last two of the thirty layers" in text
-    assert language.LAYERS == 30
-    ends = {name: cell["new"][0] for name, cell in found("moments", report.RESULTS).items()}
-    of_float32 = [end for name, end in ends.items() if name.startswith("float32")]
-    assert f"with one seed, for which float32 ends at {of_float32[0]:.3f};" in text
-    assert "seeds of float32 differ by more than ten times as much" in text
-    assert max(of_float32) - min(of_float32) > 10 * abs(ends["moments in 8 bits, seed 0"] - of_float32[0])
-    learned, length, others = compression.LEARNED, compression.LENGTH, compression.HELD_OUT
-    assert f"here in {learned} windows of {length - 1} tokens of the prose" in text
-    assert f"The perplexity of {WORDS[others]} other windows of prose" in text
-    losses = report.compression_losses()
-    draws = {len(each) for row in losses.values() for way, each in row.items() if way in compression.FROM_DATA}
-    assert draws == {len(compression.DRAWS)} == {3}
-    assert "is better than SparseGPT followed by rounding" in text
-    assert losses["50 % and int4"]["in one pass"] < losses["50 % and int4"]["SparseGPT then rounding"]
 
 
 def test_random_networks_with_experts():

@@ -1,16 +1,10 @@
 """The tables of the page on the axes of a network are what is on file."""
 
 import json
-from math import exp
 from pathlib import Path
 from statistics import mean
 
-import pytest
-
-from benchmarks.evidence.record import found
 from benchmarks.evidence.summary import markdown
-from examples.smollm import rotation
-from examples.smollm.report import RESULTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,23 +15,6 @@ def on_file(name, part):
 
 def spread(values, digits=2):
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def units():
-    cells, rows = found("units", RESULTS), []
-    for name in (name for name in cells if not name.endswith("time")):
-        cell, times = cells[name], cells.get(f"{name}, time", {"cut": [1], "masked": [1]})
-        rows.append(
-            [
-                name.removesuffix(" left"),
-                f"{exp(cell['old'][0]):.1f}",
-                f"{cell['bytes'][0] / 2**20:.0f}",
-                f"{times['cut'][0] / times['masked'][0]:.2f}",
-            ]
-        )
-    return markdown(
-        ["units left", "perplexity of prose", "MiB of the MLPs", "time of a gradient, relative to masks"], rows
-    )
 
 
 def channels():
@@ -63,23 +40,11 @@ def channels():
     return markdown(head, rows)
 
 
-def rotations():
-    cells, rows = found("rotation", RESULTS), []
-    for basis in rotation.BASES:
-        own = [cells.get(f"{basis}, {stage}") for stage in rotation.STAGES]
-        if any(own):
-            rows.append([basis, *("" if cell is None else f"{exp(cell['old'][0]):.1f}" for cell in own)])
-    return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
+def test_the_table_is_that_of_the_numbers_on_file():
+    assert channels() in (ROOT / "docs" / "axes.md").read_text()
 
 
-@pytest.mark.parametrize("table", [units, channels, rotations])
-def test_a_table_is_that_of_the_numbers_on_file(table):
-    assert table() in (ROOT / "docs" / "axes.md").read_text()
-
-
-def test_networks_that_were_cut_or_turned_compute_the_same():
-    for name in ("units", "rotation"):
-        assert max(cell["apart"][0] for cell in found(name, RESULTS).values() if "apart" in cell) < 1e-5
+def test_networks_that_were_cut_compute_the_same():
     assert max(max(cell["apart"]) for cell in on_file("smaller", "cells").values()) < 1e-5
 
 

@@ -337,17 +337,6 @@ ERRORS = {
         ValueError,
         "Stored got double_quant=True with mxfp4, whose scales are rounded anyway. Use it with int4 or nf4.",
     ),
-    "zeros that are not there": (
-        lambda: rpx.Stored("int4", fit="hqq"),
-        ValueError,
-        "Stored got fit='hqq' with int4, but it fits zeros, which only uint1 to uint8 have. Use fit='absmax'.",
-    ),
-    "whole zeros of another fit": (
-        lambda: rpx.Stored("uint4", round_zero=True),
-        ValueError,
-        "Stored got round_zero=True with fit='absmax', but it sets where HQQ starts. Use it with fit='hqq', or leave "
-        "it out.",
-    ),
     "axis and blocks": (
         lambda: rpx.Stored("int8", axis=0, block=(2, 2)),
         ValueError,

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from compiled import init, read
+from compiled import init
 from errors import raises
 from flax import nnx
 from grids import mostly_thorough
@@ -116,7 +116,6 @@ def trained(tx, seed, steps=1000, p=None):
 def test_a_thousand_steps_of_adam_end_where_those_in_float32_do():
     held = rpx.optimizer(optax.adam(1e-3), state=EIGHT)
     ways = {"float32": (optax.adam(1e-3), None), "held": (held, None)}
-    ways |= {rest: (held, rpx.quantized.Halved(rest=rest, where=".*/kernel")) for rest in ("int16", "int8")}
     runs = {name: [trained(tx, seed, p=p) for seed in range(5)] for name, (tx, p) in ways.items()}
     for name, losses in runs.items():
         error = np.sqrt(sum(np.var(each, ddof=1) / len(each) for each in (losses, runs["float32"])))
@@ -232,39 +231,6 @@ def test_other_updates_are_those_of_optax():
     assert eqx.tree_equal(got, want)
 
 
-@pytest.mark.parametrize(("rest", "error"), [("int16", 0.0), ("int8", 2.0**-15)])
-def test_two_halves_are_the_whole(rest, error):
-    sizes = np.float32(10) ** np.random.default_rng(1).integers(-20, 20, 1000).astype(np.float32)
-    w = {"w": np.asarray(normal(1000)) * sizes}
-    p = rpx.quantized.Halved(rest=rest)
-    raw = init(p, w)
-    held = raw["w"]["@halved"]
-    assert (held["w"].dtype, held["@fixed"]["rest"].dtype) == (jnp.bfloat16, np.dtype(rest))
-    np.testing.assert_allclose(np.asarray(held["w"]).astype(np.float32), w["w"], rtol=2**-8)
-    assert np.max(np.abs(np.asarray(read(p, raw)) / w["w"] - 1)) <= error
-    grad = jax.jit(jax.grad(lambda w: jnp.sum(2 * p.apply({"w": {"@halved": {**held, "w": w}}})["w"])))(held["w"])
-    np.testing.assert_array_equal(np.asarray(grad).astype(np.float32), 2)
-
-
-def test_updates_of_two_halves_are_those_of_float32():
-    p, w = rpx.quantized.Halved(), normal(512, 2)
-    tx, plain = rpx.optimizer(optax.sgd(1e-5), state=DYNAMIC), optax.sgd(1e-5)
-
-    @jax.jit
-    def both(raw, w, grad):
-        grads = jax.tree.map(jnp.zeros_like, raw)
-        grads["w"]["@halved"]["w"] = grad
-        updates, _ = tx.update(grads, tx.init(raw), raw)
-        return updates, plain.update(grad.astype(jnp.float32), plain.init(w))[0]
-
-    raw = init(p, {"w": w})
-    for i in range(3):
-        # Each sum in a program of its own: in one with the product before it, it would be rounded once.
-        updates, alone = both(raw, w, normal(512, 2, seed=i, dtype=jnp.bfloat16))
-        raw, w = apply_updates(raw, updates), np.asarray(w) + np.asarray(alone)
-        np.testing.assert_array_equal(read(p, raw), w)
-
-
 def test_errors():
     with raises(
         TypeError,
@@ -272,12 +238,6 @@ def test_errors():
         "`rpx.optimizer(tx, state=rpx.Moments8bit())`.",
     ):
         rpx.optimizer(optax.sgd(0.1), state="dynamic8")
-    free = rpx.partition(rpx.quantized.Halved().init({"w": normal(4)}))[0]
-    with raises(
-        ValueError,
-        "apply_updates found no correction beside 'w/@halved/w'. Pass the whole raw tree, with its fixed values.",
-    ):
-        rpx.apply_updates(free, free)
 
 
 def test_embeddings_have_moments_in_few_bits_too_and_vectors_have_not():

@@ -364,16 +364,6 @@ def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
     assert not np.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])
 
 
-def test_a_new_stage_that_needs_data_is_refused_with_the_way_to_start_it():
-    with raises(
-        ValueError,
-        "transfer has no data for a new stage: MagnitudePrune(sparsity=0.5, fit='wanda').init at 'w': expected the "
-        "inputs of this array, got seen=None. Pass `seen=rpx.inputs(loss, moments='diagonal')(params, batch)` "
-        "to init. In place of `transfer`, call `new.init(old.fold(raw), seen=seen)`.",
-    ):
-        transferred(rpx.Chain(), rpx.MagnitudePrune(0.5, fit="wanda"), {"w": np.ones((4, 2), np.float32)})
-
-
 def test_boxes_with_axis_names_come_along():
     nn = pytest.importorskip("flax.linen")
     raw = init(rpx.WeightNorm(), {"kernel": nn.Partitioned(np.ones((4, 3), np.float32), ("embed", "mlp"))})

@@ -30,12 +30,6 @@ def largest(scores: Array, count: Any) -> Array:
     return above | (at & (index < end))
 
 
-def largest_of_columns(scores: Array, count: Any) -> Array:
-    """True at the ``count`` largest of each column of ``(..., rows, columns)``."""
-    mask_columns = jnp.vectorize(lambda column: largest(column, count), signature="(n)->(n)")
-    return mask_columns(scores.mT).mT
-
-
 def _integers_in_order(x: Array) -> Array:
     """Integers in the order of the numbers: floats of one sign are ordered as their bits. Both zeros are equal."""
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")

@@ -237,10 +237,9 @@ def to_quantized(
 ) -> dict[str, np.ndarray]:
     r"""The weights of a raw tree as tensors of GGUF, with matrices in one format.
 
-    A matrix that ``p`` holds in this format, except with ``fit="awq"``, keeps its codes and scales: a file that
-    :func:`from_quantized` has read is written bit for bit. All other matrices are rounded as by :class:`Stored` if
-    their inputs are a multiple of 32; everything else is written in float32. Adapters are merged first, as by
-    ``p.fold(raw)``.
+    A matrix that ``p`` holds in this format keeps its codes and scales: a file that :func:`from_quantized` has read is
+    written bit for bit. All other matrices are rounded as by :class:`Stored` if their inputs are a multiple of 32;
+    everything else is written in float32. Adapters are merged first, as by ``p.fold(raw)``.
 
     Args:
       p: The chain.
@@ -275,7 +274,7 @@ def to_quantized(
         maker = lineage.makers.get(place)
         is_own = maker is not None and isinstance(maker.stage, Stored) and maker.stage.format == format
         codes = maker.values if maker is not None and is_own else {}
-        if len(shape) == 2 and codes and "channel" not in codes:  # no file can hold factors of inputs
+        if len(shape) == 2 and codes:
             raw_values = {name: lineage.raw.arrays[at] for name, at in codes.items()}
         elif len(shape) == 2 and shape[1] % 32 == 0:
             count = len(entry.index)

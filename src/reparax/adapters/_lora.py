@@ -4,18 +4,50 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
-from reparax._numerics.linalg import product
+from reparax._numerics.linalg import product, rank_error
 from reparax._stage.matrices import RowsAndColumns
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
-from reparax.adapters._starts import STARTS
+
+
+def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
+    """Uniform numbers with the bound of PEFT."""
+    bound = w.shape[0] ** -0.5
+    return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
+
+
+def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
+    """Normal numbers."""
+    return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
+
+
+def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
+    """The factors of the largest singular values, of equal norms."""
+    u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
+    root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
+    nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
+    a = u[:, :rank] * (jnp.sign(scaling) * root).astype(u.dtype)[None]
+    return a, nonzero_root.astype(vh.dtype)[:, None] * vh[:rank]
+
+
+def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
+    """The first rows and columns of the QR decomposition of the transposed matrix."""
+    del scaling
+    q, r = jnp.linalg.qr(w.T)
+    return r[:rank].T, q[:, :rank].T
+
+
+DRAWN = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
+"""Starts that draw A, where B is zero."""
+SPLIT = {"pissa": _split_pissa, "olora": _split_olora}
+"""Starts that move a part of the base into both factors."""
 
 
 class LoRA(RowsAndColumns):
@@ -31,7 +63,6 @@ class LoRA(RowsAndColumns):
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
     rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
-    EVA, CorDA, LoRA-GA               ``Freeze() >> LoRA(8, start="eva")``, ``"corda"``, ``"lora_ga"``, from data
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
     QLoRA                             ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
@@ -41,14 +72,11 @@ class LoRA(RowsAndColumns):
     the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
-    With ``start="pissa"``, ``"olora"``, ``"corda"`` and ``"lora_ga"`` the base becomes the rest of W: save the whole
-    raw tree. PEFT's EVA may give arrays different ranks: use :func:`eva_ranks`. LoRA-GA is as in its paper; PEFT leaves
-    A unscaled, and scales B by the gradient's singular values as well.
+    With ``start="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
 
     Args:
       rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
-        default of 8 does on a layer of two outputs. With ``start="eva"`` it is at most the number of rows, with
-        ``"lora_ga"`` at most half of ``min(rows, columns)``.
+        default of 8 does on a layer of two outputs.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
       divisor: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
       start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
@@ -56,16 +84,6 @@ class LoRA(RowsAndColumns):
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
         ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
         :math:`c A B`.
-
-        The others start from data: ``init(params, seen=rpx.inputs(loss, ...)(params, batch))``. ``"eva"``: A has the
-        directions of length 1 in which the inputs vary most around their mean, B is zero. ``"corda"``: with the mean C
-        of :math:`x x^T` over the inputs, the ``r`` largest singular values of :math:`C W` move from the base into
-        :math:`c A B`, and A is multiplied by the inverse of C; ``"corda_kpm"`` takes the smallest singular values, to
-        keep what the model knows about these data. As much of the identity is added to C as its inverse needs.
-        ``"lora_ga"``: of the gradient's singular vectors, A has the first ``r`` on the side of the rows, B the next
-        ``r`` on that of the columns, both times :math:`\text{columns}^{1/4} / 4`; the base is W without :math:`c A B`,
-        and a first step follows the matrix of rank :math:`2 r` nearest to the gradient. Directions beyond the span of
-        the data are arbitrary; NaN in the data gives NaN in the factors.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
         scales, and tables, which are named ``embedding`` or ``embeddings``.
       stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
@@ -89,16 +107,15 @@ class LoRA(RowsAndColumns):
 
     References:
       Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022; Kalajdzievski, *A Rank Stabilization Scaling
-      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Paischer,
-      Hauzenberger, Schmied, Alkin, Deisenroth and Hochreiter, *Explained Variance Adaptation* (EVA), 2024; Yang, Li,
-      Zhou, Song, Wu, Nie and Ghanem, *CorDA*, 2024; Wang, Yu and Li, *LoRA-GA*, 2024; Liu, Wang, Yin, Molchanov, Wang,
-      Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*, 2023.
+      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Liu,
+      Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*,
+      2023.
     """
 
     rank: int = argument(check_positive_whole)
     alpha: Number = argument(per_array(optional(check_number)), default=None)
     divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
-    start: str = argument(one_of(*STARTS), default="kaiming", kw_only=True)
+    start: str = argument(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),
@@ -109,29 +126,26 @@ class LoRA(RowsAndColumns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.alpha, float) and self.alpha == 0.0 and STARTS[self.start].moves:
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.start in SPLIT:
             raise ValueError(
                 f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into factors that alpha "
                 f"multiplies. Use another alpha, or start='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return STARTS[self.start].refuses(self.rank, w)
+        return rank_error(self.rank, w) if self.start in SPLIT or 0 in w.shape else None
 
     @property
     def random_start(self) -> bool:
-        return STARTS[self.start].random
+        return self.start in DRAWN
 
-    @property
-    def collects(self) -> tuple[str, ...]:
-        """The data that its start needs."""
-        return STARTS[self.start].collects
-
-    def draw_leaf(self, w: Array, key: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        start, x = STARTS[self.start], widened(w)
-        factors = start.factors(x, self.rank, self._factor(x), start.source(x, key, seen))
-        a, b = (x_of_factor.astype(w.dtype) for x_of_factor in factors)
-        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype) if start.moves else w}
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        x = widened(w)
+        if self.start in DRAWN:
+            a = DRAWN[self.start](x, self.rank, key).astype(w.dtype)
+            return {"a": a, "b": jnp.zeros((self.rank, w.shape[1]), w.dtype), "w": w}
+        a, b = (factor.astype(w.dtype) for factor in SPLIT[self.start](x, self.rank, self._factor(x)))
+        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = widened(values["w"])

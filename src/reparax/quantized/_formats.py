@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from reparax.quantized._numbers import Numbers, floating_numbers, half_out, half_up, table_numbers, whole_numbers
@@ -47,13 +45,6 @@ class Format:
     scales: Scales | None = None
     zero: str = ""
     early: bool = False
-
-    @property
-    def has_zero(self) -> bool:
-        """Whether a code is zero in every block."""
-        with jax.ensure_compile_time_eval():
-            code = self.numbers.encode(jnp.zeros(1), None)
-            return self.zero != "offset" and float(self.numbers.decode(code)[0]) == 0
 
 
 NF4 = [

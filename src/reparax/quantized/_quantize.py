@@ -18,10 +18,22 @@ from reparax.quantized._fits import divide, largest_of, to_powers
 from reparax.quantized._formats import FORMATS
 from reparax.quantized._numbers import bounds_of
 from reparax.quantized._scaled import Scaled
-from reparax.quantized._straight import straight_through
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 """The integer formats."""
+
+
+@jax.custom_jvp
+def straight_through(w: Array, rounded: Array) -> Array:
+    """``rounded``, with the gradient of ``w``, which has its shape and dtype."""
+    del w
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The value is ``rounded``, the derivative that of ``w``."""
+    return primals[1], tangents[0]
 
 
 class Quantize(Scaled):
@@ -41,13 +53,13 @@ class Quantize(Scaled):
     Args:
       format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
-      axis, block, double_quant, fit, reach, round_zero: As for :class:`Stored`.
+      axis, block, double_quant, fit, reach: As for :class:`Stored`.
       step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``round_zero`` has the wrong type.
+      TypeError: If ``axis``, ``block``, ``double_quant`` or ``reach`` has the wrong type.
       ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``step`` is
         not one of the words above.
 

@@ -30,13 +30,10 @@ from reparax.quantized._fits import (
     divide,
     divide_once,
     faces_down,
-    fit_hqq,
     from_units,
     largest_of,
-    power_above,
     range_of,
     reach_of,
-    scales_for_zero,
     to_units,
 )
 from reparax.quantized._formats import FORMATS, ROUNDED, Format, Scales
@@ -58,7 +55,6 @@ class Scaled(Reparametrization):
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
     fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
     reach: float = argument(check_known_positive, default=1.0, kw_only=True)
-    round_zero: bool | None = argument(optional(check_flag), default=None, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -80,16 +76,6 @@ class Scaled(Reparametrization):
         if self.double_quant and (row.numbers.bits == 8 or row.scales):
             which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
             raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
-        if self.fit == "hqq" and row.zero != "zero":
-            raise ValueError(
-                f"{who} got fit='hqq' with {self.format}, but it fits zeros, which only uint1 to uint8 have. Use "
-                f"fit='absmax'."
-            )
-        if self.fit != "hqq" and self.round_zero is not None:
-            raise ValueError(
-                f"{who} got round_zero={self.round_zero} with fit={self.fit!r}, but it sets where HQQ starts. Use it "
-                f"with fit='hqq', or leave it out."
-            )
         if isinstance(self.block, tuple) and self.axis is not None:
             raise ValueError(
                 f"{who} got axis={self.axis!r} and block={self.block}, which has a length for each axis already. Leave "
@@ -161,16 +147,19 @@ class Scaled(Reparametrization):
             sizes = tuple(self._block if i == self._block_axis(w) else 1 for i in range(w.ndim))
         return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
 
-    def _values_of_scales(self, w: Array, dtype: Any = None) -> dict[str, Array]:
-        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype, or ``dtype``."""
-        x, dtype = widened(w), dtype or w.dtype
+    def _values_of_scales(self, w: Array) -> dict[str, Array]:
+        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
+        x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
-            return self._values_with_zeros(x, self._blocks(w), dtype)
+            numbers, (low, high) = self._format.numbers, range_of(x, blocks, self.fit, self.reach, with_zero=True)
+            values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
+            zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
+            return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
         if self._scales is not None and self._scales.dtype == "exponent":
-            return self._power_values(reach_of(x, self._blocks(w), self.fit, self.reach), dtype)
+            return self._power_values(reach_of(x, blocks, self.fit, self.reach), w.dtype)
         values: dict[str, Array] = {}
         for name, scale in self._ideal_scales(x).items():
-            values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, dtype)
+            values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, w.dtype)
         return values
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
@@ -189,31 +178,9 @@ class Scaled(Reparametrization):
         return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
-        """The scale by which ``extent`` has so many parts, or the power of two above it."""
+        """The scale by which ``extent`` has so many parts."""
         # XLA compiles a division by a constant to this product; written out, eager results are the same.
-        scale = divide_once(extent, parts) if self._format.early else extent * (1 / parts)
-        return power_above(scale) if self.fit == "power" else scale
-
-    def _values_with_zeros(self, x: Array, blocks: Grid, dtype: Any) -> dict[str, Array]:
-        """The raw values that hold the scales and zeros of ``x``."""
-        numbers = self._format.numbers
-        low, high = range_of(x, blocks, self.fit, self.reach, with_zero=self.fit != "hqq")
-        scale = self._scale_of_range(low, high)
-        if self.fit != "hqq":
-            values = self._scale_values("scale", "unit", scale, dtype)
-            zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
-            return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(dtype)}
-        scale, constant = scales_for_zero(scale, low, high, dtype)
-        values = self._scale_values("scale", "unit", scale, dtype)
-        scale = self._read_scales(values, "scale", "unit").astype(x.dtype)
-        zero = -low / scale
-        zero = jnp.where(constant, zero, jnp.round(zero)) if self._starts_whole else zero
-        return {**values, "zero": fit_hqq(x, scale, zero, blocks, numbers).astype(dtype)}
-
-    @property
-    def _starts_whole(self) -> bool:
-        """Whether the zeros of HQQ are whole numbers at first: its authors have them so for four bits."""
-        return self._format.numbers.bits == 4 if self.round_zero is None else self.round_zero
+        return divide_once(extent, parts) if self._format.early else extent * (1 / parts)
 
     def _power_values(self, extent: Array, dtype: Any) -> dict[str, Array]:
         """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
@@ -267,33 +234,26 @@ class Scaled(Reparametrization):
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
-        """The scale of each entry, with its zero, its offset and its factor where there are some."""
+        """The scale of each entry, with its zero and its offset where there are some."""
         entries = {"scale": blocks.spread(self._read_scales(values, "scale", "unit"))}
         if "zero" in values:
             entries["zero"] = blocks.spread(widened(values["zero"]))
         if "offset" in values:
             entries["offset"] = blocks.spread(self._read_scales(values, "offset", "offset_unit"))
-        if "channel" in values:
-            entries["channel"] = widened(values["channel"])
         return entries
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        values = self._values_of_scales(w)
-        if not self._format.early or key is not None:
-            return self._encode(w, values, key), values
-        x, blocks = widened(w), self._blocks(w)
-        scales = self._ideal_scales(x)
-        scale = scales.pop("scale")
-        inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
-        entries = {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
-        return self._format.numbers.encode(to_units(x, entries), None), values
-
-    def _encode(self, w: Array, values: dict[str, Array], key: Array | None = None) -> Array:
-        """The codes of ``w`` in scales that are stored."""
-        x = widened(w)
+        values, x, blocks = self._values_of_scales(w), widened(w), self._blocks(w)
+        if self._format.early and key is None:
+            scales = self._ideal_scales(x)
+            scale = scales.pop("scale")
+            inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+            entries = {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
+        else:
+            entries = self._entries(values, blocks)
         noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
-        return self._format.numbers.encode(to_units(x, self._entries(values, self._blocks(w))), noise)
+        return self._format.numbers.encode(to_units(x, entries), noise), values
 
     def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
         """The array of ``codes``."""

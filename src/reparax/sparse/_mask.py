@@ -10,15 +10,12 @@ from jax import Array
 from reparax._axes.numbers import LAST, Axis, check_one_along, last_to_number, position
 from reparax._axes.roles import INPUTS
 from reparax._core.value import argument
-from reparax._data.learned import choose_better_start
-from reparax._data.seen import Seen, require_seen
-from reparax._numerics.arguments import check_known_positive, check_whole, one_of
+from reparax._numerics.arguments import check_whole
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import largest_of_columns
+from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.values import Values, fixed, main
-from reparax.sparse._learned import FITS, MOMENTS, data_needs, require_fit_fields, sparsegpt, wanda
 
 
 def mask_values(w: Array, keep: Array) -> dict[str, Array]:
@@ -77,25 +74,19 @@ class NofM(Constraint):
     masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
     back; :func:`reset_moments` then sets their momentum to zero.
 
-    With ``fit="wanda"`` or ``fit="sparsegpt"``, ``init`` learns from the inputs of the weights, as for
-    :class:`MagnitudePrune`; SparseGPT chooses masks one group at a time. Groups must lie along the axis that products
-    contract: ``along=0`` for a kernel ``(in, out)``.
-
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
       along: The axis along which groups are formed. Default: the last axis of a matrix; arrays of more axes are
         refused.
-      fit: How weights are chosen: ``"magnitude"``, or from data ``"wanda"`` or ``"sparsegpt"``.
-      percdamp: As for :class:`MagnitudePrune`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
 
     Raises:
-      TypeError: If ``n``, ``m``, ``along`` or ``percdamp`` has the wrong type.
-      ValueError: If ``n``, ``m`` or ``percdamp`` is out of range, or if ``fit`` is not one of the words above.
+      TypeError: If ``n``, ``m`` or ``along`` has the wrong type.
+      ValueError: If ``n`` or ``m`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -104,14 +95,12 @@ class NofM(Constraint):
 
     References:
       Zhou, Ma, Zhu, Liu, Zhang, Yuan, Sun and Li, *Learning N:M Fine-grained Structured Sparse Neural Networks From
-      Scratch*, 2021; and those of :class:`MagnitudePrune`.
+      Scratch*, 2021.
     """
 
     n: int = argument(check_whole)
     m: int = argument(check_whole)
     along: Axis = argument(check_one_along, default=LAST, kw_only=True)
-    fit: str = argument(one_of(*FITS), default="magnitude", kw_only=True)
-    percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2
@@ -119,7 +108,6 @@ class NofM(Constraint):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fit_fields(self)
         if not 0 <= self.n <= self.m or self.m < 1:
             raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
@@ -131,34 +119,15 @@ class NofM(Constraint):
             )
         return None
 
-    @property
-    def collects(self) -> tuple[str, ...]:
-        """The data that the start needs."""
-        return data_needs(self.fit)
-
-    def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        if self.fit == "magnitude":
-            return mask_values(w, self._keep_n_of_m(jnp.abs(widened(w))))
-        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w, (position(self.along, w),))
-        if self.fit == "wanda":
-            return mask_values(*wanda(w, read, self._keep_n_of_m))
-
-        def keep(scores: Array, real: Array) -> Array:
-            del real
-            return largest_of_columns(scores, self.n)
-
-        from_data = mask_values(*sparsegpt(w, read, keep, size=self.m, percdamp=self.percdamp))
-        return choose_better_start(self, read, w, from_data, mask_values(w, self._keep_n_of_m(jnp.abs(widened(w)))))
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        axis = position(self.along, w)
+        rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
+        groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
+        keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
+        return mask_values(w, jnp.moveaxis(keep.reshape(rows.shape), -1, axis))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
-
-    def _keep_n_of_m(self, scores: Array) -> Array:
-        """Which scores are among the n largest of their m."""
-        axis = position(self.along, scores)
-        rows = jnp.moveaxis(scores, axis, -1)
-        groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
-        return jnp.moveaxis(largest_of_columns(groups.mT, self.n).mT.reshape(rows.shape), -1, axis)
+        return {"mask": self.init_leaf(values["w"])["mask"]}

@@ -11,17 +11,14 @@ from jax import Array
 
 from reparax._axes.numbers import EACH, Axes, check_slices, count_from_front, other_axes
 from reparax._core.value import argument
-from reparax._data.learned import choose_better_start
-from reparax._data.seen import Read, Seen, require_seen
-from reparax._numerics.arguments import check_known_positive, check_number, one_of, optional
+from reparax._numerics.arguments import check_number, optional
 from reparax._numerics.arithmetic import widened
 from reparax._numerics.lengths import scale
-from reparax._numerics.select import largest, largest_of_columns
+from reparax._numerics.select import largest
 from reparax._stage.constraint import Constraint
 from reparax._stage.varied import Number, per_array
 from reparax._tree.values import Values, fixed, main
 from reparax.sparse import _amount
-from reparax.sparse._learned import FITS, INPUTS, MOMENTS, data_needs, require_fit_fields, sparsegpt, wanda
 from reparax.sparse._mask import apply_mask, mask_values
 
 
@@ -75,16 +72,6 @@ class MagnitudePrune(_Prune):
     quarter. If you chain two stages instead, both shares are of all weights. To rank the weights of all arrays
     together, use :class:`GlobalPrune`.
 
-    Two ways of choosing weights learn from their inputs: ``raw = p.init(params, seen=seen)`` with ``seen =
-    rpx.inputs(loss)(params, batch)``. ``fit="wanda"`` keeps, for each output, the weights with the largest product of
-    magnitude and root mean square of the input; it needs only ``moments="diagonal"``. ``fit="sparsegpt"`` prunes one
-    input after the other, and corrects the inputs that follow for its error by least squares. It chooses masks for 128
-    inputs at a time, by the squared error of pruning. On the same data, the squared error of outputs,
-    :math:`\mathrm{tr}(D^T M D)` for an error D of the weights and the mean M of ``x x^T``, is at most that of pruning
-    by magnitude. For Wanda this holds only among masks with equally many weights for each output, and if inputs are
-    uncorrelated. A smaller error of each array is not always a smaller loss of the network, so compare losses: in a
-    small network, Wanda may do worse than magnitudes. ``update`` does not change such masks.
-
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
         each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
@@ -92,10 +79,6 @@ class MagnitudePrune(_Prune):
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
       order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
-      fit: How weights are chosen: ``"magnitude"``, or from data, ``"wanda"`` or ``"sparsegpt"``, which prune a share of
-        single weights.
-      percdamp: With ``fit="sparsegpt"``, what is added to the diagonal of the inputs' second moments, in units of its
-        mean.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -103,9 +86,8 @@ class MagnitudePrune(_Prune):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``sparsity``, ``axis``, ``count``, ``order`` or ``percdamp`` has the wrong type.
-      ValueError: If ``sparsity``, ``axis``, ``count``, ``order`` or ``percdamp`` is out of range, or if ``fit``
-        is not one of the words above.
+      TypeError: If ``sparsity``, ``axis``, ``count`` or ``order`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis``, ``count`` or ``order`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -115,51 +97,16 @@ class MagnitudePrune(_Prune):
              [-2.,  0.]], dtype=float32)
 
     References:
-      Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017; Sun,
-      Liu, Bair and Kolter, *A Simple and Effective Pruning Approach for Large Language Models*, 2024 (Wanda); Frantar
-      and Alistarh, *SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot*, 2023.
+      Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
     order: float = argument(_check_order, default=2.0, kw_only=True)
-    fit: str = argument(one_of(*FITS), default="magnitude", kw_only=True)
-    percdamp: float = argument(check_known_positive, default=0.01, kw_only=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_fit_fields(self)
-        if self.fit != "magnitude" and (self.axis != EACH or self.count is not None):
-            misused = f"axis={self.axis!r}" if self.count is None else f"count={self.count}"
-            raise ValueError(
-                f"MagnitudePrune got {misused} with fit={self.fit!r}, which prunes a share of single weights. Leave "
-                f"{misused.split('=')[0]} out and write a share, such as sparsity=0.5; or leave fit out, for whole "
-                f"rows."
-            )
-
-    @property
-    def collects(self) -> tuple[str, ...]:
-        """The data that the start needs."""
-        return data_needs(self.fit)
-
-    def init_leaf(self, w: Array, *, seen: Seen | None = None) -> dict[str, Array]:
-        if self.fit == "magnitude":
-            return self._masking(w, _slice_scores(w, self.axis, self.order))
-        read = require_seen(seen, MOMENTS[self.fit]).read(MOMENTS[self.fit], w)
-        if self.fit == "wanda":
-            return mask_values(*wanda(w, read, lambda scores: self._keep_of_each_output(scores, read)))
-
-        def keep(scores: Array, real: Array) -> Array:
-            return largest(scores, _amount.count_left(self, jnp.sum(real) * scores.shape[1]))
-
-        from_data = mask_values(*sparsegpt(w, read, keep, size=INPUTS, percdamp=self.percdamp))
-        return choose_better_start(self, read, w, from_data, self._masking(w, jnp.abs(widened(w))))
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, _slice_scores(w, self.axis, self.order))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"mask": self.init_leaf(values["w"])["mask"]} if self.fit == "magnitude" else {}
-
-    def _keep_of_each_output(self, scores: Array, read: Read) -> Array:
-        """Which scores are among the largest of their output."""
-        columns = read.matrices(scores)
-        return read.array(largest_of_columns(columns, _amount.count_left(self, columns.shape[1])), scores)
+        return {"mask": self.init_leaf(values["w"])["mask"]}
 
 
 class RandomPrune(_Prune):
