@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a language model that other people trained, tuned and compressed with reparax.
+"""SmolLM2-135M-Instruct, a language model that other people trained, here tuned with reparax.
 
 Run: make example
 """

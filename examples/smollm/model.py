@@ -50,14 +50,8 @@ def shapes(config: Config) -> Params:
 def logits(params: Params, tokens: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
     """The logits of the next token after each of ``tokens``, of shape ``(batch, time)``.
 
-    ``read`` gives the weights of a layer from what ``params["layers"]`` holds; ``lm_head`` may be a table for the last.
+    ``read`` gives the weights of a layer from what ``params["layers"]`` holds.
     """
-    x = through(params["layers"], params["embed_tokens"]["embedding"][tokens], config, read)
-    return normed(x, params["norm"], config) @ params.get("lm_head", params["embed_tokens"])["embedding"].T
-
-
-def through(layers: Any, x: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
-    """``x``, of shape ``(batch, time, width)``, after the layers."""
 
     def layer(x: Array, held: Any) -> tuple[Array, None]:
         weights = read(held)
@@ -67,7 +61,9 @@ def through(layers: Any, x: Array, config: Config, read: Callable[[Any], Params]
         gated = jax.nn.silu(inner @ kernels["gate_proj"]) * (inner @ kernels["up_proj"])
         return x + gated @ kernels["down_proj"], None
 
-    return jax.lax.scan(layer, x, layers)[0]
+    table = params["embed_tokens"]["embedding"]
+    x, _ = jax.lax.scan(layer, table[tokens], params["layers"])
+    return normed(x, params["norm"], config) @ table.T
 
 
 def loss(params: Params, windows: Array, config: Config, read: Callable[[Any], Params] = lambda held: held) -> Array:
