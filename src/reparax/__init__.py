@@ -16,7 +16,6 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
 ``rpx.draws``      separate noise for each example: ``local``
-``rpx.seen``       statistics of the data that weights multiply: ``inputs``, ``calibrate``
 ``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``Rotate``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
@@ -44,7 +43,6 @@ from reparax import numbers as numbers
 from reparax import peft as peft
 from reparax import products as products
 from reparax import quantized as quantized
-from reparax import seen as seen
 from reparax import shared as shared
 from reparax import sparse as sparse
 from reparax import stage as stage
@@ -80,8 +78,6 @@ from reparax.products import factored as factored
 from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
-from reparax.seen import calibrate as calibrate
-from reparax.seen import inputs as inputs
 from reparax.shared import Tie as Tie
 from reparax.sparse import Freeze as Freeze
 from reparax.sparse import MagnitudePrune as MagnitudePrune

@@ -729,7 +729,7 @@ CALLS = {
     "init without parameters": (
         lambda: NORM.init(),
         TypeError,
-        "WeightNorm().init needs 'params'. Write `p.init(params, key=None, seen=None)`.",
+        "WeightNorm().init needs 'params'. Write `p.init(params, key=None)`.",
     ),
     "init of nothing": (
         lambda: NORM.init({}),
@@ -740,13 +740,13 @@ CALLS = {
         lambda: rpx.WeightNorm.init(PARAMS),
         TypeError,
         "init was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: "
-        "`p.init(params, key=None, seen=None)`.",
+        "`p.init(params, key=None)`.",
     ),
     "init of a class with a key": (
         lambda: rpx.LoRA.init(PARAMS, KEY),
         TypeError,
         "init was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: "
-        "`p.init(params, key=None, seen=None)`.",
+        "`p.init(params, key=None)`.",
     ),
     "apply of a class": (
         lambda: rpx.WeightNorm.apply(RAW),
@@ -985,12 +985,6 @@ FUNCTIONS = {
         lambda: rpx.explain(P),
         TypeError,
         "explain takes a function, but got WeightNorm() >> VarNoise(0.1) of type Chain. Pass one, such as the loss.",
-    ),
-    "inputs with the arguments": (
-        lambda: rpx.inputs(loss, PARAMS, X),
-        TypeError,
-        "inputs got 3 arguments by position, but takes 2. Write `rpx.inputs(fun, argnums=None, "
-        "moments='full', gradients=False, where=None)`.",
     ),
 }
 
