@@ -34,7 +34,6 @@ REPEATS = {
     "stored": 10,
     "factored": 10,
     "evolution": 3,
-    "seen": 10,
     "local": 10,
     "hosted": 1,
     "experts": 1,

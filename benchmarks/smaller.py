@@ -23,6 +23,7 @@ FILE = Path(__file__).parent / "results" / "smaller.json"
 SEEDS, STEPS, MORE, BATCH, RATE, TURNS = 5, 400, 100, 64, 3e-3, 20
 LEFT = (1.0, 0.75, 0.5)
 CHANNELS = (1, 16, 32, 32)
+AXES = ("NHWC", "HWIO", "NHWC")
 
 Data = tuple[Array, Array]
 
@@ -38,14 +39,20 @@ def start(key: Array) -> dict[str, Any]:
     return {**params, "last": {"w": jax.random.normal(keys[-1], (n, 10)) * jnp.sqrt(1 / n), "b": jnp.zeros(10)}}
 
 
-def logits(params: Any, x: Array) -> Array:
-    """Channels, of which the last are averaged over each image."""
-    x = x.reshape(-1, 8, 8, 1)
+def layers(params: Any, x: Array) -> tuple[Array, dict[str, Array]]:
+    """The logits, from channels of which the last are averaged over each image; and what each layer reads."""
+    x, reads = x.reshape(-1, 8, 8, 1), dict[str, Array]()
     for name in (name for name in params if name.startswith("conv")):
-        axes = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(x, params[name]["w"], (1, 1), "SAME", dimension_numbers=axes)
+        reads[name] = x
+        x = jax.lax.conv_general_dilated(x, params[name]["w"], (1, 1), "SAME", dimension_numbers=AXES)
         x = jax.nn.relu(x + params[name]["b"])
-    return x.mean((1, 2)) @ params["last"]["w"] + params["last"]["b"]
+    reads["last"] = x.mean((1, 2))
+    return reads["last"] @ params["last"]["w"] + params["last"]["b"], reads
+
+
+def logits(params: Any, x: Array) -> Array:
+    """What the last layer says of each image."""
+    return layers(params, x)[0]
 
 
 def loss(params: Any, x: Array, y: Array) -> Array:
@@ -54,7 +61,6 @@ def loss(params: Any, x: Array, y: Array) -> Array:
 
 
 TX = optax.adam(RATE)
-INPUTS = jax.jit(rpx.inputs(loss, moments="diagonal"))
 STEP = jax.jit(lambda params, state, x, y: TX.update(jax.grad(loss)(params, x, y), state))
 
 
@@ -74,17 +80,18 @@ def trained(params: Any, state: Any, key: Array, data: Data, steps: int) -> tupl
     return params, state
 
 
-def scores(params: Any, data: Data) -> Any:
+@jax.jit
+def scores(params: Any, x: Array) -> Any:
     """The sizes of the weights that read a channel, times the root of its mean square; zero for biases."""
-    seen = INPUTS(params, *data)
 
-    def of(w: Array, sight: Any) -> Array:
-        (read,) = sight.reads
-        return abs(w) * jnp.sqrt(read.each_input(read.moments, w))
+    def of(w: Array, x: Array) -> Array:
+        if w.ndim == 4:  # the window of each place, with channels first
+            x = jax.lax.conv_general_dilated_patches(x, w.shape[:2], (1, 1), "SAME", dimension_numbers=AXES)
+        squares = jnp.mean(jnp.square(x).reshape(-1, x.shape[-1]), axis=0)
+        return abs(w) * jnp.sqrt(jnp.moveaxis(squares.reshape(w.shape[-2], *w.shape[:-2]), 0, -1))[..., None]
 
-    return {
-        name: {"w": of(each["w"], seen[name]["w"]), "b": jnp.zeros_like(each["b"])} for name, each in params.items()
-    }
+    reads = layers(params, x)[1]
+    return {name: {"w": of(each["w"], reads[name]), "b": jnp.zeros_like(each["b"])} for name, each in params.items()}
 
 
 def seconds(trees: list[Any], data: Data) -> list[list[float]]:
@@ -102,7 +109,7 @@ def measured(params: Any, state: Any, left: float, key: Array) -> dict[str, floa
     """Losses, the share of digits that are right, bytes, and the processor's time of a step beside masks."""
     train, _, test = digits()
     groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.why_whole]
-    masked = rpx.geometry.prune_units(params, groups, 1 - left, scores(params, train))
+    masked = rpx.geometry.prune_units(params, groups, 1 - left, scores(params, train[0]))
     small = rpx.shrink(rpx.Chain(), masked, groups)
     want, got = logits(masked, test[0]), logits(small, test[0])
     again, _ = trained(small, rpx.shrink(rpx.Chain(), state, groups, like=masked), key, train, MORE)

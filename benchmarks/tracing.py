@@ -1,9 +1,9 @@
-"""How much longer do gradients take to trace under ``factored``, ``local`` and ``remat``, and ``inputs`` against one?
+"""How much longer do gradients take to trace under ``factored``, ``local`` and ``remat``?
 
-Each against the gradient of the same loss without it, and ``inputs`` against the gradient of the plain network. Every
-call traces a new function, so JAX remembers nothing but what the network's own ``jit`` functions do. Nothing runs, and
-no array is made. Milliseconds of the processor, of calls that take turns in one process; ratios are of one turn. Last,
-how often the gradient under ``factored`` goes from one file of the package to another, as in ``structure``.
+Each against the gradient of the same loss without it. Every call traces a new function, so JAX remembers nothing but
+what the network's own ``jit`` functions do. Nothing runs, and no array is made. Milliseconds of the processor, of calls
+that take turns in one process; ratios are of one turn. Last, how often the gradient under ``factored`` goes from one
+file of the package to another, as in ``structure``.
 
 Run: python benchmarks/tracing.py [repeats]
 """
@@ -88,8 +88,6 @@ def ways(loss: Loss, params: Any, data: Any, stacked: int | tuple[()] = ()) -> d
         losses = {"apply": of_train} | {each: getattr(rpx, each)(of_train) for each in transforms}
         args = train, KEY, rest, data
         tables[name] = {way: (jax.grad(function), args) for way, function in losses.items()}
-    plain = {"gradient": jax.grad(loss), "inputs": rpx.inputs(loss, moments="diagonal")}
-    tables["no chain"] = {way: (function, (params, data)) for way, function in plain.items()}
     return tables
 
 

@@ -12,11 +12,10 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
-``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``, ``merge``
+``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
 ``rpx.draws``      separate noise for each example: ``local``
-``rpx.seen``       statistics of the data that weights multiply: ``inputs``, ``calibrate``
 ``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``Rotate``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
@@ -44,7 +43,6 @@ from reparax import numbers as numbers
 from reparax import peft as peft
 from reparax import products as products
 from reparax import quantized as quantized
-from reparax import seen as seen
 from reparax import shared as shared
 from reparax import sparse as sparse
 from reparax import stage as stage
@@ -57,7 +55,6 @@ from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
 from reparax.geometry import Rotate as Rotate
-from reparax.geometry import align as align
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
 from reparax.geometry import shrink as shrink
@@ -81,8 +78,6 @@ from reparax.products import factored as factored
 from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
-from reparax.seen import calibrate as calibrate
-from reparax.seen import inputs as inputs
 from reparax.shared import Tie as Tie
 from reparax.sparse import Freeze as Freeze
 from reparax.sparse import MagnitudePrune as MagnitudePrune
@@ -100,7 +95,6 @@ from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels
-from reparax.training import merge as merge
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
 from reparax.training import summary as summary

@@ -44,8 +44,7 @@ class Parametrized(eqx.Module):
       model: The model.
       p: The chain.
       key: A key for random starts.
-      seen: Statistics of the inputs of weights, as for ``p.init``.
-      raw: A result of ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)``, instead of a new start.
+      raw: A result of ``p.init(model)``, instead of a new start.
 
     Raises:
       TypeError: If ``model`` is a chain, or ``p`` is not.
@@ -70,15 +69,13 @@ class Parametrized(eqx.Module):
     """The raw tree, with integers in the place of values that do not train."""
     p: Any = eqx.field(static=True)
 
-    def __init__(
-        self, model: PyTree, p: Parametrization, *, key: Array | None = None, seen: PyTree = None, raw: PyTree = None
-    ) -> None:
+    def __init__(self, model: PyTree, p: Parametrization, *, key: Array | None = None, raw: PyTree = None) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
         self.p = check_chain("rpx.equinox.Parametrized", model, p)
         if p.random_start and key is None and raw is None:
             raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
         self.values = _hide_fixed(
-            p.init(model, key, seen=seen) if raw is None else _put_into_model(model, require_made_by(p, raw))
+            p.init(model, key) if raw is None else _put_into_model(model, require_made_by(p, raw))
         )
 
     @property

@@ -38,10 +38,10 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
 
     The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 
-    * ``start(params, state, key=None, seen=None)``: raw ``params``, or both, from those of the plain network.
+    * ``start(params, state, key=None)``: raw ``params``, or both, from those of the plain network.
     * ``raw(params, state)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
     * ``replace(params, state, raw)``: raw ``params``, or both, with another raw tree, such as that of
-      ``rpx.calibrate``.
+      :func:`transfer`.
     * ``effective(params, state, key=None)`` and ``fold(params, state)``: parameters of the plain network, of one draw
       and without noise.
     * ``update(params, state, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
@@ -109,11 +109,11 @@ class _Shared:
             raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
         return rng if self.p.stochastic else None
 
-    def _start_raw(self, params: PyTree, key: Any, seen: PyTree = None) -> PyTree:
+    def _start_raw(self, params: PyTree, key: Any) -> PyTree:
         """The raw tree of plain parameters; raises an error if their start needs a key."""
         if self.p.random_start and key is None:
             raise needs_start_error(self.p, self._write)
-        return self.p.init(params, key if self.p.random_start else None, seen=seen)
+        return self.p.init(params, key if self.p.random_start else None)
 
     def __repr__(self) -> str:
         return f"rpx.haiku.parametrized({self.network}, {self.p})"
@@ -133,9 +133,9 @@ class _WithoutState(_Shared, hk.Transformed):
         rng = _rng_of(self.network.apply, params, *args, **kwargs)
         return self.network.apply(self.p.apply(params, self._key_of_call(rng)), *args, **kwargs)
 
-    def start(self, params: PyTree, key: Any = None, *, seen: PyTree = None) -> PyTree:
+    def start(self, params: PyTree, key: Any = None) -> PyTree:
         """Plain parameters as a raw tree."""
-        return self._start_raw(params, key, seen)
+        return self._start_raw(params, key)
 
     def raw(self, params: PyTree) -> PyTree:
         """The raw tree, which these parameters are."""
@@ -175,9 +175,9 @@ class _WithState(_Shared, hk.TransformedWithState):
         out, own = self.network.apply(params, own, *args, **kwargs)
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
 
-    def start(self, params: PyTree, state: PyTree, key: Any = None, *, seen: PyTree = None) -> tuple[PyTree, PyTree]:
+    def start(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
         """Plain parameters and state as a raw tree in both."""
-        return _set_raw(state, self._start_raw(params, key, seen))
+        return _set_raw(state, self._start_raw(params, key))
 
     def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
         """These parameters and state with the values of another raw tree."""

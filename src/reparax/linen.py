@@ -41,9 +41,9 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
 
     These methods of the result take raw variables, and are pure functions:
 
-    * ``start(variables, key=None, seen=None)``: raw variables from those of the plain module, such as a checkpoint.
+    * ``start(variables, key=None)``: raw variables from those of the plain module, such as a checkpoint.
     * ``raw(variables)``: the raw tree, as ``p.init(params)`` gives it, which ``p.check`` reads.
-    * ``replace(variables, raw)``: variables with another raw tree, such as that of ``rpx.calibrate``.
+    * ``replace(variables, raw)``: variables with another raw tree, such as that of :func:`transfer`.
     * ``effective(variables, key=None)`` and ``fold(variables)``: variables of the plain module, of one draw and without
       noise.
     * ``update(variables, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
@@ -77,7 +77,7 @@ class _Parametrized(nn.Module):
     module: Any
     p: Any
 
-    def start(self, variables: PyTree, key: Any = None, *, seen: PyTree = None) -> dict[str, Any]:
+    def start(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
         """Variables of the plain module as raw variables."""
         _check_variables(variables)
         if "fixed" in variables:
@@ -85,7 +85,7 @@ class _Parametrized(nn.Module):
                 "rpx.linen.parametrized puts values that do not train into the collection 'fixed', but there is one. "
                 "Start with the variables of the plain module, and give a collection of its own another name."
             )
-        return _set_raw(variables, self.p.init(variables["params"], key, seen=seen))
+        return _set_raw(variables, self.p.init(variables["params"], key))
 
     def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
         """These variables with the values of another raw tree."""

@@ -74,8 +74,7 @@ class Parametrized(nnx.Module):
       rngs: ``nnx.Rngs`` or one of its streams, for noise and for random starts, which draw from ``params``.
       variable: The type of variables that train, by which trainers select them: ``nnx.LoRAParam`` for adapters.
       deterministic: Whether to replace noise by its mean.
-      seen: Statistics of the inputs of weights, as for ``p.init``.
-      raw: A result of ``p.init(model)`` or ``rpx.calibrate(p, loss, model, batches)``, instead of a new start.
+      raw: A result of ``p.init(model)``, instead of a new start.
 
     Raises:
       TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,
@@ -105,7 +104,6 @@ class Parametrized(nnx.Module):
         rngs: Any = None,
         variable: type[Any] = Free,
         deterministic: bool = False,
-        seen: PyTree = None,
         raw: Any = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
@@ -118,7 +116,7 @@ class Parametrized(nnx.Module):
             if p.random_start and start is None:
                 raise needs_start_error(p, WITH_RNGS)
             key = start() if p.random_start else None
-            raw = _map_parameters(lambda tree: p.init(tree, key, seen=seen), model)
+            raw = _map_parameters(lambda tree: p.init(tree, key), model)
         elif type(raw) is not type(model):
             raise TypeError(
                 f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "

@@ -488,7 +488,7 @@ def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, pr
 
 CHANGES = {
     "a derivative is no tree": ("residuals", lambda linear: ([], None)),
-    "checkpoint hides its policy": ("policy_of", lambda eqn, kind: None),
+    "checkpoint hides its policy": ("policy_of", lambda eqn: None),
     "a function is gone": ("partial_eval", None),
 }
 

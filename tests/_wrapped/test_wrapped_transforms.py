@@ -107,21 +107,3 @@ def test_a_wrapped_model_is_computed_again_by_the_remat_of_each_library(make: st
     np.testing.assert_allclose(again(raw, None, SMALL), call(raw, None, SMALL), rtol=1e-5)
     assert residuals.kept(call, raw, None, SMALL)["weights"] >= SQUARE.nbytes
     assert residuals.kept(again, raw, None, SMALL)["weights"] == 0
-
-
-@pytest.mark.parametrize("library", EACH)
-def test_inputs_finds_what_a_wrapped_model_multiplies(library: Any) -> None:
-    raw, call, _ = library(rpx.LowRank(2), W)
-    seen = rpx.inputs(lambda raw, x: jnp.sum(call(raw, None, x) ** 2))(raw, SMALL)
-    leaves = jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, rpx.seen.Seen))
-    (weight,) = [
-        x for x in leaves if isinstance(x, rpx.seen.Seen) and x.reads
-    ]  # a layer without a bias has a place for it
-    np.testing.assert_allclose(weight.reads[0].moments[0], np.asarray(SMALL).T @ np.asarray(SMALL) / 5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("library", EACH)
-def test_calibrate_refuses_raw_values_of_a_wrapped_model(library: Any) -> None:
-    raw, call, _ = library(rpx.LowRank(2), W)
-    with pytest.raises(ValueError, match=r"init takes the model's own parameters, but got a raw tree: it holds '@low"):
-        rpx.calibrate(rpx.Stored("int8"), lambda raw, x: jnp.sum(call(raw, None, x)), raw, [(SMALL,)])

@@ -308,8 +308,3 @@ def test_nnx_optimizer_trains_raw_blocks() -> None:
         optimizer.update(raw, nnx.grad(lambda raw: jnp.sum(p.apply(raw).hidden[...] ** 2))(raw))
     np.testing.assert_array_equal(p.apply(raw).input[...], np.ones((3, 4)))
     np.testing.assert_array_equal(p.apply(raw).hidden[...], np.zeros((2, 4)))  # w - 0.5 * 2 w
-
-
-def test_what_the_weights_of_a_module_see_is_shown() -> None:
-    seen = rpx.inputs(lambda model, x: jnp.sum(model(x)))(MLP(nnx.Rngs(0)), jnp.ones((5, 3)))
-    assert repr(seen).count("Seen(") == 4

@@ -91,19 +91,6 @@ def test_factors_give_the_gradients_of_one_device(mesh, layout):
 
 
 @every_layout
-def test_inputs_counts_each_row_once(mesh, layout):
-    layer = layout(mesh)
-    seen = rpx.inputs(lambda params, x: jnp.sum(layer(params["w"], x) ** 2), gradients=True)
-    (read,) = jax.jit(seen)({"w": W}, X)["w"].reads
-    for e in range(E):
-        x = X[CHOSEN.reshape(-1) == e]
-        slope = 2 * x @ W[e]
-        assert read.count[e] == len(x)
-        np.testing.assert_allclose(read.second[e], x.T @ x, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(read.slopes[e], slope.T @ slope, rtol=1e-4, atol=1e-3)
-
-
-@every_layout
 def test_each_row_draws_for_itself_on_all_devices(mesh, layout):
     p, layer = rpx.VarNoise(0.3), layout(mesh)
     draw = rpx.local(lambda params, key, x: layer(p.apply(params, key)["w"], x))

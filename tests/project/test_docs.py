@@ -274,7 +274,7 @@ def test_what_a_page_calls_by_our_name_exists(page):
     assert [name for family, name in below if not hasattr(family, name)] == []
 
 
-PAGES = ["axes", "concepts", "experts", "guarantees", "faq", "api/adapters", "api/quantized", "api/seen"]
+PAGES = ["axes", "concepts", "experts", "guarantees", "faq", "api/adapters", "api/quantized"]
 
 
 @pytest.mark.parametrize("page", mostly_thorough(PAGES, "concepts", "guarantees", "api/adapters"))

@@ -14,7 +14,7 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-FLOORS = ["_tree", "_reports", "_numerics", "_data", "_axes", "_core", "_programs", "_weights", "_stage"]
+FLOORS = ["_tree", "_reports", "_numerics", "_axes", "_core", "_programs", "_weights", "_stage"]
 """Each imports those before it alone."""
 FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
 """Each imports the floors, and no other family."""
@@ -26,7 +26,6 @@ ALLOWED = {
     "memory": {"_tree", "_reports", "_numerics", "_core", "_programs"},
     "_weights": {"_tree", "_numerics", "_programs"},
     "products": {"_tree", "_reports", "_numerics", "_programs", "_weights"},
-    "seen": {"_tree", "_reports", "_numerics", "_data", "_axes", "_core", "_programs", "_weights"},
     "geometry": set(FLOORS),
     "draws": {"_tree", "_reports", "_numerics", "_core", "_programs", "_weights", "memory"},
     "testing": {*FLOORS, "training", "geometry"},
@@ -87,16 +86,6 @@ def test_what_reads_programs_knows_of_the_core_by_one_name():
         if path[0] == "_core"
     }
     assert {path[1] for path in found} == {"recompute"}
-
-
-def test_the_core_knows_of_data_by_few_names():
-    found = {path for wing in ("_axes", "_core", "_stage") for file in files(wing) for path in imported(file)}
-    assert {path[1:] for path in found if path[0] == "_data"} == {
-        ("seen", "ANY"),
-        ("seen", "Seen"),
-        ("seen", "require_data"),
-        ("sights", "seen_by_place"),
-    }
 
 
 @pytest.mark.parametrize("wing", ALLOWED)

@@ -438,10 +438,9 @@ CHAINS = {
     ),
     "a float as rank": (lambda: rpx.LoRA(2.0), TypeError, "LoRA takes an integer as rank, but got 2.0."),
     "a tree as a word": (
-        lambda: rpx.merge(PARAMS, PARAMS),
+        lambda: rpx.Orthogonal(PARAMS),
         ValueError,
-        "merge takes how='mean', 'regmean', 'task_arithmetic', 'magnitude_prune', 'ties', 'dare_linear' or "
-        "'dare_ties', but got a dict of arrays.",
+        "Orthogonal takes map='cayley', 'expm' or 'householder', but got a dict of arrays.",
     ),
     "a list of ties": (
         lambda: rpx.Tie(["out/kernel", "dense/kernel"]),
@@ -730,7 +729,7 @@ CALLS = {
     "init without parameters": (
         lambda: NORM.init(),
         TypeError,
-        "WeightNorm().init needs 'params'. Write `p.init(params, key=None, seen=None)`.",
+        "WeightNorm().init needs 'params'. Write `p.init(params, key=None)`.",
     ),
     "init of nothing": (
         lambda: NORM.init({}),
@@ -741,13 +740,13 @@ CALLS = {
         lambda: rpx.WeightNorm.init(PARAMS),
         TypeError,
         "init was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: "
-        "`p.init(params, key=None, seen=None)`.",
+        "`p.init(params, key=None)`.",
     ),
     "init of a class with a key": (
         lambda: rpx.LoRA.init(PARAMS, KEY),
         TypeError,
         "init was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: "
-        "`p.init(params, key=None, seen=None)`.",
+        "`p.init(params, key=None)`.",
     ),
     "apply of a class": (
         lambda: rpx.WeightNorm.apply(RAW),
@@ -952,13 +951,6 @@ FUNCTIONS = {
         TypeError,
         "check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
     ),
-    "merge of raw and plain": (
-        lambda: rpx.merge([RAW, PARAMS]),
-        ValueError,
-        "merge takes trees of one structure, but got models[0] and models[1], which differ at "
-        "'dense/kernel', 'dense/kernel/@weight_norm/g', 'dense/kernel/@weight_norm/v'. Merge effective "
-        "trees: `[p.fold(raw) for raw in raws]`.",
-    ),
     "reset_moments of one tree": (
         lambda: rpx.training.reset_moments(STATE, RAW),
         TypeError,
@@ -993,12 +985,6 @@ FUNCTIONS = {
         lambda: rpx.explain(P),
         TypeError,
         "explain takes a function, but got WeightNorm() >> VarNoise(0.1) of type Chain. Pass one, such as the loss.",
-    ),
-    "inputs with the arguments": (
-        lambda: rpx.inputs(loss, PARAMS, X),
-        TypeError,
-        "inputs got 3 arguments by position, but takes 2. Write `rpx.inputs(fun, argnums=None, "
-        "moments='full', gradients=False, where=None)`.",
     ),
 }
 

@@ -39,7 +39,6 @@ SYNONYMS = {
     "stacked": "vectorized",
     "lineage": "provenance",
     "seed": "salt",
-    "seen": "telemetry",
     "view": "accessor",
     "facts": "knowledge",
     "sum, product, factor": "monomial",

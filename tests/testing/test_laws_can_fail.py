@@ -418,7 +418,7 @@ class AllAux(Start):
 class Deaf(Identity):
     """It takes everything, whatever is selected."""
 
-    def whole_init(self, params, key=None, *, seen=None):
+    def whole_init(self, params, key=None):
         return params
 
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax._data.seen import Seen
 from reparax._tree.raw import OTHER_CHAIN
 
 AxisNumbers = tuple[int, ...]
@@ -29,7 +28,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         mapped_formula = jax.vmap(mapped_formula)
 
     def map_over_stack(*args: Any) -> Any:
-        fronts = jax.tree.map(partial(_move_to_front, stacked), args, is_leaf=lambda x: isinstance(x, Seen))
+        fronts = jax.tree.map(partial(_move_to_front, stacked), args)
         counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
@@ -70,9 +69,7 @@ def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
 
 
 def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
-    """``x`` with the stacked axes first; of statistics, those of each index."""
-    if isinstance(x, Seen):
-        return x.of_index(stacked)
+    """``x`` with the stacked axes first."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
 
 

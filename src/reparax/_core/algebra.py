@@ -17,13 +17,12 @@ from reparax._core.keys import Keys
 from reparax._core.lineage import lineage_of, require_no_marks
 from reparax._core.operators import other_than_stages_error, refuse_other_operators
 from reparax._core.over_roles import visit_with_roles
-from reparax._core.plan import close_raw, open_all
+from reparax._core.plan import close_raw, open_params
 from reparax._core.planner import Planner, planner_of
 from reparax._core.recompute import recompute
 from reparax._core.update import advance
 from reparax._core.value import Static
 from reparax._core.verbs import follow_axes, rebase_raw, total_log_det, total_penalty
-from reparax._data.sights import seen_by_place
 from reparax._tree.differences import require_no_differences
 from reparax._tree.flat import flatten, nest
 from reparax._tree.paths import PyTree, is_array, types_of_result
@@ -80,7 +79,7 @@ class Parametrization(Static, ABC):
     """The names that users call; all other names are for authors of stages."""
 
     @verb
-    def init(self, params: PyTree, key: jax.Array | None = None, *, seen: PyTree = None) -> PyTree:
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``.
 
         Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
@@ -89,9 +88,6 @@ class Parametrization(Static, ABC):
         Args:
           params: The model's parameters.
           key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
-          seen: For stages that start from data, the result of :func:`inputs`; for several kinds of moments, a tuple of
-            such results. Each stage gets the entry of its own array. Later stages of the chain pass it on for main
-            values that have the axes of their array.
 
         Raises:
           TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
@@ -106,13 +102,9 @@ class Parametrization(Static, ABC):
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(call_name(self, "init"), params, advice)
-        typed_key, tree = checked_key(self, "init", jax.random.key(0) if key is None else key), flatten(params)
-        sights = seen_by_place(call_name(self, "init"), tree, seen)
-        return spread_boxes(
-            functools.partial(follow_axes, self._parts),
-            params,
-            nest(open_all(self._parts, tree, Keys(typed_key), sights)),
-        )
+        typed_key = checked_key(self, "init", jax.random.key(0) if key is None else key)
+        raw = open_params(self._parts, params, typed_key)
+        return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
     @verb
     def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
@@ -217,17 +209,6 @@ class Parametrization(Static, ABC):
         """Whether the start depends on a key, so that ``init`` needs one."""
         return False
 
-    @property
-    def collects(self) -> tuple[str, ...]:
-        """What :func:`calibrate` collects for the start of a stage that takes ``seen``.
-
-        A tuple of ``"full"``, ``"diagonal"`` or ``"largest"``, for moments, and ``"gradients"``; empty for a start
-        without data.
-        """
-        return ("full",)
-
-    _sees: ClassVar[bool] = False
-    """Whether ``init`` of the stage takes the inputs of arrays."""
     _planner: ClassVar[type[Planner]]
     """What decides where the stage acts."""
 

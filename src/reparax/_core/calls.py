@@ -9,7 +9,6 @@ import jax
 from reparax._core.config import required_arguments
 from reparax._core.keys import check_key, is_one_key
 from reparax._core.value import Static
-from reparax._data.seen import ANY
 from reparax._numerics.usage import misfit, shows_usage, usage
 from reparax._tree.paths import PyTree, is_reference, items, path_text
 
@@ -19,7 +18,7 @@ R = TypeVar("R")
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     """``init`` where only the structure of its result, or its nearest point, matters."""
-    return functools.partial(init, key=jax.random.key(0), seen=ANY)
+    return functools.partial(init, key=jax.random.key(0))
 
 
 def call_name(p: Any, method: str) -> str:

@@ -90,11 +90,6 @@ def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return pairs[:, 0], pairs[:, 1]
 
 
-def key_of_step(key: jax.Array, number: int) -> jax.Array:
-    """The key for one step of a loop over the layers of a stack, typed or legacy as ``key``."""
-    return jax.random.fold_in(key, number)
-
-
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
 

@@ -18,16 +18,12 @@ from jax import Array
 
 from reparax._core.draws import draw_for_sites
 from reparax._core.keys import Keys
-from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import add_up
 from reparax._tree.flat import Flat, Swap
 from reparax._tree.markers import locate_errors
 from reparax._tree.paths import Names
 from reparax._tree.raw import FIXED, marker, next_number
 from reparax._tree.values import Values, value_of
-
-Sights = Mapping[Names, Seen]
-"""The inputs of arrays, by the places of the arrays."""
 
 SiteValues = Mapping[str, Mapping[str, Any]]
 """For each array of a site, by the name that its formulas use, the raw values by their names."""
@@ -113,9 +109,9 @@ class Site(ABC):
         """Whether ``close`` takes a draw, which depends on the array's type only."""
         return False
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
-        """The raw values of the arrays, whose inputs are in ``seen``; none, if the stage works in place."""
-        del arrays, key, seen
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        """The raw values of the arrays; none, if the stage works in place."""
+        del arrays, key
         return {}
 
     @abstractmethod
@@ -181,7 +177,7 @@ class Layer:
         """The layer with the mean over all draws."""
         return replace(self, sites=[replace(site, mean=True) for site in self.sites])
 
-    def open(self, tree: Flat, keys: Keys, seen: Sights) -> Flat:
+    def open(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with raw values instead of the arrays."""
         opening = [site for site in self.sites if any(spot.mark for spot in site.spots.values())]
         starts = [i for i, site in enumerate(opening) if site.starts_random]
@@ -190,28 +186,12 @@ class Layer:
         swaps: list[Swap] = []
         for i, site in enumerate(opening):
             arrays = {name: jnp.asarray(tree.arrays[spot.place]) for name, spot in site.spots.items()}
-            sights = {name: seen[spot.place] for name, spot in site.spots.items() if spot.place in seen}
             with locate_errors(self.who_at(site)):
-                values = site.open(arrays, key_of_site.get(i), sights)
+                values = site.open(arrays, key_of_site.get(i))
             swaps += [
                 ([s.place], s.place_values(values[name], site.stage.raw_values)) for name, s in site.spots.items()
             ]
         return tree.swap(swaps)
-
-    def sights_after_open(self, seen: Sights, effective: Flat, raw: Flat) -> Sights:
-        """What values are multiplied with on which earlier stages act: those with the axes of their array, as it is.
-
-        A base is one of them, so in ``Stored(fit="gptq") >> LoRA(8)`` what is rounded learns from data.
-        """
-        sights, declarations = dict(seen), self.stage.raw_values
-        spots = [spot for site in self.sites for spot in site.spots.values() if spot.place in seen and spot.mark]
-        for spot in spots:
-            for place in ((*spot.node, *folder, name) for name in declarations for folder in ((), (FIXED,))):
-                value = value_of(declarations, place[-1])
-                has_same_shape = place in raw.arrays and raw.arrays[place].shape == effective.arrays[spot.place].shape
-                if (value.base or (value.main and value.aligned)) and has_same_shape:
-                    sights[place] = seen[spot.place]
-        return sights
 
     def close(self, tree: Flat, keys: Keys) -> Flat:
         """The tree with the arrays instead of raw values."""

@@ -1,7 +1,7 @@
 """The plan of a chain: which stage acts where, decided from the types of a tree alone, and remembered.
 
-``open_all``, ``close_all`` and ``walk`` then run it, stage after stage, on trees laid flat; ``open_params`` and
-``close_raw`` take and return trees as they are.
+``close_all`` and ``walk`` then run it, stage after stage, on trees laid flat; ``open_params`` and ``close_raw`` take
+and return trees as they are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,9 @@ from jax import ShapeDtypeStruct
 
 from reparax._core.draws import merge_noise
 from reparax._core.keys import Keys
-from reparax._core.layers import Layer, Sights
+from reparax._core.layers import Layer
 from reparax._core.planner import planner_of
 from reparax._core.value import exact_text
-from reparax._data.seen import ANY
-from reparax._data.sights import seen_by_place
 from reparax._tree.flat import Flat, Frame, flatten, nest
 from reparax._tree.paths import Names, PyTree, has_symbols, is_empty
 
@@ -35,15 +33,6 @@ def decide(method: str, stages: Sequence[Any], tree: Flat) -> tuple[list[Layer],
     return layers, tree
 
 
-def open_all(stages: Sequence[Any], tree: Flat, keys: Keys, seen: Sights) -> Flat:
-    """The tree after ``init`` of each stage, the last one first."""
-    for stage in reversed(stages):
-        layer = planner_of(stage).plan_init(tree)
-        effective, tree = tree, layer.open(tree, keys, seen)
-        seen = layer.sights_after_open(seen, effective, tree)
-    return tree
-
-
 def close_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
     """The tree after ``apply`` of each stage."""
     for layer in _apply_layers(tuple(stages), tree.types):
@@ -52,9 +41,11 @@ def close_all(stages: Sequence[Any], tree: Flat, keys: Keys) -> Flat:
 
 
 def open_params(stages: Sequence[Any], params: PyTree, key: jax.Array | None = None) -> PyTree:
-    """The raw tree of a tree of arrays, without the boxes of new ones."""
-    tree = flatten(params)
-    return nest(open_all(stages, tree, Keys(key), seen_by_place("init", tree, ANY)))
+    """The raw tree after ``init`` of each stage, the last one first, without the boxes of new arrays."""
+    tree, keys = flatten(params), Keys(key)
+    for stage in reversed(stages):
+        tree = planner_of(stage).plan_init(tree).open(tree, keys)
+    return nest(tree)
 
 
 def close_raw(stages: Sequence[Any], raw: PyTree, key: jax.Array | None = None) -> PyTree:

@@ -9,36 +9,18 @@ from jax import Array
 from reparax._tree.paths import PyTree, is_traceable
 
 
-class Mark:
-    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours.
-
-    As policies all marks are equal. JAX remembers how it splits a program by the policy too, so with policies that
-    differ an eager gradient would compile anew in every call.
-
-    Attributes:
-      treedef: The structure of the effective tree.
-      new_outputs: The leaves of the effective tree that are outputs, in their order.
-      passed: For each other leaf that is an array, which of the operands it is.
-      size: How many operands there are, of which a key may be the last.
-    """
-
-    def __init__(self) -> None:
-        self.treedef: Any = None
-        self.new_outputs: list[int] = []
-        self.passed: dict[int, int] = {}
-        self.size = 0
+class _Mark:
+    """A policy for ``jax.checkpoint`` that keeps nothing, and distinguishes our checkpoints from yours."""
 
     def __call__(self, *_: Any, **__: Any) -> bool:
         return False
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Mark)
-
-    def __hash__(self) -> int:
-        return hash(Mark)
-
     def __repr__(self) -> str:
         return "mark"  # so that equal programs have equal texts
+
+
+MARK = _Mark()
+"""The only one: JAX remembers how it splits a program by the policy too, and would compile anew for another."""
 
 
 def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: Array | None) -> PyTree:
@@ -49,9 +31,7 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     """
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
-    operands = {i: number for number, i in enumerate(places)}
-    mark, errors = Mark(), list[Exception]()
-    passed_on: list[dict[int, int]] = []
+    errors, results = list[Exception](), list[tuple[Any, dict[int, int]]]()
 
     def of_arrays(arrays: list[Any], key: Array | None) -> dict[int, Any]:
         inputs = {**dict(enumerate(leaves)), **dict(zip(places, arrays, strict=True))}
@@ -61,15 +41,13 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
         except Exception as error:  # raised below, where JAX does not change its text
             errors.append(error)
             return {}
-        source_of_output = {place: origins[id(output)] for place, output in enumerate(outs) if id(output) in origins}
-        passed_on.append(source_of_output)
-        mark.treedef, mark.size = outdef, len(arrays) + (key is not None)
-        mark.new_outputs = [place for place in range(len(outs)) if place not in source_of_output]
-        mark.passed = {place: operands[i] for place, i in source_of_output.items() if i in operands}
-        return {place: outs[place] for place in mark.new_outputs}
+        passed_on = {place: origins[id(output)] for place, output in enumerate(outs) if id(output) in origins}
+        results.append((outdef, passed_on))
+        return {place: output for place, output in enumerate(outs) if place not in passed_on}
 
-    outputs = jax.checkpoint(of_arrays, policy=mark)([leaves[i] for i in places], key)
+    outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in places], key)
     if errors:
         raise errors[0]
-    outs = outputs | {place: leaves[i] for place, i in passed_on[0].items()}
-    return mark.treedef.unflatten([outs[place] for place in range(len(outs))])
+    outdef, passed_on = results[0]
+    outs = outputs | {place: leaves[i] for place, i in passed_on.items()}
+    return outdef.unflatten([outs[place] for place in range(len(outs))])

@@ -443,10 +443,9 @@ def has_effects(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects) and any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def policy_of(eqn: JaxprEqn, policy_type: type[T]) -> T | None:
-    """The policy of ``jax.checkpoint`` in an equation; None for other equations, and policies of other types."""
-    policy = Checkpoint(eqn).policy if kind_of(eqn) is Checkpoint else None
-    return policy if isinstance(policy, policy_type) else None
+def policy_of(eqn: JaxprEqn) -> Any:
+    """The policy of ``jax.checkpoint`` in an equation; None for other equations."""
+    return Checkpoint(eqn).policy if kind_of(eqn) is Checkpoint else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:

@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax._core.recompute import Mark
+from reparax._core.recompute import MARK
 from reparax._programs import jaxprs
 from reparax._programs.dependence import Flags
 
 
 def is_apply(eqn: JaxprEqn) -> bool:
     """Whether an equation is the ``apply`` of a parametrization."""
-    return mark_of(eqn) is not None
-
-
-def mark_of(eqn: JaxprEqn) -> Mark | None:
-    """What an ``apply`` says of its outputs; None for other equations."""
-    return jaxprs.policy_of(eqn, Mark)
+    return jaxprs.policy_of(eqn) is MARK
 
 
 def with_roots(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:

@@ -11,7 +11,6 @@ import jax
 from jax import Array
 
 from reparax._axes.origin import FollowedAxes, probe_origins
-from reparax._data.seen import ANY, Seen, require_data
 from reparax._numerics.terms import record_terms
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.remembered import call_once_per_type, call_remembered
@@ -19,12 +18,9 @@ from reparax._tree.markers import Types, require_named_arrays, require_type, typ
 from reparax._tree.paths import has_symbols
 
 
-def open_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def open_values(at: Arrangement, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
-    data = seen if at.stage._sees else None
-    if data is not None:
-        require_data(data)
-    values = call_once_per_type(_init_values, at, w, key, data)
+    values = call_once_per_type(_init_values, at, w, key)
     require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
     try:
         effective = call_remembered(_closed_type, at, types_under(values))
@@ -64,7 +60,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
     if has_symbols(dict(types).values()) or at.stage.changes_type:
         return effective, None
     try:
-        values = jax.eval_shape(lambda w: _init_values(at, w, None, ANY), effective)
+        values = jax.eval_shape(lambda w: _init_values(at, w, None), effective)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         return effective, None
     return effective, {name: value.shape for name, value in values.items()}
@@ -72,7 +68,7 @@ def facts_of(at: Arrangement, types: Types) -> tuple[Any, dict[str, tuple[int, .
 
 def followed_axes(at: Arrangement, types: Types) -> dict[str, FollowedAxes]:
     """For each raw value of an array of that type, which axes of the array its axes follow."""
-    origins = probe_origins(lambda tree: {"w": _init_values(at, tree["w"], None, ANY)}, dict(types))
+    origins = probe_origins(lambda tree: {"w": _init_values(at, tree["w"], None)}, dict(types))
     return {path[-1]: places for path, (_, places) in origins.items()}
 
 
@@ -82,14 +78,11 @@ def apply_formula(stage: Any, *args: Any) -> Array:
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
-def _init_values(at: Arrangement, w: Array, key: Array | None, seen: Seen | None) -> dict[str, Array]:
+def _init_values(at: Arrangement, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    stage = at.stage
-    keys = (at.keys(jax.random.key(0) if key is None else key, w),) if stage._draws else ()
-    formula = stage.draw_leaf if stage._draws else stage.init_leaf
-    if not stage._sees:
-        return at.over(formula)(w, *keys)
-    return at.over(lambda w, seen, *keys: formula(w, *keys, seen=seen))(w, seen, *keys)
+    if not at.stage._draws:
+        return at.over(at.stage.init_leaf)(w)
+    return at.over(at.stage.draw_leaf)(w, at.keys(jax.random.key(0) if key is None else key, w))
 
 
 def _closed_type(at: Arrangement, types: Types) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from reparax._core.algebra import Parametrization
 from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
 from reparax._core.value import argument
-from reparax._data.seen import Seen
 from reparax._stage.nodes import own_nodes
 from reparax._stage.several import Leaves, require_start
 from reparax._stage.where import check_where, why_nothing
@@ -40,14 +38,10 @@ class _Group(Site):
 
     stacked: tuple[int, ...] = ()
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
         del key
-        start: Any = self.stage.init_leaves
         try:
-            open_stacked = map_stacked(
-                self.stacked, lambda w, seen: start(w, seen=seen) if self.stage._sees else start(w)
-            )
-            values = open_stacked(arrays, dict(seen))
+            values = map_stacked(self.stacked, self.stage.init_leaves)(arrays)
             close_stacked, names = _apply_each(self.stage, self.stacked), ("init_leaves", "apply_leaves")
             require_start(self.stage, close_stacked, names, values, arrays, is_shared=True)
         except KeyError as error:
@@ -184,21 +178,13 @@ class Joint(Parametrization):
 
     _planner: ClassVar[type[Planner]] = _OnGroups
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._sees = "seen" in inspect.signature(cls.init_leaves).parameters
-
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
     def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
-        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can.
-
-        A stage that learns from data also takes the inputs of the arrays, by their names: ``init_leaves(arrays, *,
-        seen)``.
-        """
+        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
 
     @abstractmethod
     def apply_leaves(self, values: Leaves) -> dict[str, Array]:

@@ -141,8 +141,6 @@ class Reparametrization(Leafwise):
         terms_are_stale = terms is Reparametrization or not issubclass(terms, formula)
         cls._declares_terms = not terms_are_stale and formula.apply_leaf is not _apply_terms
         cls._update_reads = _arguments_of_update(cls)
-        starts = ("init_leaf", "draw_leaf")
-        cls._sees = any("seen" in inspect.signature(getattr(cls, name)).parameters for name in starts)
         if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
@@ -157,9 +155,6 @@ class Reparametrization(Leafwise):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it.
-
-        A stage that learns from data also takes the inputs of the array, ``init_leaf(w, *, seen=None)``: a
-        :class:`Seen`, or None if ``init`` got none.
 
         Raises:
           TypeError: If the class defines neither this nor ``draw_leaf``.

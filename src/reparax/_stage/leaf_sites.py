@@ -8,7 +8,6 @@ from typing import Any
 from jax import Array
 
 from reparax._core.layers import Site, SiteValues
-from reparax._data.seen import Seen
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.formulas import close_array, close_at_random, open_values
@@ -72,8 +71,8 @@ class FromValues(OneArray):
     def starts_random(self) -> bool:
         return self.stage._draws
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
-        return {"w": open_values(self.arrangement, arrays["w"], key, seen.get("w"))}
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        return {"w": open_values(self.arrangement, arrays["w"], key)}
 
     def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
         if key_or_draw is None:

@@ -20,7 +20,6 @@ from reparax._axes.numbers import Axes, check_optional_axes, list_axes
 from reparax._axes.roles import OUTPUTS
 from reparax._axes.stacked import AxisNumbers
 from reparax._core.value import argument
-from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._tree.raw import OTHER_CHAIN
 from reparax._tree.values import value_of
@@ -129,9 +128,6 @@ class RowsAndColumns(MatrixAxes):
                 result = formula(merged_values, *further)
             else:
                 groups = self.axes_of(x.ndim)
-                further = tuple(
-                    argument.as_matrix(*groups) if isinstance(argument, Seen) else argument for argument in further
-                )
                 result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
             if isinstance(result, Mapping):
                 return {name: self._split_value(name, value, groups, sizes) for name, value in result.items()}

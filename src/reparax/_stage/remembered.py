@@ -9,7 +9,6 @@ import jax
 from jax.core import Tracer
 
 from reparax._core.value import exact_text
-from reparax._data.seen import Seen
 from reparax._numerics.inlined import inlined
 from reparax._stage.arrangement import Arrangement
 from reparax._tree.markers import Types
@@ -19,10 +18,8 @@ def call_once_per_type(method: Callable[..., Any], at: Arrangement, *args: Any) 
     """``method(at, *args)``; under tracing, one jitted function for all arrays of the same type.
 
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
-    And so it is for starts from data, which hold loops.
     """
-    loops = at.stacked != () or any(isinstance(x, Seen) for x in args)
-    return _call_traced(_in_a_call, method, at, at.stage, args, traces=loops)
+    return _call_traced(_in_a_call, method, at, at.stage, args, traces=at.stacked != ())
 
 
 def inlined_per_type(method: Callable[..., Any], stage: Any, *args: Any) -> Any:

@@ -12,7 +12,6 @@ from jax import Array
 
 from reparax._core.layers import Layer, Site, SiteValues
 from reparax._core.planner import Planner, rewrites
-from reparax._data.seen import Seen
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.on_arrays import OnArrays
 from reparax._stage.several import Leaves, require_fixed, require_start
@@ -27,8 +26,8 @@ OWN = ("init_leaf", "apply_leaf", "refuse_leaf")
 class _All(Site):
     """The stage on all of its arrays, by their places."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
-        del key, seen
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        del key
         values = self.stage.init_arrays(dict(arrays))
         require_start(self.stage, self._apply, ("init_arrays", "apply_arrays"), values, arrays, is_shared=False)
         return values

@@ -248,8 +248,7 @@ def _sum_on_shard(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
         for factor in product.factors:
             array, spec = next(parts)
             for label, n, names in zip(factor.labels, array.shape, spec, strict=True):
-                shards = () if names is None else names if isinstance(names, tuple) else (names,)
-                shard_labels.setdefault(label, Label(n, shards=shards) if shards else label)
+                shard_labels.setdefault(label, label if names is None else Label(n))
             labels = [shard_labels[label] for label in factor.labels]
             factors.append(replace(factor, array=array, labels=tuple(labels)))
         groups = [[shard_labels.get(label, label) for label in group] for group in product.axes]

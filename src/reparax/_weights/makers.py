@@ -134,7 +134,7 @@ def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
     """The sum of two sums, or their difference, with the products of both."""
     output = view.type
     if isinstance(view, Subtract):
-        y = moves.scale_sum(y, jnp.asarray(-1, y.dtype), still=True)
+        y = moves.negate_sum(y)
     wide = all_or_none(
         moves.broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)
     )

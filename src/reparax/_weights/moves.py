@@ -93,21 +93,16 @@ def _move_stop_gradient(_view: StopGradient, x: Sum, _: Any) -> Sum:
     return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
 
 
-def _move_negate(_view: Negate, x: Sum, _: Any) -> Sum:
-    """The sum times -1."""
-    return scale_sum(x, jnp.asarray(-1, x.dtype), still=True)
-
-
-def scale_sum(x: Sum, number: Any, *, still: bool) -> Sum:
-    """``x`` times a number."""
+def negate_sum(x: Sum) -> Sum:
+    """``x`` times -1."""
 
     def change(product: Product) -> Product:
         numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
         other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
-        array, is_still = number, still
+        array = jnp.asarray(-1, x.dtype)
         for factor in numbers:
-            array, is_still = array * factor.array.astype(x.dtype), is_still and factor.still
-        return replace(product, factors=(*other_factors, Factor(array, (), is_still)))
+            array = array * factor.array.astype(x.dtype)
+        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.still for factor in numbers))))
 
     return replace(x, products=tuple(map(change, x.products)))
 
@@ -213,7 +208,7 @@ _RULES: dict[type[View], Move] = {
     Broadcast: _move_broadcast,
     ConvertType: _move_cast,
     StopGradient: _move_stop_gradient,
-    Negate: _move_negate,
+    Negate: lambda _view, x, _: negate_sum(x),
     Slice: _move_slice,
     SplitAxis: _move_split,
     DynamicSlice: _move_dynamic_slice,

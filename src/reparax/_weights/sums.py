@@ -29,13 +29,9 @@ class Label:
 
     Attributes:
       size: How many indices it has.
-      whole: Whether it is an axis of a weight as it started, or an even part of one, and not a slice.
-      shards: The mesh axes over which it is split, where a program runs on each shard.
     """
 
     size: int
-    whole: bool = False
-    shards: tuple[str, ...] = ()
 
 
 Merged = tuple[Label, ...]
@@ -127,7 +123,7 @@ class Product:
         """This product with several labels instead of one."""
         if len(sizes) == 1:
             return self
-        new = {label: tuple(Label(n, label.whole) for n in sizes)}
+        new = {label: tuple(Label(n) for n in sizes)}
         return self._change_labels(lambda factor: _split_labels(factor, new), new)
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":

@@ -18,12 +18,11 @@ from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import paths_of
 from reparax._weights.reader import Reader
 from reparax._weights.rehearsal import network
-from reparax._weights.reports import Reports
 from reparax.draws._drawing import Drawing
 from reparax.draws._explained import ExplainedDraws, explained
 
 
-class Local(Reports):
+class Local:
     """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
 
     def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
@@ -37,6 +36,7 @@ class Local(Reports):
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
     def explained(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExplainedDraws:
+        """Which noisy weights draw for each example with these arguments, or with their types."""
         check_this_jax()
         way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
         call, *_ = self.rewritten(way, args, kwargs)

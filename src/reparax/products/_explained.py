@@ -14,7 +14,6 @@ from reparax._reports.sections import write_sections
 from reparax._tree.paths import describe
 from reparax._weights.facts import facts_of_inputs
 from reparax._weights.paths import common_path, paths_of
-from reparax._weights.reports import Reports
 from reparax.products._factored import check_this_jax, plan_sums
 from reparax.products._plan import SumPlan, SumRead
 
@@ -57,15 +56,13 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
     For ``rpx.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is for all.
-    For ``rpx.inputs(loss)`` it says which arrays have data, how many bytes, and why others have none.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 
     Args:
-      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local` or :func:`inputs`, also under
-        ``jax.jit``.
+      fun: The loss, as you pass it to :func:`factored`; or the result of :func:`local`, also under ``jax.jit``.
       args: Its arguments, or their shapes and dtypes.
-      argnums: As for :func:`factored`; what these return has its own.
+      argnums: As for :func:`factored`; the result of :func:`local` has its own.
       kwargs: Its keyword arguments.
 
     Raises:
@@ -85,11 +82,10 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    if isinstance(fun, Reports):
-        return fun.explained(args, kwargs)
-    under_jit = getattr(fun, "__wrapped__", None)
-    if isinstance(under_jit, Reports):
-        return under_jit.explained(args, kwargs)
+    candidates: list[Any] = [fun, getattr(fun, "__wrapped__", None)]  # the second is what `jax.jit` wraps
+    for local in candidates:
+        if hasattr(local, "explained"):
+            return local.explained(args, kwargs)
     check_this_jax()
     arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
     call = arguments.trace()

@@ -14,7 +14,6 @@ from reparax._core.algebra import Parametrization
 from reparax._core.config import changed_arguments
 from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
-from reparax._data.seen import Seen
 from reparax._numerics.arguments import check_whole
 from reparax._stage.nodes import own_nodes
 from reparax._stage.where import matches, nearest
@@ -33,8 +32,8 @@ PlacesByName = dict[str, Names]
 class _Cell(Site):
     """The arrays of one cell."""
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
-        del key, seen
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        del key
         stage, sizes = self.stage, dict(self.stage.sizes)
         raw_arrays = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
         return {

@@ -17,7 +17,6 @@ from reparax._core.algebra import Parametrization
 from reparax._core.config import code
 from reparax._core.layers import Layer, Site, SiteValues, opened_spot
 from reparax._core.planner import Planner
-from reparax._data.seen import Seen
 from reparax._stage.nodes import Node, find_nodes
 from reparax._stage.where import matches, nearest
 from reparax._tree.flat import Flat
@@ -35,8 +34,8 @@ class _Tied(Site):
 
     transform: Transform = field(kw_only=True)
 
-    def open(self, arrays: Mapping[str, Array], key: Array | None, seen: Mapping[str, Seen]) -> SiteValues:
-        del key, seen
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        del key
         return {name: {} for name in arrays}
 
     def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:

@@ -12,7 +12,6 @@ from reparax.testing._laws import gradients as gradients
 from reparax.testing._laws import half_precision as half_precision
 from reparax.testing._laws import in_chains as in_chains
 from reparax.testing._laws import keys as keys
-from reparax.testing._laws import learned as learned
 from reparax.testing._laws import mean as mean
 from reparax.testing._laws import plain_trees as plain_trees
 from reparax.testing._laws import purity as purity

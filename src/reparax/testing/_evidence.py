@@ -17,7 +17,6 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.plan import close_raw
 from reparax._core.planner import planner_of
 from reparax._core.verbs import mean_stages
-from reparax._data.seen import ANY
 from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.leaf import Perturbation, Reparametrization
 from reparax._stage.mean import Mean
@@ -26,12 +25,10 @@ from reparax._tree.values import Values, main
 from reparax.training import combine, partition, transfer
 
 
-def init_raw(p: Parametrization, params: PyTree, key: Array) -> PyTree:
-    """The raw tree; stages that learn from data see inputs of size 1 without correlation."""
-    return p.init(params, key, seen=ANY)
-
-
-compiled_init = jax.jit(init_raw, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
+def compiled_init(p: Parametrization, params: PyTree, key: Array) -> PyTree:
+    """``p.init(params, key)``, in one program for equal chains and types."""
+    return p.init(params, key)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -88,7 +85,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
 @partial(jax.jit, static_argnums=0)
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
     """What the methods give, and the gradient of ``apply``."""
-    raw = init_raw(p, params, key)
+    raw = p.init(params, key)
     return {
         "init": raw,
         "apply": p.apply(raw, key),
@@ -151,7 +148,7 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
     moves = any(stage.moves_weights for stage in stages_of(p))
 
     def after_a_step(chain: Parametrization, params: PyTree) -> PyTree:
-        raw = init_raw(chain, params, key)
+        raw = chain.init(params, key)
         return chain.apply(raw if moves else update_raw(chain, raw, key), key if p.stochastic else None)
 
     halves = jax.tree.map(lambda w: doubled.init_leaf(w)["x"], params)
@@ -354,7 +351,7 @@ def in_double_precision(w: Array) -> Array:
 def keeps_precision(p: Parametrization, params: PyTree, key: Array, bits: int) -> bool:
     """Whether ``p`` takes the precision of ``params`` and computes with at least ``bits`` bits."""
     try:
-        trees = jax.eval_shape(lambda w: (trainable(init_raw(p, w, key))[0], p.fold(init_raw(p, w, key))), params)
+        trees = jax.eval_shape(lambda w: (trainable(p.init(w, key))[0], p.fold(p.init(w, key))), params)
     except (ValueError, TypeError):
         return False
     return all(jnp.finfo(w.dtype).bits >= bits for _, w in named_arrays(trees) if is_inexact(w))

@@ -23,13 +23,9 @@ from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.config import code
 from reparax._core.json import from_json
-from reparax._data.learned import mean_output_error
-from reparax._data.seen import ANY
-from reparax._data.sights import seen_by_place
 from reparax._stage.where import all_but, selected
-from reparax._tree.flat import flatten
 from reparax._tree.markers import WrongType
-from reparax._tree.paths import PyTree, is_array, path_text
+from reparax._tree.paths import PyTree, is_array
 from reparax._tree.raw import empty_nodes, flatten_slots, parameter_path
 from reparax.testing import _formats
 from reparax.testing._evidence import (
@@ -51,7 +47,6 @@ from reparax.testing._evidence import (
     equal,
     has_functions,
     in_double_precision,
-    init_raw,
     keeps_precision,
     large,
     move_along,
@@ -84,7 +79,6 @@ def check_laws(
     key: Array | None = None,
     *,
     laws: Iterable[Law] | None = None,
-    seen: PyTree = None,
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
@@ -94,16 +88,12 @@ def check_laws(
     stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not zero, because its
     draws must differ.
 
-    For all of these, a stage that learns from data gets uncorrelated inputs of size 1. If you pass ``seen``, the law
-    ``learned`` also compares its loss on your data.
-
     Args:
       p: A stage or a chain.
       params: A tree of arrays that ``p`` takes, with generic values: not zero, not symmetric. Use small arrays: the
         laws draw a thousand times, and compile about ten programs.
       key: The key of all draws. Default: ``jax.random.key(0)``.
       laws: Some of ``LAWS``. Default: all of them.
-      seen: The result of :func:`inputs` for ``params``, for stages that learn from data.
 
     Raises:
       AssertionError: If a law is broken; the error says which, where and by how much.
@@ -116,8 +106,6 @@ def check_laws(
     require_chains("testing.check_laws(p, params)", p)
     for law in LAWS if laws is None else laws:
         law(p, params, jax.random.key(0) if key is None else key)
-    if seen is not None:
-        learned(p, params, jax.random.key(0) if key is None else key, seen)
 
 
 def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
@@ -216,10 +204,10 @@ def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
 
 def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
-    raw, keys = init_raw(p, params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(partial(init_raw, p), in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -252,7 +240,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         require_close(
             p, "transformations", actual, want, rounding(raw, first_draw), f"{way} differs from eager evaluation"
         )
-    abstract = jax.eval_shape(partial(init_raw, p), params, key)
+    abstract = jax.eval_shape(p.init, params, key)
     same_types = named_types(abstract) == named_types(raw)
     require(p, "transformations", same_types, "eval_shape of init gives different shapes or dtypes")
 
@@ -271,7 +259,7 @@ def keys(p: Parametrization, params: PyTree, key: Array) -> None:
         require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
         _require_independent(p, raw, key)
     if p.stochastic and isinstance(params, dict):
-        small, large = (init_raw(p, tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
+        small, large = (p.init(tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
         # Where arrays are parametrized together, a new one may change what the others are without noise.
         if _equal_in(params, p.fold(large), p.fold(small)):
             same_draws = _equal_in(params, p.apply(large, key), p.apply(small, key))
@@ -308,7 +296,7 @@ def purity(p: Parametrization, params: PyTree, key: Array) -> None:
     raw = compiled_init(p, params, key)
     copies = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
     originals = jax.tree.map(np.array, copies)
-    init_raw(p, copies[0], key)
+    p.init(copies[0], key)
     p.apply(copies[1], key)
     update_raw(p, copies[1], key)
     require(p, "purity", equal(originals, copies), "it changes its input")
@@ -513,26 +501,6 @@ def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
     require(
         p, "plain trees", all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array"
     )
-
-
-def learned(p: Parametrization, params: PyTree, key: Array, seen: PyTree) -> None:
-    r"""The start from these data has an error of outputs on them that is at most that of a start from other data.
-
-    The error is :math:`\mathrm{tr}(D^T M D)` for a change D of a weight and the moments M of its inputs in ``seen``: if
-    a stage uses only their diagonal, pass only that. The other data are uncorrelated inputs of size 1, from which a
-    stage cannot learn. For stages that keep their weights, both errors are zero.
-    """
-    trees = (p.fold(p.init(params, key, seen=data)) for data in (seen, ANY))
-    from_data, from_other_data = (dict(named_arrays(tree)) for tree in trees)
-    entry_at = {path_text(place): entry for place, entry in seen_by_place("learned", flatten(params), seen).items()}
-    for path, w in named_arrays(params):
-        for read in entry_at[path].reads if path in entry_at else ():
-            error, error_of_other = (
-                float(mean_output_error(read, w, tree[path])) for tree in (from_data, from_other_data)
-            )
-            limit = error_of_other + rounding(w) * float(mean_output_error(read, w, jnp.zeros_like(w)))
-            text = f"the error of outputs of {path!r} is {error:.3g}, but {error_of_other:.3g} without data"
-            require(p, "learned", error <= limit, text)
 
 
 LAWS: tuple[Law, ...] = (

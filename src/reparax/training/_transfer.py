@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +18,9 @@ from reparax._axes.boxes import spread_boxes
 from reparax._core.algebra import Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.keys import Keys
-from reparax._core.layers import Layer
 from reparax._core.lineage import lineage_of
 from reparax._core.planner import planner_of
 from reparax._core.verbs import follow_axes
-from reparax._data.sights import takes_data
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
@@ -40,8 +38,7 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     the same stages change it. Codes of :class:`Stored` are kept too if a new adapter leaves their array as its base;
     under ``jit`` this is not known, and they are rounded anew. All other values are computed by ``init`` from the
     current weights. Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw),
-    key)``, and for a stage that starts from data, ``new.init(old.fold(raw), seen=seen)``. In an optimizer's state,
-    counters and the moments of kept values are kept; all other moments start at zero.
+    key)``. In an optimizer's state, counters and the moments of kept values are kept; all other moments start at zero.
 
     A state may have moments for only some of the values that train, as under ``optax.masked``. Then new values are an
     error, because the state does not show which of them need moments.
@@ -88,22 +85,9 @@ def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tupl
             elif spot.mark and (values := old_chain.values(site_stage, spot.place, array, kept_nodes)) is not None:
                 stay[spot.place] = spot.place_values(values, site_stage.raw_values)
                 kept_nodes.update([_path_without_numbers(spot.place)] if _all_within(kept_nodes, spot.place) else [])
-        tree = _place(_open_new(layer, tree, keys, stay.keys()), stay)
+        fresh = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
+        tree = _place(replace(layer, sites=fresh).open(tree, keys), stay)
     return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(old_chain.effective), nest(tree)), kept_nodes
-
-
-def _open_new(layer: Layer, tree: Flat, keys: Keys, stay: Collection[Names]) -> Flat:
-    """The tree with new raw values, without data, at each site where not all values stay."""
-    fresh = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
-    try:
-        return replace(layer, sites=fresh).open(tree, keys, {})
-    except ValueError as error:
-        if not takes_data(layer.stage):
-            raise
-        raise ValueError(
-            f"transfer has no data for a new stage: {error} In place of `transfer`, call `new.init(old.fold(raw), "
-            f"seen=seen)`."
-        ) from error
 
 
 def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:

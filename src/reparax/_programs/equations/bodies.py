@@ -86,8 +86,3 @@ class ShardMap(View):
     def mesh_shape(self) -> Mapping[str, int]:
         """The size of each mesh axis."""
         return self.eqn.params["mesh"].shape
-
-    @property
-    def check_vma(self) -> bool:
-        """Whether types say over which mesh axes arrays vary."""
-        return self.eqn.params["check_vma"]

@@ -1,4 +1,4 @@
-"""Equations that reduce along axes, of an array or of a mesh."""
+"""Equations that reduce along axes."""
 
 from collections.abc import Sequence
 
@@ -92,9 +92,3 @@ class TopK(View):
         """The axis along which it looks."""
         ndim = self.operands[0].aval.ndim
         return self.eqn.params.get("axis", ndim - 1) % ndim
-
-
-class Collective(View):
-    """A sum over shards, or the arrays of all shards."""
-
-    names = ("psum", "psum2", "psum_invariant", "all_gather")
