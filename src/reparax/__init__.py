@@ -12,7 +12,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
-``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``, ``merge``
+``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
 ``rpx.draws``      separate noise for each example: ``local``
@@ -57,7 +57,6 @@ from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
 from reparax.geometry import Rotate as Rotate
-from reparax.geometry import align as align
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
 from reparax.geometry import shrink as shrink
@@ -100,7 +99,6 @@ from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels
-from reparax.training import merge as merge
 from reparax.training import optimizer as optimizer
 from reparax.training import partition as partition
 from reparax.training import summary as summary

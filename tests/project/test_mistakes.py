@@ -438,10 +438,9 @@ CHAINS = {
     ),
     "a float as rank": (lambda: rpx.LoRA(2.0), TypeError, "LoRA takes an integer as rank, but got 2.0."),
     "a tree as a word": (
-        lambda: rpx.merge(PARAMS, PARAMS),
+        lambda: rpx.Orthogonal(PARAMS),
         ValueError,
-        "merge takes how='mean', 'regmean', 'task_arithmetic', 'magnitude_prune', 'ties', 'dare_linear' or "
-        "'dare_ties', but got a dict of arrays.",
+        "Orthogonal takes map='cayley', 'expm' or 'householder', but got a dict of arrays.",
     ),
     "a list of ties": (
         lambda: rpx.Tie(["out/kernel", "dense/kernel"]),
@@ -951,13 +950,6 @@ FUNCTIONS = {
         lambda: check_laws(PARAMS, NORM),
         TypeError,
         "check_laws takes parametrizations first, but got dict. Write `rpx.testing.check_laws(p, params)`.",
-    ),
-    "merge of raw and plain": (
-        lambda: rpx.merge([RAW, PARAMS]),
-        ValueError,
-        "merge takes trees of one structure, but got models[0] and models[1], which differ at "
-        "'dense/kernel', 'dense/kernel/@weight_norm/g', 'dense/kernel/@weight_norm/v'. Merge effective "
-        "trees: `[p.fold(raw) for raw in raws]`.",
     ),
     "reset_moments of one tree": (
         lambda: rpx.training.reset_moments(STATE, RAW),

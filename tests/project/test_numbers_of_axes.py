@@ -63,22 +63,6 @@ def channels():
     return markdown(head, rows)
 
 
-def barriers():
-    rows = [
-        [
-            name,
-            *(
-                f"{spread(way['barrier'])}, {mean(way['right, merged']):.0%}".replace("%", " %")
-                for way in ways.values()
-            ),
-        ]
-        for name, ways in on_file("aligned", "cells").items()
-    ]
-    return markdown(
-        ["barrier, and digits right of the mean", "as they are", "aligned by weights", "aligned by data"], rows
-    )
-
-
 def rotations():
     cells, rows = found("rotation", RESULTS), []
     for basis in rotation.BASES:
@@ -88,7 +72,7 @@ def rotations():
     return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
 
 
-@pytest.mark.parametrize("table", [units, channels, barriers, rotations])
+@pytest.mark.parametrize("table", [units, channels, rotations])
 def test_a_table_is_that_of_the_numbers_on_file(table):
     assert table() in (ROOT / "docs" / "axes.md").read_text()
 

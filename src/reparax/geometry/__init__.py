@@ -4,7 +4,6 @@ from reparax._axes.misfit import Misfit as Misfit
 from reparax._axes.misfit import Misfits as Misfits
 from reparax._axes.roles import Role as Role
 from reparax._axes.roles import Use as Use
-from reparax.geometry._align import align as align
 from reparax.geometry._check import check_axes as check_axes
 from reparax.geometry._groups import Group as Group
 from reparax.geometry._groups import Groups as Groups

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry._groups import Group, Member
+from reparax.geometry._units import require_arrays
 
 
 def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
@@ -39,19 +40,13 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
         raise ValueError(f"permute takes an order of shape {wanted} for this group, but got {order.shape}.")
     paths, arrays, treedef = flatten_with_names(params)
     found: dict[str, Any] = dict(zip(map(path_text, paths), arrays, strict=True))
+    require_arrays("permute", [group], {path: jnp.shape(x) for path, x in found.items()})
     for member in group.members:
-        size = member.outer * group.size * member.inner
-        if member.path not in found or jnp.shape(found[member.path])[member.axis :][:1] != (size,):
-            got = f"one of shape {jnp.shape(found[member.path])}" if member.path in found else "none"
-            raise ValueError(
-                f"permute takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
-                f"{got}. Pass the tree from which the groups were read."
-            )
-        found[member.path] = permute_axis(found[member.path], member, order)
+        found[member.path] = _permute_axis(found[member.path], member, order)
     return treedef.unflatten(found.values())
 
 
-def permute_axis(x: Any, member: Member, order: Any) -> Any:
+def _permute_axis(x: Any, member: Member, order: Any) -> Any:
     """An array of JAX or numpy with one of its axes in another order, which may be one for each step."""
     steps = member.steps if order.ndim > 1 else ()
     places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))

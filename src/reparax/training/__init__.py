@@ -1,10 +1,6 @@
-"""Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables.
-
-And models after training: several merged into one.
-"""
+"""Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables."""
 
 from reparax._axes.shardings import state_shardings as state_shardings
-from reparax.training._merge import merge as merge
 from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._muon import muon_dimensions as muon_dimensions
 from reparax.training._optimizer import optimizer as optimizer
