@@ -1,6 +1,6 @@
 """What takes long, measured once: the numbers are on file in ``results``; run: python -m examples.smollm.cells [table].
 
-A run that was cut off goes on where it stopped. Tables: compression, tuning, moments, rounding, rotation,
+A run that was cut off goes on where it stopped. Tables: compression, tuning, rounding, rotation,
 units, memory.
 """
 
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 import reparax as rpx
 from benchmarks.evidence.record import Cell, Size, found, runs
-from examples.smollm import by_hand, compression, files, model, moments, rotation, texts, tuning, units
+from examples.smollm import by_hand, compression, files, model, rotation, texts, tuning, units
 from examples.smollm.model import Config, Params
 from examples.smollm.report import BY_HAND, FULL, RESULTS, UNTUNED, best_rates
 
@@ -193,31 +193,6 @@ def timed(left: float) -> dict[str, float]:
     return units.timed(params, left, texts.windows("prose", tokenizer, LENGTH)[:2], config)
 
 
-def stepped(way: str, seed: int) -> dict[str, Any]:
-    """A thousand steps of Adam on the last layers."""
-    params, _, config = loaded()
-    return moments.measured(way, params, inputs_of_last(), config, steps=moments.STEPS, seed=seed)
-
-
-@functools.cache
-def inputs_of_last() -> dict[str, Any]:
-    """For 400 windows, and for 80 that are held out, the input of the last layers and the windows."""
-    params, tokenizer, config = loaded()
-
-    def some(name: str, count: int) -> Any:
-        rows = texts.windows(name, tokenizer, moments.LENGTH)
-        rows = rows[:: len(rows) // count][:count]
-        return moments.below(params, rows, config), rows
-
-    return {"new": some("new", 400), "new, held out": some("new, held out", 80)}
-
-
-def moments_cells() -> dict[str, Cell]:
-    """Three seeds for each way to hold weights and moments."""
-    pairs = [(way, seed) for seed in range(3) for way in moments.WAYS]
-    return {f"{way}, seed {seed}": once(functools.partial(stepped, way, seed)) for way, seed in pairs}
-
-
 def memory_cells() -> dict[str, Cell]:
     """The temporary memory of a gradient of 2 x 64 tokens, as XLA plans it, which needs no weights."""
     lora = tuning.lora(8)
@@ -292,7 +267,6 @@ def planned(fun: Any, *args: Any) -> dict[str, Any]:
 TABLES: dict[str, Callable[[], dict[str, Cell]]] = {
     "compression": compression_cells,
     "memory": memory_cells,
-    "moments": moments_cells,
     "rounding": lambda: {name: once(functools.partial(rounded, p)) for name, p in ROUNDED.items()},
     "rotation": lambda: {
         f"{basis}, {name}": once(functools.partial(rotated, basis, p))

@@ -219,16 +219,3 @@ def _perplexities(rows: dict[str, dict[str, str]]) -> str:
     columns = list(dict.fromkeys(way for row in rows.values() for way in row))
     lines = [[name, *(row.get(way, "") for way in columns)] for name, row in rows.items()]
     return markdown(["perplexity of prose", *columns], lines)
-
-
-def moments_table() -> str:
-    """A row for each way to hold weights and moments: the mean over seeds, the least and the largest, and bytes."""
-    cells = found("moments", RESULTS)
-    ways: dict[str, list[str]] = {}
-    for name in cells:
-        ways.setdefault(name.rpartition(", seed ")[0], []).append(name)
-    rows = [
-        [way, spread([cells[name]["new"][0] for name in names]), f"{cells[names[0]]['bytes'][0]:.2f}"]
-        for way, names in ways.items()
-    ]
-    return markdown(["Adam", "new text, held out", "bytes a weight, moments included"], rows)

@@ -11,7 +11,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.sparse``     masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
 ``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
+``rpx.quantized``  few bits: ``Stored``, ``Quantize``
 ``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
@@ -77,7 +77,6 @@ from reparax.peft import from_peft as from_peft
 from reparax.peft import to_peft as to_peft
 from reparax.products import explain as explain
 from reparax.products import factored as factored
-from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
 from reparax.seen import calibrate as calibrate

@@ -298,8 +298,8 @@ SHAPED = [
 ]
 
 
-OTHERS = {"VarNoise", "WeightDropout", "Moments8bit"}
-"""Stages with axes whose numbers have no layout: two draw noise, and one is for the state of an optimizer."""
+OTHERS = {"VarNoise", "WeightDropout"}
+"""Stages with axes whose numbers have no layout: they draw noise."""
 
 
 EYE, IN_HALF = np.eye(4, dtype=np.float32), np.diag(np.float32([1, 1, 0, 0]))

@@ -10,7 +10,7 @@ import pytest
 from grids import mostly_thorough
 
 import reparax as rpx
-from examples.smollm import by_hand, compression, many, model, moments, report, rotation, tuning, units
+from examples.smollm import by_hand, compression, many, model, report, rotation, tuning, units
 
 TINY = model.Config(layers=3, width=16, heads=4, groups=2, inner=24, words=32, base=100.0)
 ROWS = np.random.default_rng(0).integers(0, 4, (8, 9)) * 5
@@ -94,24 +94,6 @@ def test_cut_units_leave_what_masked_ones_leave(params):
     dead = np.all(masked["layers"]["mlp"]["down_proj"]["kernel"] == 0, -1)
     for score, gone in zip(np.asarray(found), dead, strict=True):
         assert set(np.flatnonzero(gone)) == set(np.argsort(score)[:6])
-
-
-def test_the_loss_from_the_input_of_the_last_layers_is_that_of_the_model(params):
-    x = moments.below(params, ROWS, TINY)
-    got = moments.loss(moments.last(params), params["embed_tokens"]["embedding"], x, jnp.asarray(ROWS), TINY)
-    np.testing.assert_allclose(got, model.loss(params, jnp.asarray(ROWS), TINY), rtol=1e-5)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", moments.WAYS)
-def test_steps_of_the_last_layers_lower_the_loss_also_in_few_bits(way, params, monkeypatch):
-    p, stored = moments.WAYS[way]
-    if stored is not None:  # no array of the tiny network has as many numbers as the default asks for
-        monkeypatch.setitem(moments.WAYS, way, (p, rpx.Moments8bit(min_size=256)))
-    held = moments.below(params, ROWS, TINY), ROWS
-    data = {"new": held, "new, held out": held}
-    found = moments.measured(way, params, data, TINY, steps=200, seed=0)
-    assert found["curve"][-1] < found["curve"][0]
 
 
 SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)

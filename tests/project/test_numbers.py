@@ -16,7 +16,7 @@ from benchmarks.common.shown import Results
 from benchmarks.evidence import CLAIMS, evolution
 from benchmarks.evidence.record import Size, found, seconds
 from benchmarks.evidence.summary import CONFIDENCE
-from examples.smollm import compression, moments, report, texts
+from examples.smollm import compression, report, texts
 
 ROOT = Path(__file__).parents[2]
 WORDS = dict(enumerate(["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]))
@@ -274,16 +274,8 @@ def test_the_memory_of_a_calibration():
     assert f"one window of {held['length'] - 1} tokens" in page("api/seen")
 
 
-def test_the_settings_of_moments_and_of_compression():
+def test_the_settings_of_compression():
     text = page("notebooks/language_model")
-    assert (moments.STEPS, moments.LENGTH, moments.LAST) == (1000, 33, 2)
-    assert "A thousand steps of Adam, a window of 32 tokens each, on the last two of the thirty layers" in text
-    assert language.LAYERS == 30
-    ends = {name: cell["new"][0] for name, cell in found("moments", report.RESULTS).items()}
-    of_float32 = [end for name, end in ends.items() if name.startswith("float32")]
-    assert f"with one seed, for which float32 ends at {of_float32[0]:.3f};" in text
-    assert "seeds of float32 differ by more than ten times as much" in text
-    assert max(of_float32) - min(of_float32) > 10 * abs(ends["moments in 8 bits, seed 0"] - of_float32[0])
     learned, length, others = compression.LEARNED, compression.LENGTH, compression.HELD_OUT
     assert f"here in {learned} windows of {length - 1} tokens of the prose" in text
     assert f"The perplexity of {WORDS[others]} other windows of prose" in text

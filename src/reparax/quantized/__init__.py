@@ -5,7 +5,6 @@ round with the same formula.
 """
 
 from reparax.quantized._halved import Halved as Halved
-from reparax.quantized._moments8bit import Moments8bit as Moments8bit
 from reparax.quantized._quantize import Quantize as Quantize
 from reparax.quantized._smooth import Smooth as Smooth
 from reparax.quantized._stored import Stored as Stored

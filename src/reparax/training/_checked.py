@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from reparax._tree.paths import PyTree, is_array
-from reparax.training._held import open_state
 from reparax.training._partition import partition
 from reparax.training._unlike import Difference, TreeOf, first_difference
 
@@ -89,10 +88,9 @@ def _explain_gradients(difference: Difference) -> str:
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
     """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
     try:
-        expected = jax.eval_shape(lambda raw: open_state(init(raw))[0], raw)
+        expected = jax.eval_shape(init, raw)
     except Exception:  # then it is not the state that is wrong
         return None
-    state = open_state(state)[0]
     if (difference := first_difference(state, expected)) is None:
         return None
     if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
