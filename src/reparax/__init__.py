@@ -94,7 +94,6 @@ from reparax.stage import from_json as from_json
 from reparax.stage import selected as selected
 from reparax.torch import from_torch as from_torch
 from reparax.torch import to_torch as to_torch
-from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels

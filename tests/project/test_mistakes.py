@@ -202,37 +202,6 @@ STEPS = {
         TypeError,
         "optimizer.init takes a raw tree, but got WeightNorm() >> VarNoise(0.1). Write `tx.init(p.init(params))`.",
     ),
-    "updates of a raw tree for the model": (
-        lambda: rpx.apply_updates(PARAMS, RAW),
-        ValueError,
-        "apply_updates takes updates in the structure of params, but got those of a raw tree: expected an "
-        "array at 'dense/kernel', got '@weight_norm'. Pass the raw tree: `rpx.apply_updates(raw, updates)`.",
-    ),
-    "updates of the model": (
-        lambda: rpx.apply_updates(RAW, PARAMS),
-        ValueError,
-        "apply_updates takes updates in the structure of params, but got those of the model's own "
-        "parameters: expected '@weight_norm' at 'dense/kernel', got an array. Make them from gradients "
-        "with respect to `raw`.",
-    ),
-    "updates and state": (
-        lambda: rpx.apply_updates(RAW, (RAW, STATE)),
-        ValueError,
-        "apply_updates takes updates in the structure of params, but got a tuple. `tx.update` returns two "
-        "trees: `updates, state = tx.update(grads, state, raw)`.",
-    ),
-    "updates of another chain": (
-        lambda: rpx.apply_updates(RAW, OTHER),
-        ValueError,
-        "apply_updates takes updates in the structure of params, but got those of another chain: expected "
-        "'@weight_norm' at 'dense/kernel', got '@spectral_norm'. Pass the tree whose gradients the "
-        "optimizer got.",
-    ),
-    "a number as key of updates": (
-        lambda: rpx.apply_updates(RAW, RAW, 0),
-        TypeError,
-        "apply_updates needs a PRNG key, but got 0 of type int. Make one with `jax.random.key(seed)`.",
-    ),
 }
 
 # Chains and stages.
