@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
 from reparax.training._checked import explain_errors
-from reparax.training._partition import combine, partition, require_tree
+from reparax.training._partition import combine, is_none, partition, require_tree
 
 
 @shows_usage
@@ -79,8 +79,8 @@ def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
-    is_tree = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
-    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if is_tree else value
+    is_tree = jax.tree.structure(value, is_leaf=is_none) == jax.tree.structure(free, is_leaf=is_none)
+    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=is_none) if is_tree else value
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
@@ -91,11 +91,6 @@ def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree)
         return function(*raw_args, **kwargs)
 
     return call
-
-
-def _is_none(x: object) -> bool:
-    """Whether a node is None, where JAX sees no leaf."""
-    return x is None
 
 
 def _neutral_update(x: Any) -> Any:
