@@ -257,7 +257,6 @@ CASES = {
         >> rpx.Stored("dynamic8", where="conv/kernel"),
         model,
     ),
-    "moments in eight bits": (rpx.Moments8bit(min_size=8), positive),
     "distributions": (
         rpx.Gaussian(0.1, where="dense/.*")
         >> rpx.noise.VariationalDropout(0.1, where="out/kernel")

@@ -11,7 +11,8 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.sparse``     masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
 ``rpx.shared``     tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``  few bits: ``Stored``, ``Quantize``, ``Moments8bit``
+``rpx.quantized``  few bits: ``Stored``, ``Quantize``
+``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
@@ -75,7 +76,6 @@ from reparax.peft import from_peft as from_peft
 from reparax.peft import to_peft as to_peft
 from reparax.products import explain as explain
 from reparax.products import factored as factored
-from reparax.quantized import Moments8bit as Moments8bit
 from reparax.quantized import Quantize as Quantize
 from reparax.quantized import Stored as Stored
 from reparax.shared import Tie as Tie
@@ -91,7 +91,6 @@ from reparax.stage import from_json as from_json
 from reparax.stage import selected as selected
 from reparax.torch import from_torch as from_torch
 from reparax.torch import to_torch as to_torch
-from reparax.training import apply_updates as apply_updates
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask
 from reparax.training import labels as labels

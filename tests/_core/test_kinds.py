@@ -38,7 +38,6 @@ KINDS = {
     "MagnitudePrune": "magnitude_prune",
     "Mask": "mask",
     "MaxNorm": "max_norm",
-    "Moments8bit": "moments8bit",
     "Mean": "mean",
     "NofM": "nof_m",
     "Orthogonal": "orthogonal",

@@ -86,7 +86,6 @@ STAGES = {
     ],
     "Mask": [rpx.Mask()],
     "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
-    "Moments8bit": [rpx.Moments8bit(), rpx.Moments8bit(along=-1, rounding="nearest", min_size=16)],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
     "NofM": [rpx.sparse.NofM(0, 1, along="x"), rpx.sparse.NofM(2, 4, along=0)],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],

@@ -101,8 +101,7 @@ OF_TALL_MATRICES = [rpx.matrices.Grassmann()]
 OF_OTHERS = {
     rpx.shared.CudnnLSTM,
     rpx.matrices.Fibration,
-    rpx.Moments8bit,
-}  # of one size, of functions, of 4096 numbers or more
+}  # of one size, of functions
 NO_STAGES = {rpx.stage.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.stage.Together}
 
 

@@ -124,7 +124,6 @@ def test_functions_among_the_leaves_of_a_model_have_no_roles():
     roles = rpx.roles(lambda model, x: jax.vmap(model)(x))(model, X)
     q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
     assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
-    assert rpx.training.muon_dimensions(q, roles).activation is None
     found = rpx.geometry.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x))(model, X)
     assert repr(found) == "All axes fit."
     with raises(
@@ -298,8 +297,8 @@ SHAPED = [
 ]
 
 
-OTHERS = {"VarNoise", "WeightDropout", "Moments8bit"}
-"""Stages with axes whose numbers have no layout: two draw noise, and one is for the state of an optimizer."""
+OTHERS = {"VarNoise", "WeightDropout"}
+"""Stages with axes whose numbers have no layout: they draw noise."""
 
 
 EYE, IN_HALF = np.eye(4, dtype=np.float32), np.diag(np.float32([1, 1, 0, 0]))

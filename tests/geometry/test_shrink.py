@@ -228,7 +228,7 @@ def test_the_state_of_an_optimizer_goes_along():
     def step(raw, state):
         grads = jax.grad(lambda raw: jnp.sum(mlp(PRUNE.apply(raw), X) ** 2), allow_int=True)(raw)
         updates, state = tx.update(grads, state, raw)
-        return rpx.apply_updates(raw, updates), state
+        return optax.apply_updates(raw, updates), state
 
     raw, state = step(raw, tx.init(raw))
     small, small_state = shrink(PRUNE, raw, groups), shrink(PRUNE, state, groups, like=raw)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from errors import raises
 
@@ -43,7 +44,7 @@ def test_ivon_is_the_update_of_the_paper(clip):
         def step(carry, key):
             raw, state = carry
             updates, state = tx.update(jax.grad(lambda raw: loss(p.apply(raw, key), AIM))(raw), state, raw)
-            return (rpx.apply_updates(raw, updates), state), None
+            return (optax.apply_updates(raw, updates), state), None
 
         return jax.lax.scan(step, (raw, tx.init(raw)), keys)[0][0]["w"]["@gaussian"]
 

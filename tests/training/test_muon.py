@@ -1,23 +1,23 @@
-"""Muon's dimension numbers for raw trees."""
+"""The recipe that gives Muon the axes of matrices: those of raw values, and those that MaxText writes by hand."""
 
-import json
 import re
 from pathlib import Path
-from statistics import mean
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises
 from one_array import normal
 from optax.contrib import MuonDimensionNumbers, muon
 
 import reparax as rpx
 from reparax._tree.paths import items, path_text
 
-muon_dimensions = rpx.training.muon_dimensions
+PAGE = (Path(__file__).parents[2] / "docs" / "notebooks" / "recipes.md").read_text()
+RECIPE = {"jax": jax, "rpx": rpx, "MuonDimensionNumbers": MuonDimensionNumbers}
+exec(re.findall(r"^def muon_axes.*?(?=\n\n\n)", PAGE, re.DOTALL | re.MULTILINE)[0], RECIPE)
+muon_axes = RECIPE["muon_axes"]
 X = jnp.arange(7)
 PARAMS = {
     "embed": normal(10, 4, seed=1),
@@ -44,12 +44,9 @@ def network(params, tokens):
     return x @ params["out"].T + x @ params["one"]
 
 
-ROLES = rpx.roles(network)(PARAMS, X)
-
-
-def muon_values(found):
-    """The dimension numbers of the raw values that Muon takes."""
-    pairs = items(found, lambda x: isinstance(x, MuonDimensionNumbers))
+def found_by_path(axes):
+    """The axes of the raw values that Muon takes."""
+    pairs = items(axes, lambda x: isinstance(x, MuonDimensionNumbers))
     return {path_text(path): tuple(x) for path, x in pairs}
 
 
@@ -58,57 +55,43 @@ ALONE = {
     "layers/key": ((1,), (2, 3)),
     "layers/heads": ((1, 2), (3,)),
     "out": ((1,), (0,)),
+    "one": ((0,), (1,)),
 }
 
 
+def but(*paths):
+    """The axes of all arrays but these."""
+    return {path: each for path, each in ALONE.items() if path not in paths}
+
+
 @pytest.mark.parametrize(
-    ("p", "options", "expected"),
+    ("p", "expected"),
     [
-        (rpx.Chain(), {}, ALONE),
-        (rpx.Chain(), {"where": "layers/.*"}, {path: ALONE[path] for path in ALONE if path != "out"}),
+        (rpx.Chain(), ALONE),
+        (rpx.WeightNorm(), {f"{path}/@weight_norm/v": each for path, each in ALONE.items()}),
         (
-            rpx.Chain(),
-            {"per_head": True, "where": "layers/.*"},
-            {"layers/query": ((1,), (3,)), "layers/key": ((1,), (3,)), "layers/heads": ((2,), (3,))},
-        ),
-        (
-            rpx.WeightNorm(where="layers/query|out"),
-            {"where": "layers/query"},
-            {"layers/query/@weight_norm/v": ((1,), (2, 3))},
-        ),
-        (rpx.WeightNorm(), {}, {f"{path}/@weight_norm/v": each for path, each in ALONE.items()}),
-        (
-            rpx.LoRA(2, where="layers/(query|heads)"),
-            {"where": "layers/(query|heads)"},
+            rpx.LoRA(2, where="layers/query", columns=(-2, -1), stacked=0)
+            >> rpx.LoRA(2, where="layers/heads", rows=(-3, -2), stacked=0),
             {
                 "layers/query/@lora/a": ((1,), (2,)),
                 "layers/query/@lora/b": ((1,), (2, 3)),
                 "layers/heads/@lora/a": ((1, 2), (3,)),
                 "layers/heads/@lora/b": ((1,), (2,)),
+                **but("layers/query", "layers/heads"),
             },
         ),
-        (
-            rpx.LoRA(2, where="layers/(query|heads)"),
-            {"where": "layers/(query|heads)", "per_head": True},
-            {
-                "layers/query/@lora/a": ((1,), (2,)),
-                "layers/query/@lora/b": ((1,), (3,)),
-                "layers/heads/@lora/a": ((2,), (3,)),
-                "layers/heads/@lora/b": ((1,), (2,)),
-            },
-        ),
-        (rpx.Freeze(where="layers/.*"), {}, {"out": ALONE["out"]}),
-        (rpx.Gaussian(where="out"), {"where": "out"}, {"out/@gaussian/mean": ((1,), (0,))}),
-        (rpx.norms.Sphere(where="out"), {"where": "out"}, {}),
+        (rpx.Freeze(where="layers/.*"), {path: ALONE[path] for path in ("out", "one")}),
+        (rpx.Gaussian(where="out"), {"out/@gaussian/mean": ((1,), (0,)), **but("out")}),
+        (rpx.norms.Sphere(where="out"), but("out")),
     ],
     ids=str,
 )
-def test_main_values_that_are_matrices_have_their_axes_and_all_else_has_none(p, options, expected):
-    q = p.on(ROLES)
-    found = muon_dimensions(q, ROLES, **options)
-    assert muon_values(found) == expected
-    leaves = jax.tree.structure(found, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers))
-    assert leaves == jax.tree.structure(jax.eval_shape(q.init, PARAMS, jax.random.key(0)))
+def test_main_values_that_are_matrices_have_their_axes_and_all_else_has_none(p, expected):
+    raw = jax.eval_shape(p.init, PARAMS, jax.random.key(0))
+    axes = muon_axes(lambda raw, x: network(p.fold(raw), x), raw, X)
+    assert found_by_path(axes) == expected
+    leaves = jax.tree.structure(axes, is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers))
+    assert leaves == jax.tree.structure(raw)
 
 
 def test_arrays_that_are_used_in_several_ways_or_in_part_go_to_adam():
@@ -121,54 +104,31 @@ def test_arrays_that_are_used_in_several_ways_or_in_part_go_to_adam():
     roles = rpx.roles(forward)(params, X)
     assert (roles["tied"].inputs, roles["tied"].outputs) == ((0, 1), (0, 1))
     assert (roles["summed"].inputs, roles["summed"].outputs) == ((1,), (2,))
-    assert muon_values(muon_dimensions(rpx.Chain(), roles)) == {"plain": ((0,), (1,))}
+    assert found_by_path(muon_axes(forward, params, X)) == {"plain": ((0,), (1,))}
 
 
-def test_a_step_is_that_of_each_head_of_each_layer_as_a_matrix_of_its_own():
-    p = rpx.WeightNorm(where="layers/heads").on(ROLES)
-    found = muon_dimensions(p, ROLES, where="layers/heads", per_head=True)
+def test_a_step_is_that_of_each_layer_as_a_matrix_and_of_what_has_no_axes_by_adam():
+    p = rpx.WeightNorm(where="layers/heads", stacked=0)
     raw = p.init(PARAMS)
     grads = jax.tree.map(jnp.cos, raw)
-    tx = rpx.optimizer(muon(0.1, muon_weight_dimension_numbers=found))
+    axes = muon_axes(lambda raw, x: network(p.fold(raw), x), raw, X) | {"out": None}
+    tx = rpx.optimizer(muon(0.1, muon_weight_dimension_numbers=axes))
     alone, adam = muon(0.1), optax.nadamw(0.1, weight_decay=0)  # all arrays of two axes
     one = grads["layers"]["heads"]["@weight_norm"]
-    matrices = [np.asarray(one["v"][i, j]) for i in range(2) for j in range(3)]
+    matrices = [np.asarray(one["v"][i]).reshape(6, 4) for i in range(2)]
 
     @jax.jit
     def steps():
         expected = alone.update(matrices, alone.init(matrices), matrices)[0]
-        lengths = adam.update(one["g"], adam.init(one["g"]), one["g"])[0]
-        return tx.update(grads, tx.init(raw), raw)[0], expected, lengths
+        others = {"g": one["g"], "out": grads["out"]}
+        return tx.update(grads, tx.init(raw), raw)[0], expected, adam.update(others, adam.init(others), others)[0]
 
     with jax.numpy_dtype_promotion("standard"):
-        updates, expected, lengths = steps()
+        updates, expected, others = steps()
     new = updates["layers"]["heads"]["@weight_norm"]
-    np.testing.assert_allclose(new["v"].reshape(6, 2, 4), np.stack(expected), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(new["g"], lengths, rtol=1e-4)
-
-
-def test_what_is_wrong_says_what_to_write():
-    with raises(
-        TypeError,
-        "muon_dimensions takes parametrizations first, but got dict. Write `rpx.training.muon_dimensions(p, roles)`.",
-    ):
-        muon_dimensions(PARAMS, ROLES)
-    with raises(
-        TypeError,
-        "muon_dimensions takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",
-    ):
-        muon_dimensions(rpx.Chain(), PARAMS)
-    with raises(
-        TypeError,
-        "muon_dimensions takes a regular expression for whole paths as where, but got a value of type "
-        "'function'. Pass its text.",
-    ):
-        muon_dimensions(rpx.Chain(), ROLES, where=lambda path, x: True)
-    with raises(
-        ValueError,
-        "muon_dimensions: where='outs' matches no parameter. Similar are 'out', 'one', 'layers/key'.",
-    ):
-        muon_dimensions(rpx.Chain(), ROLES, where="outs")
+    np.testing.assert_allclose(new["v"].reshape(2, 6, 4), np.stack(expected), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(new["g"], others["g"], rtol=1e-4)
+    np.testing.assert_allclose(updates["out"], others["out"], rtol=1e-4)
 
 
 # The rules that MaxText writes by hand --------------------------------------------------------------------------------
@@ -288,8 +248,8 @@ def test_roles_give_the_numbers_of_maxtext(attention, dense, params, own):
     rest = {"embedding": word, "norm": word.update(shape=(EMBED,)), "logits_dense": word.update(shape=(EMBED, 20))}
     tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        roles = rpx.roles(maxtext(attention, dense))({"layers": layers, **rest}, tokens)
-    found = muon_values(muon_dimensions(rpx.Chain(), roles, where="layers/.*"))
+        axes = muon_axes(maxtext(attention, dense), {"layers": layers, **rest}, tokens)
+    found = found_by_path({"layers": axes["layers"]})
     types = {path_text(path).removeprefix("layers/"): x for path, x in items({"layers": layers})}
     expected = {}
     for pattern, sides in {**TABLE, **own}.items():
@@ -297,19 +257,3 @@ def test_roles_give_the_numbers_of_maxtext(attention, dense, params, own):
             if re.fullmatch(pattern, path):
                 expected[f"layers/{path}"] = tuple(tuple(axis % x.ndim for axis in axes) for axes in sides)
     assert found == expected
-
-
-# What it gives -------------------------------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parents[2]
-LOSSES = json.loads((ROOT / "benchmarks" / "results" / "muon.json").read_text())["losses"]
-
-
-def test_muon_learns_characters_faster_than_adam_as_the_page_says():
-    page = (ROOT / "docs" / "axes.md").read_text()
-    for chain, rows in LOSSES.items():
-        best = {name: min(row.values(), key=mean) for name, row in rows.items()}
-        assert {len(runs) for row in rows.values() for runs in row.values()} == {5}
-        assert all(ours < adam for ours, adam in zip(best["Muon"], best["Adam"], strict=True))
-        shown = " | ".join(f"{mean(runs):.2f} ({min(runs):.2f} to {max(runs):.2f})" for runs in best.values())
-        assert f"| {'no chain' if chain == 'none' else f'`{chain}`'} | {shown} |" in page

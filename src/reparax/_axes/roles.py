@@ -56,8 +56,6 @@ class Role:
         axis may be one of the inputs and one of the outputs.
       shape: The shape of the array.
       dtype: Its dtype.
-      heads: Those of the inputs or outputs along which products of data with data are separate, such as attention
-        heads.
     """
 
     inputs: Numbers = ()
@@ -67,7 +65,6 @@ class Role:
     uses: tuple[Use, ...] = ()
     shape: Numbers = ()
     dtype: Any = None
-    heads: Numbers = ()
 
     @property
     def is_table(self) -> bool:
@@ -98,8 +95,7 @@ class Role:
             outputs = between
         elif outputs and not inputs:
             inputs = between
-        value_axes = {"inputs": inputs, "outputs": outputs, "stacked": stacked, "heads": follow(self.heads)}
-        return replace(self, **value_axes, shape=shape, dtype=dtype)
+        return replace(self, inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
 
     def unknown(self) -> Numbers:
         """The axes of more than one index whose role is unknown."""

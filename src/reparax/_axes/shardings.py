@@ -41,8 +41,7 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
 
     An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. Codes and scales of a moment in few bits belong to it too, if their
-    axes can be cut in the same way. All other arrays, such as counters, are replicated on every device.
+    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
 
     Args:
       state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
@@ -78,22 +77,11 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
         if not is_array(x):
             return None
         ends = (path[i:] for i in range(len(path) + 1))
-        if (raw_path := next((end for end in ends if end in shapes), None)) is not None:
-            return sharding_of[raw_path] if shapes[raw_path] == x.shape else replicated
-        within = (path[i:j] for i in range(len(path)) for j in range(len(path), i, -1))
-        raw_path = next((part for part in within if part in shapes), None)
-        return replicated if raw_path is None else _sharding_of_codes(sharding_of[raw_path], shapes[raw_path], x)
+        raw_path = next((end for end in ends if end in shapes), None)
+        return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
 
     paths, leaves, treedef = flatten_with_names(state)
     return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
-
-
-def _sharding_of_codes(sharding: NamedSharding, shape: tuple[int, ...], x: Any) -> NamedSharding:
-    """The sharding of an array, for its codes or scales, which are those of the matrix of its last axis."""
-    cuts = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
-    cuts = (cuts[0], cuts[-1]) if len(shape) > 2 else cuts
-    fits = _even_spec(cuts, x.shape, sharding.mesh) if len(cuts) == x.ndim else PartitionSpec()
-    return NamedSharding(sharding.mesh, fits)
 
 
 def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,12 @@ def visit_with_roles(
 
     It gets the planner of a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
-    tree, roles_of_params = _types_and_roles(who, roles)
+    roles_of_params = roles_of(who, roles)
+
+    def type_of(role: Any) -> Any:
+        return jax.ShapeDtypeStruct(role.shape, role.dtype) if isinstance(role, Role) else role
+
+    tree = jax.tree.map(type_of, roles)
     origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
     for stage in reversed(stages):
         tree, origins_of_stage = follow_axes(new, tree)
@@ -28,13 +33,6 @@ def visit_with_roles(
         new = list(visit(planner_of(stage), flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
         new_stages[:0] = new
     return new_stages
-
-
-def raw_roles(who: str, stages: Sequence[Any], roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
-    """The types of the raw tree of a chain, and the role of each array in it that follows an array of the network."""
-    params, roles_of_params = _types_and_roles(who, roles)
-    tree, origins = follow_axes(stages, params)
-    return tree, _inherit_roles(roles_of_params, tree, origins)
 
 
 def _inherit_roles(roles_of_params: Mapping[Names, Role], tree: PyTree, origins: Origins) -> dict[Names, Role]:
@@ -58,13 +56,3 @@ def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
                 f"{type(leaf).__name__} at {path_text(path)!r}."
             )
     return roles_by_place
-
-
-def _types_and_roles(who: str, roles: PyTree) -> tuple[PyTree, dict[Names, Role]]:
-    """The types of the parameters, and their roles."""
-    roles_of_params = roles_of(who, roles)
-
-    def type_of(role: Any) -> Any:
-        return jax.ShapeDtypeStruct(role.shape, role.dtype) if isinstance(role, Role) else role
-
-    return jax.tree.map(type_of, roles), roles_of_params

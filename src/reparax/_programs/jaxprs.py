@@ -474,23 +474,6 @@ def is_jit(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) is Jit
 
 
-def divisor(eqn: JaxprEqn) -> int | None:
-    """Which operand an equation divides by, entry by entry, or None. A power may be negative."""
-    name, places = eqn.primitive.name, {"div": 1, "rsqrt": 0, "pow": 0, "integer_pow": 0}
-    if name not in places or (name == "integer_pow" and eqn.params["y"] > 0):
-        return None
-    return places[name] if type_of(eqn.invars[places[name]]).size > 1 else None
-
-
-def squared_sources(eqn: JaxprEqn, sources: Sequence[frozenset[T]]) -> frozenset[T]:
-    """Which of the sources of its operands an equation multiplies by themselves."""
-    name = eqn.primitive.name
-    if name == "mul":
-        return sources[0] & sources[1]
-    is_power = name == "square" or (name == "integer_pow" and eqn.params["y"] > 1)
-    return sources[0] if is_power else frozenset[T]()
-
-
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried; the others are sliced at each step."""
     _read_parameters(scan, _SCAN, _SCAN_UNREAD)

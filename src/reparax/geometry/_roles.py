@@ -60,7 +60,7 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
         of, each = _products_by_parameter(products), list[Role]()
         for i, x in enumerate(arguments.arrays):
             role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x), heads=_heads_of(i, role, reading)))
+            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
         return arguments.call(each, lambda *args, **_: args[position])
 
     return found
@@ -127,15 +127,6 @@ def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[Ot
     inputs = _sorted_axes(axis for use in uses for axis in use.inputs)
     outputs = _sorted_axes(axis for use in uses for axis in use.outputs)
     return Role(inputs, outputs, _sorted_axes(axis for use in uses for axis in use.stacked), "", tuple(uses))
-
-
-def _heads_of(parameter: int, role: Role, reading: Reading) -> Numbers:
-    """Axes along which data meet data apart, beside others of the inputs or outputs along which they do not."""
-    apart, found = {atom for label in reading.uses.apart for atom in reading.labels.atoms(label)}, list[int]()
-    for axes in (role.inputs, role.outputs):
-        heads = [i for i in axes if reading.labels.atoms(reading.parameters[parameter].labels[i]) & apart]
-        found += heads if len(heads) < len(axes) else ()
-    return _sorted_axes(found)
 
 
 def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:

@@ -51,14 +51,13 @@ class Uses(list[DataProduct | Between | OtherRead]):
     """The uses that were seen so far.
 
     Attributes:
-      apart: The labels of the axes that products of data with data keep apart, as those of the heads of attention.
       members: What becomes of the outputs of products.
     """
 
     def __init__(self, members: Members) -> None:
         """Nothing was seen yet."""
         super().__init__()
-        self.apart, self.members = set[int](), members
+        self.members = members
 
     def outputs(
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
@@ -67,8 +66,6 @@ class Uses(list[DataProduct | Between | OtherRead]):
         kind = max((value.kind for value in _deciding_operands(view, operands)), default=Source.CONSTANT)
         stacked = Origins().union(*(value.stacked for value in operands))
         n_before = len(self)
-        if isinstance(view, Dot) and all(value.kind is Source.DATA for value in operands):
-            self.apart |= {operands[0].axes[k].label for k in view.batch[0]}
         if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
             self._add_read(view, operands, line)
             kind = Source.DATA

@@ -167,4 +167,4 @@ class Zeros:
             numbers = [
                 jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands
             ]
-            return all(bool(x == 0) for x in jax.tree.leaves(self.view.bind(*numbers)))
+            return not any(map(bool, jax.tree.leaves(self.view.bind(*numbers))))

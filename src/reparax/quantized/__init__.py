@@ -4,6 +4,5 @@ A format is a row of a table: the numbers of its codes, and where scales and zer
 round with the same formula.
 """
 
-from reparax.quantized._moments8bit import Moments8bit as Moments8bit
 from reparax.quantized._quantize import Quantize as Quantize
 from reparax.quantized._stored import Stored as Stored

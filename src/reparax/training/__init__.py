@@ -2,7 +2,6 @@
 
 from reparax._axes.shardings import state_shardings as state_shardings
 from reparax.training._moments import reset_moments as reset_moments
-from reparax.training._muon import muon_dimensions as muon_dimensions
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine
 from reparax.training._partition import decay_mask as decay_mask
@@ -12,4 +11,3 @@ from reparax.training._projected import projected as projected
 from reparax.training._summary import Summary as Summary
 from reparax.training._summary import summary as summary
 from reparax.training._transfer import transfer as transfer
-from reparax.training._updates import apply_updates as apply_updates

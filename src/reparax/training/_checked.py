@@ -4,16 +4,20 @@ A transformation fails on these in its own words, or silently broadcasts them. T
 failed, or if a shape has changed, so a correct step costs nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import jax
 
+from reparax._tree.differences import by_parameter
 from reparax._tree.paths import PyTree, is_array
-from reparax.training._held import open_state
 from reparax.training._partition import partition
-from reparax.training._unlike import Difference, TreeOf, first_difference
 
+Shapes = dict[str, tuple[int, ...]]
 Update = Callable[..., tuple[PyTree, PyTree]]
 CALL = "Call `tx.update(grads, state, raw)`."
 
@@ -89,10 +93,9 @@ def _explain_gradients(difference: Difference) -> str:
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
     """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
     try:
-        expected = jax.eval_shape(lambda raw: open_state(init(raw))[0], raw)
+        expected = jax.eval_shape(init, raw)
     except Exception:  # then it is not the state that is wrong
         return None
-    state = open_state(state)[0]
     if (difference := first_difference(state, expected)) is None:
         return None
     if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
@@ -115,3 +118,76 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree)
         case of:
             whose, advice = f"one of {of}", "Make it with the same `tx`, `tx.init(raw)`."
     return f"the state of the raw tree, but got {whose}: {difference}. {advice}"
+
+
+class TreeOf(StrEnum):
+    """What a tree belongs to that is not the wanted one, in the words of errors."""
+
+    THE_MODEL = "the model"
+    """It has arrays where a raw tree has markers."""
+    A_RAW_TREE = "a raw tree"
+    """It has markers where the model has arrays."""
+    ANOTHER_CHAIN = "another chain"
+    ANOTHER_MODEL = "another model"
+    OTHER_SHAPES = "other shapes"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a tree differs from the one that is wanted.
+
+    Attributes:
+      path: The path.
+      wanted: What should be there, in words.
+      got: What is there, in words.
+      of: What the tree belongs to instead.
+    """
+
+    path: str
+    wanted: str
+    got: str
+    of: TreeOf
+
+    @property
+    def swapped(self) -> Difference:
+        """The same, if it is the other tree that is wrong."""
+        return replace(self, wanted=self.got, got=self.wanted)
+
+    def __str__(self) -> str:
+        return f"expected {self.wanted} at {self.path!r}, got {self.got}"
+
+
+def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
+    """The first difference between the arrays of two trees; another stage comes before all others."""
+    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
+    for path in expected_shapes:
+        if path in shapes and (difference := _stage_difference(path, shapes[path], expected_shapes[path])) is not None:
+            return difference
+    pairs = [
+        (path, shapes.get(path, {}), expected_shapes.get(path, {}))
+        for path in dict.fromkeys([*expected_shapes, *shapes])
+    ]
+    return next((difference for pair in pairs if (difference := _value_difference(*pair)) is not None), None)
+
+
+def _stage_difference(path: str, shapes: Shapes, expected_shapes: Shapes) -> Difference | None:
+    """The difference between the outermost markers of a parameter, or None."""
+    mark, wanted_mark = (next(iter(values)).split("/")[0] for values in (shapes, expected_shapes))
+    if mark == wanted_mark:
+        return None
+    of = TreeOf.ANOTHER_CHAIN if mark and wanted_mark else TreeOf.THE_MODEL if wanted_mark else TreeOf.A_RAW_TREE
+    return Difference(path, repr(wanted_mark) if wanted_mark else "an array", repr(mark) if mark else "an array", of)
+
+
+def _value_difference(path: str, shapes: Shapes, expected_shapes: Shapes) -> Difference | None:
+    """The first difference between the shapes of a parameter's values, or None."""
+    for path_below in dict.fromkeys([*expected_shapes, *shapes]):
+        if shapes.get(path_below) != expected_shapes.get(path_below):
+            in_both = path_below in shapes and path_below in expected_shapes
+            words = [
+                f"shape {x[path_below]}" if in_both else "an array" if path_below in x else "nothing"
+                for x in (expected_shapes, shapes)
+            ]
+            of = TreeOf.OTHER_SHAPES if in_both else TreeOf.ANOTHER_MODEL
+            return Difference(f"{path}/{path_below}".strip("/"), words[0], words[1], of)
+    return None

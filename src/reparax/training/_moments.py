@@ -11,7 +11,6 @@ from jax import Array
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items
 from reparax._tree.raw import FIXED, is_aligned
-from reparax.training._held import open_state
 
 
 @shows_usage
@@ -49,7 +48,6 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """
     hidden = _activated_entries(_activated_by_mask(before, after), after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
-    state, stored = open_state(state)
     paths, leaves, treedef = flatten_with_names(state)
     # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
@@ -58,7 +56,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
         starts = [i for i in range(len(path) + 1) if path[i:] in free]
         return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
 
-    return stored(treedef.unflatten([_zero_where(x, flags(path)) for x, path in zip(leaves, paths, strict=True)]))
+    return treedef.unflatten([_zero_where(x, flags(path)) for x, path in zip(leaves, paths, strict=True)])
 
 
 def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:

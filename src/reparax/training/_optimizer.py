@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import parts_of
-from reparax._numerics.arithmetic import widened
 from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree, is_array, is_traceable
 from reparax.training._checked import explain_errors
-from reparax.training._divided import require_positive_kept
-from reparax.training._held import open_state, store, with_held_arrays
-from reparax.training._partition import combine, partition, require_tree
+from reparax.training._partition import combine, is_none, partition, require_tree
 
 
 @shows_usage
-def optimizer(tx: Any, *, state: Any = None) -> Any:
+def optimizer(tx: Any) -> Any:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
@@ -40,35 +34,15 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
     Gradients and parameters may be those of the whole raw tree or of its free part. A mask of ``tx`` may be a function
     or a tree with the structure of ``raw``. The arguments ``grad`` and ``value_fn`` of optax's line searches also work.
 
-    **In few bits.** With ``state``, arrays of the state are stored as raw values of a parametrization between steps:
-    ``state=rpx.Moments8bit()`` keeps the moments of Adam in two bytes a weight instead of eight, as the 8-bit
-    optimizers of bitsandbytes do. Each update decodes and encodes them. Weights and gradients in half precision then go
-    to ``tx`` as float32, and the updates come back in float32: add them with :func:`apply_updates`.
-    ``state=rpx.Chain()`` does only this, with moments in float32. A state in few bits is a pytree of arrays, with a
-    node ``Held`` for each stored array; checkpoints, ``nnx.Optimizer``, :func:`transfer` and :func:`reset_moments` take
-    it. An optimizer takes a state in either form, and returns it in its own.
-
-    Use other formats only for arrays that ``tx`` does not divide by, such as a momentum: ``state=rpx.Stored("int8",
-    block=256, where=".*/mu/.*")``. Small numbers become 0 in them, and Adam, which divides by its second moments, would
-    make steps of any length. ``update`` finds from the program of ``tx`` which arrays it divides by, and refuses these.
-    Arrays that hold weights, such as those of ``schedule_free`` or an average of them, lose precision as weights do:
-    leave them out with ``where``.
-
     Args:
       tx: An optax transformation, or any named tuple of two functions ``init`` and ``update``; or an object with a
         method ``gradient_transformation``, such as ``optax.MultiSteps``.
-      state: A parametrization for the arrays of the state, by their paths there, such as ``0/mu/dense/kernel``; markers
-        in these paths have no ``@``. Arrays of more than two axes count as matrices of their last axis. By default,
-        ``Moments8bit`` acts on arrays of 4096 numbers or more, and ``Stored`` on all arrays of two or more axes,
-        including embeddings. An array that would not become smaller is not changed.
 
     Returns:
       A transformation of the class of ``tx``, whose state is that of ``tx`` for the free part.
 
     Raises:
-      TypeError: If ``tx`` is not a transformation, or ``state`` not a parametrization.
-      ValueError: From ``update``, if ``state`` would store an array that ``tx`` divides by in a format in which small
-        numbers become 0.
+      TypeError: If ``tx`` is not a transformation.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
@@ -88,62 +62,25 @@ def optimizer(tx: Any, *, state: Any = None) -> Any:
             f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`."
         )
 
-    if state is not None and not isinstance(state, Parametrization):
-        raise TypeError(
-            f"optimizer takes a parametrization as state, but got a value of type {type(state).__name__!r}. "
-            f"Pass one, as in `rpx.optimizer(tx, state=rpx.Moments8bit())`."
-        )
-
-    storage = state and Chain(tuple(map(_include_tables, parts_of(state))))
-
     def init(params: PyTree) -> PyTree:
         require_tree("optimizer.init", params, "tx.init(p.init(params))")
-        free = partition(params)[0]
-        return inner.init(free) if storage is None else store(storage, inner.init(_widen(free)))
+        return inner.init(partition(params)[0])
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
         extra_of_free = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
-        free = partition(updates)[0], partition(params)[0]
-        if storage is None:
-            new_updates, state = inner.update(free[0], open_state(state)[0], free[1], **extra_of_free)
-        else:
-            plain = open_state(with_held_arrays(state, lambda: init(raw)))[0]
-
-            def stepped(plain: PyTree) -> tuple[PyTree, PyTree]:
-                return inner.update(_widen(free[0]), plain, _widen(free[1]), **extra_of_free)
-
-            require_positive_kept(storage, plain, stepped)
-            new_updates, plain = stepped(plain)
-            state = store(storage, plain)
+        new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **extra_of_free)
         return combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1])), state
 
     return type(inner)(init, explain_errors(init, update))
-
-
-def _include_tables(stage: Any) -> Any:
-    """The stage, whose default leaves out no table: moments of embeddings are as large as any."""
-    leaves_out = getattr(stage, "where", "") is None and not stage.tables
-    return replace(stage, where=has_columns) if leaves_out else stage
-
-
-def has_columns(path: str, x: Any) -> bool:
-    """Whether an array has two axes or more."""
-    del path
-    return x.ndim > 1
-
-
-def _widen(free: PyTree) -> PyTree:
-    """The values that train, in float32 if they are in half precision."""
-    return jax.tree.map(lambda x: widened(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, free)
 
 
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
         return _function_of_free(value, free, fixed)
-    is_tree = jax.tree.structure(value, is_leaf=_is_none) == jax.tree.structure(free, is_leaf=_is_none)
-    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=_is_none) if is_tree else value
+    is_tree = jax.tree.structure(value, is_leaf=is_none) == jax.tree.structure(free, is_leaf=is_none)
+    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=is_none) if is_tree else value
 
 
 def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
@@ -154,11 +91,6 @@ def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree)
         return function(*raw_args, **kwargs)
 
     return call
-
-
-def _is_none(x: object) -> bool:
-    """Whether a node is None, where JAX sees no leaf."""
-    return x is None
 
 
 def _neutral_update(x: Any) -> Any:

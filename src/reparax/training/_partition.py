@@ -58,30 +58,30 @@ def combine(free: PyTree, fixed: PyTree) -> PyTree:
     Raises:
       ValueError: If the two have different structures, or if both hold a value at one place.
     """
-    trees = with_names(free, _is_none), with_names(fixed, _is_none)
-    if jax.tree.structure(trees[0], is_leaf=_is_none) != jax.tree.structure(trees[1], is_leaf=_is_none):
+    trees = with_names(free, is_none), with_names(fixed, is_none)
+    if jax.tree.structure(trees[0], is_leaf=is_none) != jax.tree.structure(trees[1], is_leaf=is_none):
         raise ValueError(
             f"combine takes the two halves of one raw tree, but got trees of different "
             f"structures{_explain_difference(*trees)}. If `free` was saved alone, make its other half with "
             f"`rpx.partition(p.init(params))[1]`."
         )
-    pairs = zip(items(trees[0], _is_none), jax.tree.leaves(trees[1], is_leaf=_is_none), strict=True)
+    pairs = zip(items(trees[0], is_none), jax.tree.leaves(trees[1], is_leaf=is_none), strict=True)
     if clashes := [path_text(path) for (path, a), b in pairs if a is not None and b is not None]:
         raise ValueError(
             f"combine takes the two halves of one raw tree, but both of them hold a value at {clashes[0]!r}. Pass "
             f"`free, fixed = rpx.partition(raw)`, or updated versions of both."
         )
-    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=_is_none)
+    return jax.tree.map(lambda a, b: b if a is None else a, *trees, is_leaf=is_none)
 
 
 def _explain_difference(free: PyTree, fixed: PyTree) -> str:
     """Where two trees differ, in words; nothing if it is in the types of their nodes."""
-    a, b = ({path_text(path) for path, _ in items(tree, _is_none)} for tree in (free, fixed))
+    a, b = ({path_text(path) for path, _ in items(tree, is_none)} for tree in (free, fixed))
     paths = sorted(a ^ b)
     return f", which differ at {', '.join(map(repr, paths[:3]))}{' and more' * (len(paths) > 3)}" if paths else ""
 
 
-def _is_none(x: object) -> bool:
+def is_none(x: object) -> bool:
     """Whether a node is None, where JAX sees no leaf."""
     return x is None
 

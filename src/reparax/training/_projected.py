@@ -13,7 +13,7 @@ from reparax._numerics.usage import shows_usage
 from reparax._tree.paths import PyTree
 from reparax._tree.raw import require_no_raw
 from reparax._tree.transformation import Transformation
-from reparax.training._unlike import first_difference
+from reparax.training._checked import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 

@@ -25,7 +25,6 @@ from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
 from reparax._tree.raw import FIXED, kind_of, outer_markers
-from reparax.training._held import open_state
 from reparax.training._partition import are_free
 
 
@@ -67,8 +66,7 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     require_chains("transfer(old, new, raw)", old, new)
     if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
         return _carry_over(raw, old, new)[0]
-    state, close_state = open_state(raw)
-    return close_state(_convert_state(state, old, new, like))
+    return _convert_state(raw, old, new, like)
 
 
 def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
