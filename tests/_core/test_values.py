@@ -75,7 +75,6 @@ STAGES = {
     "Hadamard": [rpx.adapters.Hadamard()],
     "Halved": [rpx.quantized.Halved(), rpx.quantized.Halved(rest="int8", where="a|b")],
     "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
-    "Hurwitz": [rpx.matrices.Hurwitz(), rpx.matrices.Hurwitz(2, outside="refuse")],
     "Invertible": [rpx.matrices.Invertible(least=0.5)],
     "Kronecker": [rpx.matrices.Kronecker((2, 1)), rpx.matrices.Kronecker(shape=[3, 2])],
     "LoRA": [
@@ -112,7 +111,6 @@ STAGES = {
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
     "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
     "Reflected": [rpx.adapters.Reflected(2)],
-    "Rotate": [rpx.Rotate(((4, (("dense/kernel", 1, 1), ("out/kernel", 0, 2))),), start="random", seed=1)],
     "Rotated": [
         rpx.adapters.Rotated(4),
         rpx.adapters.Rotated(2, shared=True),
@@ -286,7 +284,6 @@ def test_known_arrays_stay_arrays():
 
 OF_SCALARS = {
     "AlmostOrthogonal(radius=0.25)": lambda: rpx.matrices.AlmostOrthogonal(np.float64(0.25)),
-    "Hurwitz(margin=0.5)": lambda: rpx.matrices.Hurwitz(jnp.float32(0.5)),
     "Invertible(least=0.5)": lambda: rpx.matrices.Invertible(least=np.float32(0.5)),
     "FixedRank(2, least=0.5)": lambda: rpx.matrices.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
     "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(np.bool_(0), jnp.array(1, bool)),
@@ -777,7 +774,6 @@ def test_a_schedule_is_no_number(name, function):
     ("who", "name", "build"),
     [
         ("AlmostOrthogonal", "radius", rpx.matrices.AlmostOrthogonal),
-        ("Hurwitz", "margin", rpx.matrices.Hurwitz),
         ("FixedRank", "least", lambda x: rpx.matrices.FixedRank(1, least=x)),
     ],
 )

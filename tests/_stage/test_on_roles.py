@@ -308,7 +308,6 @@ CONSTRAINED = [
     (rpx.matrices.Skew(), 0 * EYE),
     (rpx.matrices.PositiveDefinite(), EYE),
     (rpx.matrices.PositiveSemidefinite(2), IN_HALF),
-    (rpx.matrices.Hurwitz(), -EYE),
     (rpx.matrices.Invertible(), EYE),
     (rpx.matrices.SpecialLinear(), EYE),
     (rpx.matrices.Triangular(), EYE),

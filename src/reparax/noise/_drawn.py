@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from jax import Array
 
-from reparax._axes.numbers import find_axes
 from reparax._core.planner import Planner
 from reparax._stage.leaf import Perturbation
 from reparax._stage.leaf_sites import InPlace, Noise
@@ -24,11 +23,6 @@ class Drawn(Perturbation):
     """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array."""
 
     _planner: ClassVar[type[Planner]] = _OfNoise
-
-    @property
-    def _stack(self) -> tuple[int, ...]:
-        """The stacked axes: a draw is for all of the stacked arrays at once."""
-        return find_axes(self.stacked, None)
 
     @abstractmethod
     def draw(self, like: Array, key: Array) -> Array:

@@ -8,18 +8,15 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, other_axes
+from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, find_axes, other_axes
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
-from reparax._core.keys import split_in_two
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
+from reparax._numerics.arguments import check_number, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
-from reparax._numerics.linalg import product
 from reparax._stage.varied import Number, per_array
 from reparax.noise._drawn import Drawn
 
@@ -54,10 +51,6 @@ class VarNoise(Drawn):
     (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
     each index of ``axis``. Gradients treat this size as a constant.
 
-    With ``rank``, the noise on a matrix has low rank: :math:`\varepsilon = A B / \sqrt r` with random A of shape
-    ``(rows, rank)`` and B of ``(rank, columns)``. Each entry has variance 1, and no two entries correlate. Columns are
-    the last axis of an array, rows all others; noise on arrays of one axis has full rank.
-
     The draw of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
     units in the last place of the larger of weight and noise.
 
@@ -66,14 +59,12 @@ class VarNoise(Drawn):
       relative: None, ``"max"``, ``"std"`` or ``"norm"``: the unit of the standard deviation.
       axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
         Default: one size for the whole array.
-      rank: The rank of the noise, at least 1. Default: all entries are independent.
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, including biases.
-      stacked: As for :class:`Perturbation`. Only ``relative`` and ``rank`` depend on it, as entries are independent
-        otherwise.
+      stacked: As for :class:`Perturbation`. Only ``relative`` depends on it, as entries are independent otherwise.
 
     Raises:
-      TypeError: If ``std``, ``axis`` or ``rank`` has the wrong type.
-      ValueError: If ``std``, ``axis`` or ``rank`` is out of range, or if ``relative`` is not one of the words above.
+      TypeError: If ``std`` or ``axis`` has the wrong type.
+      ValueError: If ``std`` or ``axis`` is out of range, or if ``relative`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -86,17 +77,15 @@ class VarNoise(Drawn):
       VarNoise({'decoder/.*kernel': 0.075})
 
     References:
-      Graves, *Practical Variational Inference for Neural Networks*, 2011; Sarkar et al., *Evolution Strategies at the
-      Hyperscale*, 2025.
+      Graves, *Practical Variational Inference for Neural Networks*, 2011.
     """
 
     std: Number = argument(per_array(_check_std))
     relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
-    rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
-    entrywise: ClassVar[Any] = property(lambda self: self.relative is None and self.rank is None)
+    entrywise: ClassVar[Any] = property(lambda self: self.relative is None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,29 +95,19 @@ class VarNoise(Drawn):
                 f"noise. Give relative='max', 'std' or 'norm', or leave axis out."
             )
 
-    @property
-    def shared(self) -> Any:
-        return self.rank, self.stacked if self.rank else ()
-
     def draw(self, like: Array, key: Array) -> Array:
-        like = widened(like)
-        if not self._is_low(like):
-            return random.normal(key, like)
-        a, b = self._factors(like, key)
-        if key.ndim == 0:
-            return self._unfold(product(a, b), like)
-        return jnp.stack([self._unfold(product(*pair), like) for pair in zip(a, b, strict=True)])
+        return random.normal(key, widened(like))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
         std = scalar(self.std, x)
         if self.relative is not None:
-            std = std * map_stacked(self._stack, self._size)(jax.lax.stop_gradient(x))
+            std = std * map_stacked(find_axes(self.stacked, None), self._size)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:
-        can_merge = self.relative is None and later.relative is None and self.shared == later.shared
-        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge and self.rank is None else None
+        can_merge = self.relative is None and later.relative is None
+        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
 
     def _size(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
@@ -141,26 +120,6 @@ class VarNoise(Drawn):
             case _:
                 size = norm(x, axes)
         return size.astype(x.dtype)
-
-    def _is_low(self, like: Array) -> bool:
-        """Whether the noise on an array has low rank."""
-        return self.rank is not None and like.ndim - len(self._stack) >= 2
-
-    def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
-        """The factors A and B of low-rank noise, in the dtype of ``like``, for each key and each stacked matrix."""
-        places, rank = self._stack, self.rank or 1
-        matrix_shape = [n for axis, n in enumerate(like.shape) if axis not in places]
-        stack, rows, columns = [like.shape[axis] for axis in places], math.prod(matrix_shape[:-1]), matrix_shape[-1]
-        first_key, second_key = split_in_two(key)
-        a = random.normal(first_key, jnp.zeros((*stack, rows, rank), like.dtype))
-        return a, random.normal(second_key, jnp.zeros((*stack, rank, columns), like.dtype))
-
-    def _unfold(self, matrices: Array, like: Array) -> Array:
-        """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
-        places = self._stack
-        order = (*places, *(axis for axis in range(like.ndim) if axis not in places))
-        noise = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
-        return noise.transpose(np.argsort(order).tolist())
 
 
 class WeightDropout(Drawn):
