@@ -256,7 +256,7 @@ CASES = {
         model,
     ),
     "noise of two kinds": (
-        rpx.VarNoise(0.1, rank=1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"),
+        rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"),
         model,
     ),
     "quantize": (

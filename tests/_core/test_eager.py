@@ -76,13 +76,6 @@ def test_eager_gradients_compile_nothing_again():
     assert_nothing_again(of_each_stage | others)
 
 
-@pytest.mark.parametrize("rank", mostly_thorough([None, 2], None))
-def test_eager_estimates_from_noise_compile_nothing_again(rank):
-    p, keys = rpx.WeightNorm() >> rpx.VarNoise(0.1, rank=rank), jax.random.split(KEY, 3)
-    raw = p.init({"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))})
-    assert programs_of_a_third_call(lambda: rpx.noise.noise_gradient(p, raw, keys, jnp.ones(3))) == 0
-
-
 def test_a_hessian_compiles_nothing_again():
     p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
     raw = p.init({"w": jnp.ones((3, 2))})

@@ -140,7 +140,7 @@ STAGES = {
     ],
     "Toeplitz": [rpx.matrices.Toeplitz()],
     "Triangular": [rpx.matrices.Triangular(lower=False, unit_diagonal=True)],
-    "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0, rank=2)],
+    "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0)],
     "VariationalDropout": [rpx.noise.VariationalDropout(), rpx.noise.VariationalDropout(0.1, threshold=2.0)],
     "VeRA": [rpx.adapters.VeRA(256), rpx.adapters.VeRA(4, 0.5, seed=3, rows=1)],
     "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
@@ -823,7 +823,6 @@ def test_arguments_without_their_name_are_refused(case):
 P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
-    "noise.noise_gradient(p, raw, keys, fitness)": lambda: rpx.noise.noise_gradient(RAW, P, None, None),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
     "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
     "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),

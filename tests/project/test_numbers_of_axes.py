@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.evidence.record import found
 from benchmarks.evidence.summary import markdown
-from examples.smollm import rotation
 from examples.smollm.report import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -79,23 +78,13 @@ def barriers():
     )
 
 
-def rotations():
-    cells, rows = found("rotation", RESULTS), []
-    for basis in rotation.BASES:
-        own = [cells.get(f"{basis}, {stage}") for stage in rotation.STAGES]
-        if any(own):
-            rows.append([basis, *("" if cell is None else f"{exp(cell['old'][0]):.1f}" for cell in own)])
-    return markdown(["perplexity of prose", *(name.replace(", blocks of 64", "") for name in rotation.STAGES)], rows)
-
-
-@pytest.mark.parametrize("table", [units, channels, barriers, rotations])
+@pytest.mark.parametrize("table", [units, channels, barriers])
 def test_a_table_is_that_of_the_numbers_on_file(table):
     assert table() in (ROOT / "docs" / "axes.md").read_text()
 
 
-def test_networks_that_were_cut_or_turned_compute_the_same():
-    for name in ("units", "rotation"):
-        assert max(cell["apart"][0] for cell in found(name, RESULTS).values() if "apart" in cell) < 1e-5
+def test_networks_that_were_cut_compute_the_same():
+    assert max(cell["apart"][0] for cell in found("units", RESULTS).values() if "apart" in cell) < 1e-5
     assert max(max(cell["apart"]) for cell in on_file("smaller", "cells").values()) < 1e-5
 
 

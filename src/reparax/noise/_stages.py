@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,12 +14,53 @@ from jax import Array
 from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, find_axes, other_axes
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
+from reparax._core.planner import Planner
 from reparax._core.value import argument
 from reparax._numerics.arguments import check_number, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
+from reparax._stage.leaf import Perturbation
+from reparax._stage.leaf_sites import InPlace, Noise
+from reparax._stage.on_arrays import OnArraysInPlace
 from reparax._stage.varied import Number, per_array
-from reparax.noise._drawn import Drawn
+
+
+class _OfNoise(OnArraysInPlace):
+    """The planner of noise."""
+
+    site: ClassVar[type[InPlace]] = Noise
+
+
+class _Drawn(Perturbation):
+    """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array.
+
+    Consecutive ones on an array can draw once.
+
+    Attributes:
+      shared: The settings that the draw depends on, besides the type of the array.
+    """
+
+    _planner: ClassVar[type[Planner]] = _OfNoise
+
+    shared: ClassVar[Any] = ()
+
+    @abstractmethod
+    def draw(self, like: Array, key: Array) -> Array:
+        """A draw for an array of the type of ``like``; a batch of draws for a batch of keys."""
+
+    @abstractmethod
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        """The effective array, of the shape and dtype of ``w``."""
+
+    @abstractmethod
+    def merged_with(self, later: Any) -> Any:
+        """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
+
+        Only the class that defines this method merges its noises; subclasses do not inherit it.
+        """
+
+    def apply_leaf(self, w: Array, key: Array) -> Array:
+        return self.perturb(w, self.draw(w, key))
 
 
 def _check_std(value: Any, who: str, name: str) -> Any:
@@ -40,7 +82,7 @@ def _check_rate(value: Any, who: str, name: str) -> Any:
     return rate
 
 
-class VarNoise(Drawn):
+class VarNoise(_Drawn):
     r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
@@ -122,7 +164,7 @@ class VarNoise(Drawn):
         return size.astype(x.dtype)
 
 
-class WeightDropout(Drawn):
+class WeightDropout(_Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
@@ -160,10 +202,7 @@ class WeightDropout(Drawn):
 
     min_ndim: ClassVar[int] = 2
     entrywise: ClassVar[Any] = property(lambda self: self.broadcast == ())
-
-    @property
-    def shared(self) -> Any:
-        return self.broadcast, self.stacked
+    shared: ClassVar[Any] = property(lambda self: (self.broadcast, self.stacked))
 
     def draw(self, like: Array, key: Array) -> Array:
         return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))
