@@ -8,7 +8,6 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 from cases import CASES, OF_OTHER_CASES
-from grids import mostly_thorough
 
 import reparax as rpx
 

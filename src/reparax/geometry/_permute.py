@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from reparax._tree.paths import PyTree, flatten_with_names, path_text
 from reparax.geometry._groups import Group, Member
+from reparax.geometry._units import require_arrays
 
 
 def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
@@ -39,14 +40,8 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
         raise ValueError(f"permute takes an order of shape {wanted} for this group, but got {order.shape}.")
     paths, arrays, treedef = flatten_with_names(params)
     found: dict[str, Any] = dict(zip(map(path_text, paths), arrays, strict=True))
+    require_arrays("permute", [group], {path: jnp.shape(x) for path, x in found.items()})
     for member in group.members:
-        size = member.outer * group.size * member.inner
-        if member.path not in found or jnp.shape(found[member.path])[member.axis :][:1] != (size,):
-            got = f"one of shape {jnp.shape(found[member.path])}" if member.path in found else "none"
-            raise ValueError(
-                f"permute takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
-                f"{got}. Pass the tree from which the groups were read."
-            )
         found[member.path] = permute_axis(found[member.path], member, order)
     return treedef.unflatten(found.values())
 
