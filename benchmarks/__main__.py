@@ -33,7 +33,6 @@ REPEATS = {
     "batches": 1,
     "stored": 10,
     "factored": 10,
-    "evolution": 3,
     "local": 10,
     "hosted": 1,
     "experts": 1,

@@ -58,7 +58,6 @@ def stages(pick: random.Random) -> Any:
         [
             lambda: rpx.VarNoise(number, **noise),
             lambda: rpx.VarNoise(number, **noise),
-            lambda: rpx.VarNoise(number, rank=1, **matrices),
             lambda: rpx.VarNoise(number, relative="max", axis=axis, **matrices),
             lambda: rpx.VarNoise({"enc/.*": number, "dec/kernel": 0.5}),
             lambda: rpx.WeightDropout(number, **some),

@@ -130,26 +130,7 @@ def traced(loss: Loss, args: Any) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-# ---- populations and stored numbers
-
-
-def populations(repeats: int, members: int = 32, width: int = 1024, rows_each: int = 16) -> dict[str, Rows]:
-    """A population whose noise has rank 1: temporaries and time of its losses."""
-    noise = rpx.VarNoise(0.1, rank=1)
-
-    def loss(w: Any, key: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.tanh(x @ noise.apply(w, key)["w"]))
-
-    args = {"w": jnp.ones((width, width))}, jax.random.split(KEY, members), jnp.ones((rows_each, width))
-    programs = {
-        name: jax.jit(jax.vmap(f, (None, 0, None))).lower(*args).compile()
-        for name, f in {"apply": loss, "factored": rpx.factored(loss)}.items()
-    }
-    calls = {name: lambda f=f: jax.block_until_ready(f(*args)) for name, f in programs.items()}
-    shuffled(calls, 1)
-    title = f"{members} members with noise of rank 1 on {width} x {width}"
-    temporary = {name: f.memory_analysis().temp_size_in_bytes / MIB for name, f in programs.items()}
-    return {f"{title}: temporary MiB": exact(temporary), f"{title}: ms": rows(shuffled(calls, repeats))}
+# ---- stored numbers
 
 
 def quantized(layers: int = 8, width: int = 1024, batch: int = 64) -> dict[str, Rows]:
@@ -197,7 +178,7 @@ def choices(repeats: int, width: int = 512) -> dict[str, Rows]:
 
 def measure(repeats: int) -> dict[str, Rows]:
     """All tables, by title."""
-    return adapters(repeats) | populations(repeats) | quantized() | choices(repeats)
+    return adapters(repeats) | quantized() | choices(repeats)
 
 
 if __name__ == "__main__":

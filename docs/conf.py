@@ -208,9 +208,9 @@ def name_failures(app, env):
         logging.getLogger(__name__).warning(message, reason, os.path.relpath(report), location=page)
 
 
-SECONDS = {"noise_text": 340, "adapters": 260, "distributions": 200, "language_model": 150, "evolution": 130}
+SECONDS = {"noise_text": 340, "adapters": 260, "distributions": 200, "language_model": 150}
 SECONDS |= {"transformer": 120, "recipes": 110, "quickstart": 110, "libraries": 100, "noise_keys_memory": 100}
-SECONDS |= {"sparse_training": 80, "widths": 80, "checkpoints": 60, "matrices": 50, "sharding": 40}
+SECONDS |= {"sparse_training": 80, "checkpoints": 60, "matrices": 50, "sharding": 40}
 SECONDS |= {"own_stage": 30, "recurrent": 25, "selecting": 20, "tying": 15}
 """How long notebooks took on a busy machine. Nothing but the order in which pages are read depends on it."""
 

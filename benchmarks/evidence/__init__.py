@@ -14,6 +14,5 @@ CLAIMS = (
     "lora",
     "pruning",
     "bayes",
-    "evolution",
 )
 """The modules, in the order of their pages."""

@@ -17,7 +17,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
 ``rpx.draws``      separate noise for each example: ``local``
-``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``Rotate``
+``rpx.geometry``   axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
 ``rpx.torch``      state dicts and quantized files: ``from_torch``, ``to_torch``
 ``rpx.peft``       adapters of PEFT: ``from_peft``, ``to_peft``
 ``rpx.nnx``        a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
@@ -55,7 +55,6 @@ from reparax.adapters import Delta as Delta
 from reparax.adapters import Gain as Gain
 from reparax.adapters import LoRA as LoRA
 from reparax.draws import local as local
-from reparax.geometry import Rotate as Rotate
 from reparax.geometry import axis_groups as axis_groups
 from reparax.geometry import roles as roles
 from reparax.geometry import shrink as shrink

@@ -48,7 +48,6 @@ STAGES = [
     *PATTERNS,
     rpx.matrices.PositiveDefinite(),
     rpx.matrices.PositiveSemidefinite(2),
-    rpx.matrices.Hurwitz(),
     rpx.Scale(2.0),
     rpx.Freeze(),
 ]

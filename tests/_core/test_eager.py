@@ -8,7 +8,6 @@ import jax.monitoring
 import jax.numpy as jnp
 import pytest
 from cases import CASES, OF_OTHER_CASES
-from grids import mostly_thorough
 
 import reparax as rpx
 
@@ -74,13 +73,6 @@ def test_eager_gradients_compile_nothing_again():
     p, params = CASES["weight norm >> noise"]
     of_each_stage, others = ways_of(p, p.init(params(), KEY))
     assert_nothing_again(of_each_stage | others)
-
-
-@pytest.mark.parametrize("rank", mostly_thorough([None, 2], None))
-def test_eager_estimates_from_noise_compile_nothing_again(rank):
-    p, keys = rpx.WeightNorm() >> rpx.VarNoise(0.1, rank=rank), jax.random.split(KEY, 3)
-    raw = p.init({"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))})
-    assert programs_of_a_third_call(lambda: rpx.noise.noise_gradient(p, raw, keys, jnp.ones(3))) == 0
 
 
 def test_a_hessian_compiles_nothing_again():

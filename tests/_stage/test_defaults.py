@@ -87,7 +87,6 @@ OF_ONE_ROW_AND_COLUMN = [
     rpx.matrices.Blocks((2, 2)),
     *PATTERNS,
     rpx.matrices.PositiveDefinite(),
-    rpx.matrices.Hurwitz(),
 ]
 
 OF_MATRICES = [

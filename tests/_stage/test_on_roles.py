@@ -65,7 +65,10 @@ ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
         (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
         (rpx.Gaussian(), "Gaussian()"),
         (rpx.VarNoise(0.1), "VarNoise(0.1)"),
-        (rpx.VarNoise(0.1, rank=1, where="lay.*nel"), "VarNoise(0.1, rank=1, where='lay.*nel', stacked=0)"),
+        (
+            rpx.VarNoise(0.1, relative="max", where="lay.*nel"),
+            "VarNoise(0.1, relative='max', where='lay.*nel', stacked=0)",
+        ),
         (
             rpx.VarNoise(0.1, relative="std", axis="outputs", where="out|query"),
             "VarNoise(0.1, relative='std', axis={'out': -1, 'query': (-2, -1)}, where='out|query')",
@@ -307,7 +310,6 @@ CONSTRAINED = [
     (rpx.matrices.Skew(), 0 * EYE),
     (rpx.matrices.PositiveDefinite(), EYE),
     (rpx.matrices.PositiveSemidefinite(2), IN_HALF),
-    (rpx.matrices.Hurwitz(), -EYE),
     (rpx.matrices.Invertible(), EYE),
     (rpx.matrices.SpecialLinear(), EYE),
     (rpx.matrices.Triangular(), EYE),

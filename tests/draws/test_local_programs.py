@@ -13,7 +13,6 @@ NOISES = [
     lambda: rpx.VarNoise(0.4),
     lambda: rpx.VarNoise(-0.4),
     lambda: rpx.VarNoise(0.4, relative="std", axis=-1),
-    lambda: rpx.VarNoise(0.4, rank=1),
     lambda: rpx.Gaussian(0.4),
     lambda: rpx.Gaussian(0.4, axis=-1),
     lambda: rpx.noise.VariationalDropout(0.4),

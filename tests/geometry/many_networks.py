@@ -42,7 +42,6 @@ def measured(fun, params, args):
         "groups": len(groups),
         "frozen": len(groups.frozen),
         "wrong": wrong,
-        "turning": sum(not group.why_not_turned for group in groups),
         "planted": len(halves[:1]),
         "found": sum(is_wrong(fun, params, args, [half]) for half in halves[:1]),
         # A reason begins with the kind of the equation.
@@ -66,7 +65,7 @@ def main():
     for name, *network in cases(parser.parse_args().count):
         if name not in kept:
             kept[name] = measured(*network)
-            keys = ("groups", "frozen", "wrong", "turning", "planted", "found")
+            keys = ("groups", "frozen", "wrong", "planted", "found")
             total = {key: sum(each[key] for each in kept.values()) for key in keys}
             FILE.write_text(json.dumps({**machine(), "total": total, "networks": kept}, indent=1) + "\n")
             print(name, kept[name]["wrong"], total, flush=True)

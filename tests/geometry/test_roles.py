@@ -91,6 +91,11 @@ USES = {
         ([W, V], X, ROW),
         [DENSE, DENSE],
     ),
+    "a multiple, entry by entry, by a part of data": (
+        lambda p, x: jnp.tanh((p[0] * x[1:4]) @ p[1]) @ p[2],
+        ([jax.ShapeDtypeStruct((3,), FLOAT), W, V], jax.ShapeDtypeStruct((8,), FLOAT)),
+        [((), (), ()), DENSE, DENSE],
+    ),
     "a penalty": (
         lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
         ([W, V], X),
@@ -99,7 +104,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a multiple by a number that is data"))
+@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a multiple, entry by entry, by a part of data"))
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun)(*args))) == want

@@ -249,7 +249,6 @@ CONTEXTS = {
     "scanned circulant ones": lambda: Context(
         scanned, {"w": normal(3, 256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant(stacked=0)
     ),
-    "noise of low rank": lambda: Context(one, W, normal(8, 32), rpx.VarNoise(0.1, rank=1)),
     "rows are the second axis": lambda: Context(lambda w, x: squares(x @ w["w"].T), W, X, rpx.LoRA(2, rows=1)),
 }
 

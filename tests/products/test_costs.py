@@ -77,21 +77,6 @@ def test_adapters_cost_what_they_cost_by_hand(name):
     assert operations(loss, train, rest, x) >= 0.98 * full
 
 
-def test_a_population_with_noise_of_low_rank_has_no_weight_for_each_member():
-    noise, n, members = rpx.VarNoise(0.1, rank=1), 512, 32
-
-    def loss(w, key, x):
-        return jnp.mean(jnp.tanh(x @ noise.apply(w, key)["w"]))
-
-    args = {"w": floats(n, n)}, jax.eval_shape(lambda: jax.random.split(KEY, members)), floats(16, n)
-    formed, factored = (
-        compiled(jax.vmap(f, (None, 0, None)), *args).memory_analysis().temp_size_in_bytes
-        for f in (loss, rpx.factored(loss))
-    )
-    assert formed >= members * n * n * 4
-    assert factored <= members * n * n * 4 / 20
-
-
 @pytest.mark.parametrize(
     "order", [lambda f: jax.vmap(rpx.factored(f), AXES), lambda f: rpx.factored(jax.vmap(f, AXES))]
 )

@@ -71,10 +71,13 @@ def test_signatures_name_types_and_no_private_modules():
 
 
 def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():
-    p = rpx.matrices.Hurwitz(0.1) >> rpx.WeightNorm()
-    text = "Hurwitz(margin=0.1) >> WeightNorm()"
+    p = rpx.matrices.AlmostOrthogonal(0.25) >> rpx.WeightNorm()
+    text = "AlmostOrthogonal(radius=0.25) >> WeightNorm()"
     assert repr(p) == text
     assert eval(text, {**vars(rpx), **vars(rpx.matrices)}) == p
-    written = '{"reparax": 1, "stages": [{"class": "reparax.Hurwitz", "margin": 0.1}, {"class": "reparax.WeightNorm"}]}'
+    written = (
+        '{"reparax": 1, "stages": '
+        '[{"class": "reparax.AlmostOrthogonal", "radius": 0.25}, {"class": "reparax.WeightNorm"}]}'
+    )
     assert p.to_json() == written
     assert rpx.from_json(written) == p

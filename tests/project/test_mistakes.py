@@ -917,11 +917,6 @@ FUNCTIONS = {
         TypeError,
         "reset_moments needs 'after'. Write `rpx.training.reset_moments(state, before, after)`.",
     ),
-    "noise_gradient with fewer": (
-        lambda: rpx.noise.noise_gradient(rpx.VarNoise(0.1), RAW),
-        TypeError,
-        "noise_gradient needs 'keys'. Write `rpx.noise.noise_gradient(p, raw, keys, fitness, chunk=None)`.",
-    ),
     "remat of a chain": (
         lambda: rpx.remat(P),
         TypeError,

@@ -201,11 +201,6 @@ def exponential_of_symmetric(x):
     return half @ half.T
 
 
-def hurwitz(p, q, s):
-    p, q = cholesky(p), cholesky(q)
-    return p @ (skew(s) - q / 2) - 0.1 * jnp.eye(3)
-
-
 def block_diagonal(x):
     here = jnp.eye(2, dtype=bool)[:, None, :, None]
     return jnp.where(here, x[:, :, None, :], 0).reshape(2, 4)
@@ -264,7 +259,6 @@ STAGES = {
     "definite by cholesky": (rpx.matrices.PositiveDefinite(), definite()["square"], cholesky),
     "definite by expm": (rpx.matrices.PositiveDefinite("expm"), SQUARE, exponential_of_symmetric),
     "semidefinite": (rpx.matrices.PositiveSemidefinite(), SQUARE, lambda x: x @ x.T),
-    "hurwitz": (rpx.matrices.Hurwitz(0.1), definite()["also square"], hurwitz),
     "cast": (rpx.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),
 }
 

@@ -1,5 +1,6 @@
 """Numbers in prose that no page computes are those on file, of the code they speak of, or in a notebook's outputs."""
 
+import itertools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from public import PUBLIC
 import reparax as rpx
 from benchmarks.common import language
 from benchmarks.common.shown import Results
-from benchmarks.evidence import CLAIMS, evolution
+from benchmarks.evidence import CLAIMS
 from benchmarks.evidence.record import Size, found, seconds
 from benchmarks.evidence.summary import CONFIDENCE
 from examples.smollm import report, texts
@@ -106,12 +107,6 @@ def test_how_many_claims_the_page_of_evidence_has_and_by_which_test():
     assert f"(n = {Size().seeds}) gives p below {CONFIDENCE}," in text
 
 
-def test_the_page_on_evolution_says_what_was_found():
-    phrase = "rank 4 climbs not significantly lower"
-    assert phrase in evolution.verdict(found("evolution"))
-    assert f"{phrase} than full noise" in page("notebooks/evolution")
-
-
 def test_without_dropout_the_bits_rise_again_after_as_many_steps_as_the_picture_says():
     course = found("weight_dropout")["nothing, rate 0.0"]["course"].mean(0)
     steps = 100 * (1 + int(np.argmin(course)))
@@ -193,16 +188,11 @@ def test_the_size_of_the_network_with_distributions():
     assert f"nats for {count} weights" in printed("distributions")
 
 
-def test_the_best_rates_over_widths():
-    text, (standard, mup) = page("notebooks/widths"), re.findall(r"best learning rates: (.*)", printed("widths"))
-    rates = [
-        {width: int(power) for width, power in re.findall(r"(\d+): '2\^(-\d+)'", each)} for each in (standard, mup)
-    ]
-    assert "Under μP, the best learning rate at width 64 is also the best at width 1024, or next to it" in text
-    assert abs(rates[1]["64"] - rates[1]["1024"]) <= 1 < rates[0]["64"] - rates[0]["1024"]
-    losses = [re.findall(r": '([\d.]+)'", each) for each in re.findall(r"and the loss there: (.*)", printed("widths"))]
-    assert "the standard parametrization reaches a lower loss at the larger widths" in text
-    assert all(float(here) < float(there) for here, there in list(zip(*losses, strict=True))[1:])
+def test_outputs_move_as_far_at_each_width_under_mup():
+    adam, mup = zip(*re.findall(r"outputs move by ([\d.]+) \(Adam\), ([\d.]+) \(μP\)", printed("recipes")), strict=True)
+    assert "you tune the learning rate on a narrow network and reuse it on a wide one" in page("notebooks/recipes")
+    assert max(map(float, mup)) < 1.3 * min(map(float, mup))
+    assert [float(b) > 2 * float(a) for a, b in itertools.pairwise(adam)] == [True, True]
 
 
 def test_what_noise_and_norm_do_on_text():

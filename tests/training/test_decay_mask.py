@@ -36,7 +36,6 @@ def decaying(tree):
         (rpx.numbers.Simplex(where="up/kernel"), {"square/kernel"}),
         (rpx.norms.Sphere(where="up/kernel"), {"square/kernel"}),
         (rpx.adapters.Rotated(2, where="square/kernel"), {"up/kernel"}),
-        (rpx.matrices.Hurwitz(where="square/kernel"), {"up/kernel"}),
         (rpx.matrices.PositiveDefinite(where="square/kernel"), {"up/kernel"}),
         (rpx.matrices.Invertible(where="square/kernel"), {"up/kernel"}),
         (rpx.Freeze() >> rpx.LoRA(2, where="up/kernel"), {"up/kernel/@lora/a", "up/kernel/@lora/b"}),

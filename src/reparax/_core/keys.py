@@ -81,15 +81,6 @@ def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.split(key, shape)
 
 
-def split_in_two(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two keys whose draws are independent; for a batch of keys two batches."""
-    if key.ndim == 0:
-        key_a, key_b = split_key(key, (2,))
-        return key_a, key_b
-    pairs = jnp.stack([split_key(key[i], (2,)) for i in range(key.size)])
-    return pairs[:, 0], pairs[:, 1]
-
-
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
 

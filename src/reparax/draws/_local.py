@@ -61,10 +61,10 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     result, not for the weight, and new ones for each row. The mean of the gradient stays the same, and its variance
     falls with the number of examples. The network's code does not change.
 
-    It finds the noise of :class:`VarNoise` without ``rank``, :class:`Gaussian` and :class:`VariationalDropout`, and
-    follows it through operations that keep entries independent: sums, multiples and choices of known arrays, such as
-    those of :class:`Mask`; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``,
-    ``shard_map``, ``jax.checkpoint`` and ``vmap``. Each example gets its own draw in
+    It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
+    operations that keep entries independent: sums, multiples and choices of known arrays, such as those of
+    :class:`Mask`; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
+    ``jax.checkpoint`` and ``vmap``. Each example gets its own draw in
 
     - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
       variance), convolutions, and sums and multiples with data, such as biases;
@@ -75,11 +75,11 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     the mean and the variance of each entry of the result are those of such weights. Each use of a weight draws
     independently: both uses of a tied table, and each step of a loop over time.
 
-    Everything else reads one draw for all examples, the one that ``fun`` itself makes from the key: noise of low rank
-    and factorized noise, :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights
-    whose entries a formula mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that
-    depend only on named arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with
-    ``check_vma=False``. ``rpx.explain(rpx.local(loss), *args)`` shows which, where and why.
+    Everything else reads one draw for all examples, the one that ``fun`` itself makes from the key: factorized noise,
+    :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
+    mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
+    arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
+    ``rpx.explain(rpx.local(loss), *args)`` shows which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.

@@ -10,11 +10,6 @@ from reparax.geometry._groups import Groups as Groups
 from reparax.geometry._groups import Member as Member
 from reparax.geometry._groups import axis_groups as axis_groups
 from reparax.geometry._permute import permute as permute
-from reparax.geometry._prune import prune_units as prune_units
 from reparax.geometry._roles import roles as roles
-from reparax.geometry._rotate import fold_scales as fold_scales
-from reparax.geometry._rotate import rotate as rotate
-from reparax.geometry._rotation import Rotate as Rotate
+from reparax.geometry._shrink import prune_units as prune_units
 from reparax.geometry._shrink import shrink as shrink
-from reparax.geometry._widths import Width as Width
-from reparax.geometry._widths import widths as widths

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from reparax._numerics.usage import shows_usage
@@ -47,8 +46,6 @@ class Group:
       sums: For each product that sums along the axis, sets of members: its term at an index is zero if all members of
         one of these sets are. If that holds for each product, :func:`shrink` can leave the index out.
       why_whole: Why no index can be left out; empty if some can be.
-      scales: Members that scale data, as norms do at their end, each with the members that read what it scales.
-      why_not_turned: Why an orthogonal matrix cannot turn the axes; empty if it can, as :func:`rotate` does.
     """
 
     members: tuple[Member, ...]
@@ -56,8 +53,6 @@ class Group:
     by_step: bool
     sums: tuple[tuple[tuple[Member, ...], ...], ...] = ()
     why_whole: str = "it was not read from a program"
-    scales: tuple[tuple[Member, tuple[Member, ...]], ...] = ()
-    why_not_turned: str = "it was not read from a program"
 
 
 @dataclass(frozen=True)
@@ -143,40 +138,8 @@ def _groups_of(reading: Reading) -> Groups:
         return not found and 0 < len(one) == len(set(one)) and not labels.is_shared(label)
 
     sums, whole = _sums_by_label(reading, members)
-    scales, bases = _scales_by_label(reading, members)
-    found = (
-        Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, ""), scales[i], bases[i])
-        for i, m in members.items()
-    )
+    found = (Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, "")) for i, m in members.items())
     return Groups(tuple(found), frozen)
-
-
-def _scales_by_label(
-    reading: Reading, members: Mapping[int, Sequence[Member]]
-) -> tuple[dict[int, Any], dict[int, str]]:
-    """For the label of each group the scales in it, with what reads them, and why its axes cannot be turned."""
-    paths = {number: parameter.path for number, parameter in reading.parameters.items()}
-    plain = {(paths[number], axis) for number, axis in reading.bases.plain}
-    reads = sorted({((paths[n], i), (paths[m], j)) for (n, i), (m, j) in reading.bases.reads})
-    scales, why = dict[int, Any](), dict[int, str]()
-    for label, found in members.items():
-        named = {tuple(member): member for member in found}
-        own = {scale: [reader for each, reader in reads if each == scale] for scale, _ in reads if scale in named}
-        scales[label] = tuple((named[scale], tuple(named[each] for each in readers)) for scale, readers in own.items())
-        others = (
-            f"{scale[0]!r} scales only some of the uses of {each[0]!r}"
-            for scale, readers in own.items()
-            for each in (scale, *readers)
-            if each in plain or len({first for first, second in reads if second == each}) > 1
-        )
-        apart = (
-            f"{scale.path!r} has a scale for each step, and {reader.path!r} is one for all"
-            for scale, readers in scales[label]
-            for reader in readers
-            if len(scale.steps) > len(reader.steps)
-        )
-        why[label] = reading.bases.why(label) or next(chain(others, apart), "")
-    return scales, why
 
 
 def _sums_by_label(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:

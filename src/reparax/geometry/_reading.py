@@ -1,5 +1,6 @@
 """Follows axes through a program, and through the programs inside it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,13 +13,12 @@ from reparax._programs.call import Arguments, check_call, is_keys
 from reparax._programs.equations.bodies import Cond, Scan, ShardMap, While
 from reparax._programs.equations.kinds import view_of
 from reparax._programs.sources import describe_read, lines_by_origin
-from reparax.geometry._bases import Bases
 from reparax.geometry._labels import Labels
 from reparax.geometry._members import Members
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import NEVER, VECTOR, Axis, Labelled, Origin, Source
+from reparax.geometry._values import NEVER, Axis, Labelled, Origin, Source
 from reparax.geometry._zeros import AxisSum, Zeros, all_of
 
 
@@ -50,7 +50,6 @@ class Reading:
       members: Which outputs of products index the members of an ensemble.
       uses: How weights are used.
       sums: Which equations sum along an axis.
-      bases: Which axes can be turned, and which scales stand in the way.
       parameters: The arrays that the user named, by their number among all arrays.
       steps: Axes of parameters that a scan slices.
     """
@@ -62,7 +61,6 @@ class Reading:
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
         self.parameters: dict[int, Parameter] = {}
-        self.bases = Bases(self.labels)
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._lines = lines_by_origin(traced.program)
@@ -114,7 +112,7 @@ class Reading:
         return list(map(value, program.outvars))
 
     def _read_equation(self, eqn: JaxprEqn, operands: list[Labelled]) -> Sequence[Labelled]:
-        """The outputs of an equation; what it says of uses, sums and bases is added."""
+        """The outputs of an equation; what it says of uses and sums is added."""
         view = view_of(eqn)
         if isinstance(view, Scan):
             return self._read_scan(eqn, operands)
@@ -122,7 +120,6 @@ class Reading:
             return self._read_while(view, operands)
         if isinstance(view, Cond):
             branches = [self._read_body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
-            self.bases.require_vectors(value for outs in branches for value in outs)
             return [self._join(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
         if isinstance(view, ShardMap):
             return self._read_shard_map(eqn, operands)
@@ -131,8 +128,7 @@ class Reading:
         line = describe_read(eqn, "reads it", self._lines)
         axes = axes_of(view, Operands(self.labels, view, operands, line))
         zeros = Zeros(self.labels, view, operands)
-        outs = list(map(zeros.with_zeros, self.uses.outputs(view, operands, axes, line)))
-        outs = self.bases.with_bases(view, operands, outs, line)
+        outs = list(map(zeros.with_zeros, itertools.count(), self.uses.outputs(view, operands, axes, line)))
         self.sums += zeros.sums(outs, line)
         kept = _axes_in_place(outs)
         for value in operands:
@@ -195,11 +191,9 @@ class Reading:
     ) -> tuple[list[Labelled], list[Labelled]]:
         """What is carried and what else comes out of a body, for the kind of values that it carries in the end."""
         n_uses, n_sums = len(self.uses), len(self.sums)
-        self.bases.require_vectors(carry)
-        carry = [replace(value, vanishing=(), is_zero=False, bases=()) for value in carry]
+        carry = [replace(value, vanishing=(), is_zero=False, equal=()) for value in carry]
         while True:
             outs = self._read_body(body, [*consts, *carry, *steps])
-            self.bases.require_vectors(outs[: len(carry)])
             new = [self._join(pair) for pair in zip(carry, outs, strict=False)]
             if list(map(_known_of, new)) == list(map(_known_of, carry)):
                 return new, outs[len(carry) :]
@@ -219,18 +213,16 @@ class Reading:
             self.steps |= along.of
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
             stacked = value.stacked | along.of
-            step = replace(
-                value, axes=tuple(axes), stacked=stacked, vanishing=zero, is_zero=False, bases=value.bases[1:]
-            )
-            steps.append(step)
+            step = replace(value, axes=tuple(axes), stacked=stacked, vanishing=zero, is_zero=False)
+            steps.append(replace(step, equal=value.equal[1:]))
         carry, stacks = self._read_loop(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
             self._share_axes(value)
 
         def stack(value: Labelled) -> Labelled:
             zero = (NEVER, *(value.vanishes(i) for i in range(len(value.axes))))
-            bases = (VECTOR, *value.bases) if value.bases else ()
-            return replace(value, axes=(Axis(self.labels.new(why)), *value.axes), vanishing=zero, bases=bases)
+            equal = (False, *value.equal) if value.equal else ()
+            return replace(value, axes=(Axis(self.labels.new(why)), *value.axes), vanishing=zero, equal=equal)
 
         return [*carry, *map(stack, stacks)]
 

@@ -10,7 +10,7 @@ from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Un
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._members import Members
-from reparax.geometry._values import Axis, Labelled, Origin, Source, origins, varying
+from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
 
 Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
@@ -132,7 +132,7 @@ def _deciding_operands(view: View, operands: Sequence[Labelled]) -> Sequence[Lab
     """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
     if not isinstance(view, Multiply | Divide):
         return operands
-    return varying(operands, range(len(view.type.shape))) or operands
+    return [value for value in operands if any(map(value.varies, range(len(value.axes))))] or operands
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:

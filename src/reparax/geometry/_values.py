@@ -38,32 +38,14 @@ class Axis:
         return cls(axes[0].label, of, all(a.in_place for a in axes) and len({owner for owner, _ in of}) == len(of))
 
 
-class Along(enum.Enum):
-    """How a value changes where an axis of the network is turned by an orthogonal matrix."""
-
-    VECTOR = "its entries along the axis are turned"
-    SAME = "its entries along the axis are equal, and stay"
-    PRODUCT = "its entries along the axis are products of two that are turned, so their sum stays"
-
-
-@dataclass(frozen=True)
-class Basis:
-    """What a value is along an axis; a product of data with a parameter may also be data times a scale."""
-
-    along: Along = Along.VECTOR
-    scale: Origin | None = None
-
-
-VECTOR, SAME = Basis(), Basis(Along.SAME)
-
-
 @dataclass(frozen=True)
 class Labelled:
     """A value: its axes, what it is computed from, axes of parameters of which it is one entry, and where it is zero.
 
     ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
-    ``bases`` has an entry for each axis, or none at all where all are vectors. Data are ``made`` of the outputs of
-    products that no other product has read since; along those of them that are ``mixed``, entries have met.
+    ``equal`` says of each axis whether all entries along it are equal, or nothing where they may differ along each.
+    Data are ``made`` of the outputs of products that no other product has read since; along those of them that are
+    ``mixed``, entries have met.
     """
 
     axes: tuple[Axis, ...]
@@ -71,15 +53,13 @@ class Labelled:
     stacked: frozenset[Origin] = field(default=frozenset())
     vanishing: tuple[Conditions, ...] = ()
     is_zero: bool = False
-    bases: tuple[Basis, ...] = ()
+    equal: tuple[bool, ...] = ()
     made: frozenset[Origin] = frozenset()
     mixed: frozenset[Origin] = frozenset()
 
-    def basis(self, i: int) -> Basis:
-        """What it is along an axis; a number is the same along all."""
-        if not self.axes:
-            return SAME
-        return self.bases[i] if self.bases else VECTOR
+    def varies(self, i: int) -> bool:
+        """Whether entries may differ along an axis; a number is the same along all."""
+        return bool(self.axes) and not (self.equal and self.equal[i])
 
     def vanishes(self, i: int) -> Conditions:
         """When the slice at an index of an axis is zero."""
@@ -89,11 +69,3 @@ class Labelled:
 def origins(axes: Iterable[Axis]) -> frozenset[Origin]:
     """The axes of parameters that several axes are."""
     return frozenset[Origin]().union(*(axis.of for axis in axes))
-
-
-def varying(values: Iterable[Labelled], axes: Sequence[int]) -> list[Labelled]:
-    """Those whose entries differ along some of these axes; the others are numbers there.
-
-    A product or a quotient of one such value and numbers is a multiple of it, even where the numbers are data.
-    """
-    return [value for value in values if any(value.basis(i) != SAME for i in axes)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from reparax._programs.equations import elementwise, moves, reductions
-from reparax._programs.equations.contractions import Conv, Dot, RaggedDot
+from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDot
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._labels import Labels
@@ -54,16 +54,17 @@ def _smallest_sets(sets: Conditions) -> Conditions:
 
 
 class Zeros:
-    """What one equation does to zeros."""
+    """What one equation does to zeros, and to equal entries."""
 
     def __init__(self, labels: Labels, view: View, operands: Sequence[Labelled]) -> None:
         """Takes an equation and the values that it reads."""
         self.labels, self.view, self.operands = labels, view, operands
 
-    def with_zeros(self, out: Labelled) -> Labelled:
-        """An output of the equation, with where it is zero."""
+    def with_zeros(self, n: int, out: Labelled) -> Labelled:
+        """The output of this number, with where it is zero, and along which axes its entries are equal."""
         zero = tuple(self._zero_at(i, axis) for i, axis in enumerate(out.axes))
-        return replace(out, vanishing=zero, is_zero=self._is_zero())
+        equal = tuple(self._is_equal_along(i, axis, n) for i, axis in enumerate(out.axes))
+        return replace(out, vanishing=zero, is_zero=self._is_zero(), equal=equal)
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands."""
@@ -148,6 +149,22 @@ class Zeros:
             return all_of(each[1:])
         zero = all_of(each[k] for k in self._not_literal())
         return zero if zero and self._is_zero_at_zero else NEVER
+
+    def _is_equal_along(self, i: int, axis: Axis, n: int) -> bool:
+        """Whether all entries along axis ``i`` of output ``n`` are equal."""
+        if isinstance(self.view, moves.Iota):
+            return i != self.view.dimension
+        if isinstance(self.view, moves.Barrier):
+            return not self.operands[n].varies(i)
+        if isinstance(self.view, elementwise.Pointwise):
+            return not any(value.varies(i) for value in self.operands)
+        if not isinstance(self.view, (*MOVES, Gather)):
+            return False
+        value, wanted = self.operands[0], self.labels.atoms(axis.label)
+        met = [k for k, each in enumerate(value.axes) if self.labels.atoms(each.label) & wanted]
+        if met:
+            return not any(map(value.varies, met))
+        return isinstance(self.view, moves.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1
 
     def _not_literal(self) -> list[int]:
         """The operands that are not written as numbers."""

@@ -1,4 +1,4 @@
-"""Constrained matrices: orthogonal, low-rank, positive definite, stable, or with a pattern of equal or zero entries."""
+"""Constrained matrices: orthogonal, low-rank, positive definite, or with a pattern of equal or zero entries."""
 
 from reparax.matrices._blocks import Blocks as Blocks
 from reparax.matrices._definite import PositiveDefinite as PositiveDefinite
@@ -6,7 +6,6 @@ from reparax.matrices._definite import PositiveSemidefinite as PositiveSemidefin
 from reparax.matrices._factors import Kronecker as Kronecker
 from reparax.matrices._factors import LowRank as LowRank
 from reparax.matrices._fibration import Fibration as Fibration
-from reparax.matrices._hurwitz import Hurwitz as Hurwitz
 from reparax.matrices._orthogonal import Grassmann as Grassmann
 from reparax.matrices._orthogonal import Orthogonal as Orthogonal
 from reparax.matrices._orthogonal import SpecialOrthogonal as SpecialOrthogonal

@@ -54,7 +54,7 @@ def cholesky_of_entries(x: Array) -> Array:
 
 
 def entries_of_cholesky(lower: Array) -> Array:
-    """The inverse of :func:`factor`."""
+    """The inverse of :func:`cholesky_of_entries`."""
     return Triangular().init_leaf(_set_diagonal(lower, softplus_inverse(_diagonal_of(lower))))["x"]
 
 

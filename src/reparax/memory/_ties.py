@@ -25,7 +25,6 @@ from reparax._programs.equations.elementwise import (
     Divide,
     Multiply,
     Negate,
-    Power,
     Select,
     StopGradient,
     Subtract,
@@ -53,7 +52,7 @@ _IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, V
 # Compilers compute these again for each reader, instead of storing them.
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
-    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Power, Bitwise, Comparison),
+    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Bitwise, Comparison),
     *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
 }
 # They read their operands as arrays, however cheap these are.

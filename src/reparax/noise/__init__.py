@@ -5,7 +5,6 @@ once for all of them.
 """
 
 from reparax.noise._cast import Cast as Cast
-from reparax.noise._estimate import noise_gradient as noise_gradient
 from reparax.noise._gaussian import Gaussian as Gaussian
 from reparax.noise._hard_concrete import HardConcrete as HardConcrete
 from reparax.noise._ivon import ivon as ivon

@@ -3,25 +3,64 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, other_axes
+from reparax._axes.numbers import Axes, axes_in_stack, check_axes, check_features, find_axes, other_axes
 from reparax._axes.stacked import map_stacked
 from reparax._core import random
-from reparax._core.keys import split_in_two
+from reparax._core.planner import Planner
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_number, check_positive_whole, one_of, optional
+from reparax._numerics.arguments import check_number, one_of, optional
 from reparax._numerics.arithmetic import scalar, widened
 from reparax._numerics.lengths import norm
-from reparax._numerics.linalg import product
+from reparax._stage.leaf import Perturbation
+from reparax._stage.leaf_sites import InPlace, Noise
+from reparax._stage.on_arrays import OnArraysInPlace
 from reparax._stage.varied import Number, per_array
-from reparax.noise._drawn import Drawn
+
+
+class _OfNoise(OnArraysInPlace):
+    """The planner of noise."""
+
+    site: ClassVar[type[InPlace]] = Noise
+
+
+class _Drawn(Perturbation):
+    """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array.
+
+    Consecutive ones on an array can draw once.
+
+    Attributes:
+      shared: The settings that the draw depends on, besides the type of the array.
+    """
+
+    _planner: ClassVar[type[Planner]] = _OfNoise
+
+    shared: ClassVar[Any] = ()
+
+    @abstractmethod
+    def draw(self, like: Array, key: Array) -> Array:
+        """A draw for an array of the type of ``like``; a batch of draws for a batch of keys."""
+
+    @abstractmethod
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        """The effective array, of the shape and dtype of ``w``."""
+
+    @abstractmethod
+    def merged_with(self, later: Any) -> Any:
+        """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
+
+        Only the class that defines this method merges its noises; subclasses do not inherit it.
+        """
+
+    def apply_leaf(self, w: Array, key: Array) -> Array:
+        return self.perturb(w, self.draw(w, key))
 
 
 def _check_std(value: Any, who: str, name: str) -> Any:
@@ -43,7 +82,7 @@ def _check_rate(value: Any, who: str, name: str) -> Any:
     return rate
 
 
-class VarNoise(Drawn):
+class VarNoise(_Drawn):
     r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
@@ -54,10 +93,6 @@ class VarNoise(Drawn):
     (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
     each index of ``axis``. Gradients treat this size as a constant.
 
-    With ``rank``, the noise on a matrix has low rank: :math:`\varepsilon = A B / \sqrt r` with random A of shape
-    ``(rows, rank)`` and B of ``(rank, columns)``. Each entry has variance 1, and no two entries correlate. Columns are
-    the last axis of an array, rows all others; noise on arrays of one axis has full rank.
-
     The draw of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
     units in the last place of the larger of weight and noise.
 
@@ -66,14 +101,12 @@ class VarNoise(Drawn):
       relative: None, ``"max"``, ``"std"`` or ``"norm"``: the unit of the standard deviation.
       axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
         Default: one size for the whole array.
-      rank: The rank of the noise, at least 1. Default: all entries are independent.
       where: Which arrays to act on. Default: every floating or complex array that is a parameter, including biases.
-      stacked: As for :class:`Perturbation`. Only ``relative`` and ``rank`` depend on it, as entries are independent
-        otherwise.
+      stacked: As for :class:`Perturbation`. Only ``relative`` depends on it, as entries are independent otherwise.
 
     Raises:
-      TypeError: If ``std``, ``axis`` or ``rank`` has the wrong type.
-      ValueError: If ``std``, ``axis`` or ``rank`` is out of range, or if ``relative`` is not one of the words above.
+      TypeError: If ``std`` or ``axis`` has the wrong type.
+      ValueError: If ``std`` or ``axis`` is out of range, or if ``relative`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -86,17 +119,15 @@ class VarNoise(Drawn):
       VarNoise({'decoder/.*kernel': 0.075})
 
     References:
-      Graves, *Practical Variational Inference for Neural Networks*, 2011; Sarkar et al., *Evolution Strategies at the
-      Hyperscale*, 2025.
+      Graves, *Practical Variational Inference for Neural Networks*, 2011.
     """
 
     std: Number = argument(per_array(_check_std))
     relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
-    rank: int | None = argument(optional(check_positive_whole), default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
-    entrywise: ClassVar[Any] = property(lambda self: self.relative is None and self.rank is None)
+    entrywise: ClassVar[Any] = property(lambda self: self.relative is None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,29 +137,19 @@ class VarNoise(Drawn):
                 f"noise. Give relative='max', 'std' or 'norm', or leave axis out."
             )
 
-    @property
-    def shared(self) -> Any:
-        return self.rank, self.stacked if self.rank else ()
-
     def draw(self, like: Array, key: Array) -> Array:
-        like = widened(like)
-        if not self._is_low(like):
-            return random.normal(key, like)
-        a, b = self._factors(like, key)
-        if key.ndim == 0:
-            return self._unfold(product(a, b), like)
-        return jnp.stack([self._unfold(product(*pair), like) for pair in zip(a, b, strict=True)])
+        return random.normal(key, widened(like))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x = widened(w)
         std = scalar(self.std, x)
         if self.relative is not None:
-            std = std * map_stacked(self._stack, self._size)(jax.lax.stop_gradient(x))
+            std = std * map_stacked(find_axes(self.stacked, None), self._size)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:
-        can_merge = self.relative is None and later.relative is None and self.shared == later.shared
-        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge and self.rank is None else None
+        can_merge = self.relative is None and later.relative is None
+        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
 
     def _size(self, x: Array) -> Array:
         """The unit of the standard deviation, in a shape that broadcasts."""
@@ -142,28 +163,8 @@ class VarNoise(Drawn):
                 size = norm(x, axes)
         return size.astype(x.dtype)
 
-    def _is_low(self, like: Array) -> bool:
-        """Whether the noise on an array has low rank."""
-        return self.rank is not None and like.ndim - len(self._stack) >= 2
 
-    def _factors(self, like: Array, key: Array) -> tuple[Array, Array]:
-        """The factors A and B of low-rank noise, in the dtype of ``like``, for each key and each stacked matrix."""
-        places, rank = self._stack, self.rank or 1
-        matrix_shape = [n for axis, n in enumerate(like.shape) if axis not in places]
-        stack, rows, columns = [like.shape[axis] for axis in places], math.prod(matrix_shape[:-1]), matrix_shape[-1]
-        first_key, second_key = split_in_two(key)
-        a = random.normal(first_key, jnp.zeros((*stack, rows, rank), like.dtype))
-        return a, random.normal(second_key, jnp.zeros((*stack, rank, columns), like.dtype))
-
-    def _unfold(self, matrices: Array, like: Array) -> Array:
-        """The stacked matrices ``A B`` as noise of variance 1 in the shape of ``like``."""
-        places = self._stack
-        order = (*places, *(axis for axis in range(like.ndim) if axis not in places))
-        noise = matrices.reshape([like.shape[axis] for axis in order]) / math.sqrt(self.rank or 1)
-        return noise.transpose(np.argsort(order).tolist())
-
-
-class WeightDropout(Drawn):
+class WeightDropout(_Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
@@ -201,10 +202,7 @@ class WeightDropout(Drawn):
 
     min_ndim: ClassVar[int] = 2
     entrywise: ClassVar[Any] = property(lambda self: self.broadcast == ())
-
-    @property
-    def shared(self) -> Any:
-        return self.broadcast, self.stacked
+    shared: ClassVar[Any] = property(lambda self: (self.broadcast, self.stacked))
 
     def draw(self, like: Array, key: Array) -> Array:
         return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))

@@ -62,18 +62,7 @@ class Negate(Pointwise):
 class Arithmetic(Pointwise):
     """Another operation that takes about as long as a sum."""
 
-    names = ("max", "min", "abs", "sign", "is_finite")
-
-
-class Power(Arithmetic):
-    """A power with a known whole exponent."""
-
-    names = ("square", "integer_pow")
-
-    @property
-    def exponent(self) -> int:
-        """The exponent."""
-        return self.eqn.params.get("y", 2)
+    names = ("max", "min", "abs", "sign", "is_finite", "square", "integer_pow")
 
 
 class Bitwise(Pointwise):
