@@ -18,7 +18,8 @@ def kind_of(eqn: JaxprEqn) -> type[View]:
     """The class of the view of an equation; ``View`` itself if it has no other."""
     kind = KINDS.get(eqn.primitive.name, View)
     # Numbers seen as bytes have one more axis, so entries are not computed from the same entries.
-    return View if kind is elementwise.Bitcast and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape else kind
+    view = kind(eqn)
+    return View if kind is elementwise.Bitcast and view.operands[0].aval.shape != view.type.shape else kind
 
 
 def view_of(eqn: JaxprEqn) -> View:
