@@ -260,7 +260,6 @@ def test_the_settings_of_the_page_on_a_language_model():
     assert all(curve[0] > 4 and curve[-1] < 2 for curve in curves)
 
 
-def test_the_settings_of_compression():
 def test_random_networks_with_experts():
     found = json.loads((ROOT / "benchmarks" / "results" / "random_experts.json").read_text())
     assert found["total"]["wrong"] == 0

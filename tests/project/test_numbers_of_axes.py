@@ -42,7 +42,6 @@ def channels():
 
 def test_the_table_is_that_of_the_numbers_on_file():
     assert channels() in (ROOT / "docs" / "axes.md").read_text()
-@pytest.mark.parametrize("table", [units, channels, rotations])
 
 
 def test_networks_that_were_cut_compute_the_same():
