@@ -1,4 +1,4 @@
-"""Raw trees that other roads made, in wrapped models and back: a calibrated one, and that of the road of functions."""
+"""Raw trees that other roads made, in wrapped models and back: a stored one, and that of the road of functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -321,7 +321,7 @@ NAMES = ", ".join(
                 "nvfp4-pack",
                 "dynamic8",
             ),
-            *("udynamic8", *(f"gguf:q{kind}" for kind in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_k"))),
+            *(f"gguf:q{kind}" for kind in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_k")),
         ],
     )
 )

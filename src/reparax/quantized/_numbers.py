@@ -25,7 +25,6 @@ class Numbers:
       decode: Gives the numbers of codes, as float32 or exactly representable in it.
       dtype: The dtype in which codes are stored.
       low: The smallest of the numbers.
-      keeps_positive: Whether a positive number never becomes 0.
     """
 
     bits: int
@@ -34,7 +33,6 @@ class Numbers:
     decode: Callable[[Array], Array]
     dtype: str
     low: float = 0.0
-    keeps_positive: bool = False
 
 
 def bounds_of(bits: int) -> tuple[int, int]:
@@ -75,14 +73,13 @@ def whole_numbers(
     return Numbers(bits, float(high if top is None else top), encode, decode, dtype, float(low))
 
 
-def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, keeps_positive: bool = False) -> Numbers:
+def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -> Numbers:
     """The numbers of a table, in increasing order.
 
     Args:
       numbers: The table, for the codes 0, 1, 2 and so on.
       mirrored: Whether the highest bit of a code is the sign, and the table has the magnitudes.
       even: Whether a number half way between two goes to the one with the even code, and not to the smaller one.
-      keeps_positive: Whether a positive number gets the code 1 where the nearest number is 0, the first.
     """
     table = np.asarray(numbers, np.float32)
     middles = (table[1:] + table[:-1]) / 2
@@ -102,8 +99,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, k
 
     def encode(x: Array, noise: Array | None) -> Array:
         if not mirrored:
-            codes = place(x, noise).astype(jnp.uint8)
-            return jnp.maximum(codes, (x > 0).astype(jnp.uint8)) if keeps_positive else codes
+            return place(x, noise).astype(jnp.uint8)
         return place(jnp.abs(x), noise).astype(jnp.uint8) | jnp.where(jnp.signbit(x), sign, 0).astype(jnp.uint8)
 
     def decode(codes: Array) -> Array:
@@ -114,7 +110,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False, k
 
     bits = (len(table) * (1 + mirrored) - 1).bit_length()
     top, low = float(table[-1]), float(-table[-1] if mirrored else table[0])
-    return Numbers(bits, top, encode, decode, "uint8", low, keeps_positive)
+    return Numbers(bits, top, encode, decode, "uint8", low)
 
 
 def floating_numbers(dtype: str) -> Numbers:

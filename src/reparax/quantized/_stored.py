@@ -48,7 +48,6 @@ class Stored(Scaled):
     ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
     ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
     ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256
-    ``"udynamic8"``               256 from 0 to 1, closer near 0      8.13 by 256; positive ones stay above 0
     ``"gguf:q4_0"``               -8 to 7; also q5_0, q8_0            4.5, 5.5, 8.5: scales are float16, by 32
     ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
     ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
@@ -115,11 +114,6 @@ class Stored(Scaled):
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
     tables: ClassVar[bool] = False
-
-    @property
-    def keeps_positive(self) -> bool:
-        """Whether a positive number never becomes 0, as an optimizer that divides by the array needs it."""
-        return self._format.numbers.keeps_positive
 
     @property
     def _draws(self) -> bool:
