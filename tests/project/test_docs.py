@@ -277,7 +277,7 @@ def test_what_a_page_calls_by_our_name_exists(page):
 PAGES = ["axes", "concepts", "experts", "guarantees", "faq", "api/adapters", "api/quantized"]
 
 
-@pytest.mark.parametrize("page", mostly_thorough(PAGES, "concepts", "guarantees", "api/adapters"))
+@pytest.mark.parametrize("page", mostly_thorough(PAGES, "concepts", "guarantees", "api/adapters", "api/quantized"))
 def test_the_examples_of_a_page_run(page):
     path = ROOT / "docs" / f"{page}.md"
     blocks = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))

@@ -77,18 +77,6 @@ def test_the_smallest_number_of_float32():
     assert f"{below} in float32" in rpx.optimizer.__doc__
 
 
-def test_the_bits_and_bytes_of_the_page_on_quantized_weights():
-    text = (ROOT / "docs" / "api" / "quantized.md").read_text()
-    block, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names: dict[str, object] = {}
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        exec(block, names)
-    (bits,) = cut(block, r"LoRA\(8\)  # a weight in ([\d.]+) bits")
-    kernel = {"kernel": names["params"]["dense"]["kernel"]}
-    stored = jax.eval_shape(names["p"][0].init, kernel)
-    assert 8 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(stored)) == float(bits) * kernel["kernel"].size
-
-
 # Evidence. ------------------------------------------------------------------------------------------------------------
 
 

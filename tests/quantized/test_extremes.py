@@ -67,7 +67,7 @@ def stages(name, stage=rpx.Stored):
     "case",
     mostly_thorough(
         [*zip(FORMATS, itertools.cycle(("float32", "float16"))), *itertools.product(FORMATS[::4], ("bfloat16",))],
-        *(("uint4", "float32"), ("gguf:q4_0", "float32")),
+        *(("uint4", "float32"), ("gguf:q4_0", "float16")),
     ),
     ids=" ".join,
 )
