@@ -42,11 +42,11 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
     found: dict[str, Any] = dict(zip(map(path_text, paths), arrays, strict=True))
     require_arrays("permute", [group], {path: jnp.shape(x) for path, x in found.items()})
     for member in group.members:
-        found[member.path] = permute_axis(found[member.path], member, order)
+        found[member.path] = _permute_axis(found[member.path], member, order)
     return treedef.unflatten(found.values())
 
 
-def permute_axis(x: Any, member: Member, order: Any) -> Any:
+def _permute_axis(x: Any, member: Member, order: Any) -> Any:
     """An array of JAX or numpy with one of its axes in another order, which may be one for each step."""
     steps = member.steps if order.ndim > 1 else ()
     places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))
