@@ -13,7 +13,6 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.adapters``   small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``  few bits: ``Stored``, ``Quantize``
 ``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
-``rpx.training``   which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.memory``     less memory for the backward pass: ``remat``, ``saved``
 ``rpx.products``   adapters without materializing the weight: ``factored``, ``explain``
 ``rpx.draws``      separate noise for each example: ``local``
