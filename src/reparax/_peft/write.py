@@ -13,14 +13,11 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.lineage import Lineage, lineage_of
-from reparax._peft.lora import BIAS
-from reparax._peft.method import Method, StageNode, Whole, Written, known_number
+from reparax._peft.lora import BIAS, TOKENS
+from reparax._peft.method import Method, StageNode, Written, known_number
 from reparax._peft.methods import METHODS, method_of
 from reparax._peft.parameters import wrapper_names
-from reparax._peft.refused import ATTENTION
-from reparax._peft.rows import SHIRA, SUPERTUNING, TOKENS, of_entries
-from reparax._peft.target import Target
-from reparax._peft.targets import PREFIX, targets_of
+from reparax._peft.target import ATTENTION, PREFIX, Target, targets_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.entries import require_known
 from reparax._torch.rules import Rules
@@ -81,11 +78,6 @@ def to_peft(
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written_of.values()}
-    if methods == {SHIRA.name, SUPERTUNING.name}:
-        written_of = {tensor: (SUPERTUNING, SUPERTUNING.write(targets[tensor], nodes[tensor])) for tensor in written_of}
-        methods = {SUPERTUNING.name}
-    if not methods and 0 < len(free) < len(targets):
-        methods = {Whole.name}
     tokens = {
         name: module_tensors for name, (method, module_tensors) in written_of.items() if method.name == TOKENS.name
     }
@@ -129,9 +121,6 @@ def to_peft(
                 name: [*module_tensors.flags["token_indices"]] for name, module_tensors in tables.items()
             }
         }
-    if method.name == Whole.name:
-        config_beside = {"target_modules": config_beside["modules_to_save"]}
-        beside = {".ln_tuning_layers.".join(name.rsplit(".", 1)): x for name, x in beside.items()}
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
@@ -242,11 +231,11 @@ def _is_on_outputs(node: StageNode, target: Target) -> bool:
 
 def _write_node(node: StageNode, target: Target) -> tuple[Method, Written]:
     """The method of an adapted parameter, and what PEFT stores of it; raises an error if PEFT would not find it."""
-    method = of_entries(target, node.stage) if (found_method := method_of(node)) is SHIRA else found_method
+    method = method_of(node)
     method.require_layout(target)
     module_tensors = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
-    weight_or_bias = "bias" if module_tensors.tensors.keys() & {*method.of_biases} else "weight"
+    weight_or_bias = "bias" if BIAS in module_tensors.tensors else "weight"
     if not target.n_experts and (name != weight_or_bias or not module):
         raise ValueError(
             f"PEFT adapts the {weight_or_bias} of a module, such as 'dense.{weight_or_bias}', but this is "
