@@ -221,6 +221,22 @@ def test_factors_that_all_modules_share_are_read_and_written_once():
         rpx.to_peft(p, raw)
 
 
+def test_shared_factors_of_a_stack_are_those_of_each_layer():
+    a, b = normal(2, 8, seed=1), normal(6, 2, seed=2)
+    tensors = {"base_model.vera_A": a, "base_model.vera_B": b}
+    for i in range(3):
+        tensors[f"{PREFIX}model.layers.{i}.mlp.vera_lambda_d"] = normal(2, seed=i)
+        tensors[f"{PREFIX}model.layers.{i}.mlp.vera_lambda_b"] = normal(6, seed=10 + i)
+    p, raw = read(tensors, {"peft_type": "VERA"}, stack(3), names=LAYERS)
+    got = fold(p, raw)["layers"]["mlp"]["kernel"]
+    for i in range(3):
+        want = normal(3, 8, 6)[i] + (normal(6, seed=10 + i)[:, None] * (b * normal(2, seed=i)) @ a).T
+        np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
+    again, _ = rpx.to_peft(p, raw, names=LAYERS)
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+
+
 def test_rotations_in_a_ball_are_read_where_peft_moves_them():
     free = normal(2, 6, seed=3)
     tensors = {f"{PREFIX}dense.oft_R.weight": free}
@@ -946,10 +962,44 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
     p = rpx.Freeze(where=rpx.all_but("other/bias")) >> rpx.LoRA(2, where=DENSE)
     with raises(
         ValueError,
-        "to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train 'other/bias'. "
-        "Freeze the others.",
+        "to_peft: PEFT trains all biases, or those of adapted modules, but here train 'other/bias'. Freeze them, or "
+        "train the others too.",
     ):
         rpx.to_peft(p, p.init(params, jax.random.key(0)))
+    q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.Gain(axis=0, where=DENSE)
+    with raises(
+        ValueError, "to_peft: PEFT trains no biases with IA3, but here train 'dense/bias', 'other/bias'. Freeze them."
+    ):
+        rpx.to_peft(q, q.init(params))
+
+
+@pytest.mark.parametrize("kind", ["all", "oft_only"])
+def test_biases_that_train_beside_oft_are_read_and_written(kind):
+    params = model() | {"norm": {"scale": jnp.ones(6), "bias": jnp.zeros(6)}}
+    tensors = {f"{PREFIX}dense.oft_R.weight": normal(2, 6), f"{PREFIX}dense.base_layer.bias": normal(6, seed=1)}
+    tensors |= {f"{PREFIX}norm.bias": normal(6, seed=2)} if kind == "all" else {}
+    config = {"peft_type": "OFT", "r": 2, "oft_block_size": 0, "bias": kind, "use_cayley_neumann": True}
+    p, raw = read(tensors, config, params)
+    again, written = rpx.to_peft(p, raw)
+    assert written["bias"] == kind
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[name], x) for name, x in tensors.items())
+
+
+def test_tokens_of_a_table_that_the_head_repeats_are_refused():
+    table = normal(5, 3)
+    params = {"embed": {"embedding": table}, "head": {"kernel": table.T.copy()}, "dense": model()["dense"]}
+    tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}embed.token_adapter.trainable_tokens_delta": normal(2, 3, seed=5)}
+    config = CONFIG | {"trainable_token_indices": [1, 4]}
+    text = (
+        "embed/embedding: 'head/kernel' holds the same numbers, and if they are tied in torch, PEFT moves the tokens "
+        "of both. Give the model one array for both, or merge the adapter in PEFT"
+    )
+    with raises(ValueError, reading(text)):
+        rpx.from_peft(tensors, config, params)
+    params["head"]["kernel"][0, 0] += 1
+    p, raw = rpx.from_peft(tensors, config, params)
+    np.testing.assert_array_equal(p.fold(raw)["embed"]["embedding"][jnp.array([1, 4])], normal(2, 3, seed=5))
 
 
 def test_rotations_are_written_after_a_rebase_too():

@@ -85,6 +85,7 @@ METHODS = {
         r=2, oft_block_size=0, num_cayley_neumann_terms=3, target_modules=LINEAR
     ),
     "oft of equal blocks": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, block_share=True),
+    "oft with biases": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, bias="all"),
     "oft in a ball": lambda: peft.OFTConfig(r=0, oft_block_size=4, target_modules=LINEAR, coft=True, eps=0.1),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=LINEAR),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 4], target_modules=["embed"]),

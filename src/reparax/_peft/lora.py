@@ -76,8 +76,9 @@ class VeRAMethod(Method):
     name = "VERA"
     suffixes = ("vera_lambda_d", "vera_lambda_b")
     banks = ("vera_A", "vera_B")
+    own_biases = "vera_only"
     settings: Mapping[str, Setting] = {
-        "bias": one_of(("none", "all", "vera_only")),
+        "bias": one_of(("none", "all", own_biases)),
         "vera_dropout": NUMBER,
         "save_projection": one_of((True,)),  # without the projection, the file lacks the factors
         **dict.fromkeys(("r", "init_weights", "d_initial", "projection_prng_key"), ANY),
@@ -129,7 +130,7 @@ class LoRAMethod(Method):
         *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
         *(BIAS, _TOKENS),
     )
-
+    own_biases = "lora_only"
     settings: Mapping[str, Setting] = {
         "r": RANK,
         "lora_alpha": NUMBER,
@@ -141,7 +142,7 @@ class LoRAMethod(Method):
         "lora_bias": FLAG,
         "target_parameters": LISTED,
         "trainable_token_indices": INDICES_BY_NAME,
-        "bias": one_of(("none", "all", "lora_only")),
+        "bias": one_of(("none", "all", own_biases)),
         "lora_dropout": NUMBER,
         # The other starts change the base too, or keep a factor fixed.
         "init_lora_weights": one_of((True, False, "gaussian", "orthogonal", "eva")),

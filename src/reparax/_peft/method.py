@@ -119,6 +119,7 @@ class Method:
       alpha: The name of alpha in its configuration, if it has one.
       suffixes: The names of its tensors below their module.
       banks: The names of tensors that all modules share, of which each takes its part.
+      own_biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method.
       settings: The settings of its configuration that are understood, besides those of all methods.
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
@@ -128,6 +129,7 @@ class Method:
     alpha: str | None = None
     suffixes: tuple[str, ...]
     banks: tuple[str, ...] = ()
+    own_biases: str | None = None
     settings: Mapping[str, Setting]
     defaults: Mapping[str, Any] = {}
     layouts: tuple[str, ...] = ("kernel", "same")

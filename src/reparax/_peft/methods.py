@@ -55,7 +55,7 @@ class IA3Method(Method):
         return Adapted((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
 
     def write(self, target: Target, node: StageNode) -> Written:
-        g, gain, base = node.values["g"], node.stage, node.values["w"]
+        g, gain, base = node.require_array("g"), node.stage, node.values["w"]
         if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Stored):
             raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
@@ -83,8 +83,9 @@ class OFTMethod(Method):
 
     name = "OFT"
     suffixes = ("oft_R.weight",)
+    own_biases = "oft_only"
     settings: Mapping[str, Setting] = {
-        "bias": one_of(("none", "all", "oft_only")),
+        "bias": one_of(("none", "all", own_biases)),
         "fan_in_fan_out": FLAG,
         "module_dropout": NUMBER,
         "use_cayley_neumann": FLAG,
@@ -163,16 +164,16 @@ def _clip_to_ball(free: np.ndarray, radius: float) -> np.ndarray:
 def _matrices_of_series(node: StageNode) -> Array:
     """The skew-symmetric matrices of series of degree 3 or more, whose base must be the identity."""
     stage: Any = node.stage
-    base = node.values["base"]
+    base = node.require_array("base")
     if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
         raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
-    return node.values["x"]
+    return node.require_array("x")
 
 
 def _matrices_of_rotations(node: StageNode) -> Array:
     """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
     stage: Any = node.stage
-    x, base = node.values["x"], node.values["base"]
+    x, base = node.require_array("x"), node.require_array("base")
     size = x.shape[-1]
     if stage.map != "cayley":
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")

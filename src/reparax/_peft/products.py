@@ -75,7 +75,7 @@ class LoHaMethod(Method):
         for name, i in (("x", 1), ("y", 2)):
             low = difference.require_stage_on(name, LowRank)
             target.require_rows(low.stage)
-            u, v = low.values["u"], low.values["v"]
+            u, v = low.require_array("u"), low.require_array("v")
             ranks.append(u.shape[-1])
             tensors |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}
         return Written(tensors, factor, ranks[0])
@@ -135,7 +135,7 @@ class LoKrMethod(Method):
                 sizes.append(tensors[tensor_name].shape)
                 continue
             low = kronecker.require_stage_on(name, LowRank)
-            u, v = low.values["u"], low.values["v"]
+            u, v = low.require_array("u"), low.require_array("v")
             lhs, rhs = (u, v) if target.out == 0 else (v.T, u.T)
             tensors |= {f"{tensor_name}_a": lhs, f"{tensor_name}_b": rhs}
             sizes.append((lhs.shape[0], rhs.shape[1]))

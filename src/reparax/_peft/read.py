@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
@@ -19,14 +20,14 @@ from reparax._peft.lora import BIAS
 from reparax._peft.method import Adapted, Method, require
 from reparax._peft.methods import METHODS, selects_module
 from reparax._peft.parameters import names_by_parameter
-from reparax._peft.settings import ANY, MERGE, check_settings, in_a_name
+from reparax._peft.settings import MERGE, check_settings, in_a_name
 from reparax._peft.target import ATTENTION, Target, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.entries import Index, require_known, restack_stage, stack_parts
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, flatten_with_names, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, is_array, items, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
@@ -120,6 +121,7 @@ def from_peft(
             )
         except ValueError as error:
             tensors_by_kind.lines.append(f"{target.path}: {error}")
+    tensors_by_kind.lines.extend(_tied_tables(adapters, like))
     counts = Counter(target.path for target in targets.values())
     tensors_by_kind.lines.extend(
         [] if tensors_by_kind.lines else _incomplete_stacks(counts, {**adapters, **tensors_by_kind.whole_modules})
@@ -220,6 +222,19 @@ def _explain_numbers(x: np.ndarray) -> str | None:
     return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
 
 
+def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
+    """An error for each table with trained tokens that another array repeats: PEFT moves both if they are tied."""
+    arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
+    tables = [path for path, layers in layers_of_path.items() if any("@slices/x" in x.values for x in layers.values())]
+    return [
+        f"{path}: {other!r} holds the same numbers, and if they are tied in torch, PEFT moves the tokens of both. Give "
+        f"the model one array for both, or merge the adapter in PEFT"
+        for path in tables
+        for other, x in arrays.items()
+        if path in arrays and path != other and any(np.array_equal(x, w) for w in (arrays[path], arrays[path].T))
+    ]
+
+
 def _incomplete_stacks(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
     """An error for each stack of which some layers are missing."""
     return [
@@ -254,15 +269,14 @@ def _read_layer(
     """The adapter of one parameter, from its tensors."""
     target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    rank = _number_by_pattern(method, config, "r", "rank_pattern", target.owner)
-    alpha = _number_by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
+    rank = _number_by_pattern(config, "r", "rank_pattern", target.owner)
+    alpha = _number_by_pattern(config, method.alpha, "alpha_pattern", target.owner)
     return method.read(target, tensors, config, float(alpha or 0), rank or 1)
 
 
-def _number_by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+def _number_by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
-    number_of_pattern = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
-    for pattern, number in (number_of_pattern or {}).items():
+    for pattern, number in (config.get(patterns) or {}).items():
         if re.fullmatch(in_a_name(pattern), module):
             return number
     return None if name is None else config.get(name)
