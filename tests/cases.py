@@ -218,18 +218,7 @@ CASES = {
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
     "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
-    "blocks": (
-        rpx.matrices.Circulant(stacked=(0, 1), where="dense/kernel")
-        >> rpx.LowRank(1, stacked=(0, 1), where="out/kernel")
-        >> rpx.matrices.Blocks((2, 1)),
-        flat,
-    ),
-    "few numbers": (
-        rpx.adapters.Reflected(4, where="dense/kernel")
-        >> rpx.adapters.Coefficients(5, "fourier", scale=3.0, where="out/kernel")
-        >> rpx.adapters.Slices((0, 2), axis=-1, where="conv/kernel"),
-        model,
-    ),
+    "slices": (rpx.adapters.Slices((0, 2), axis=-1, where="conv/kernel"), model),
     "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
         rpx.Stored("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),

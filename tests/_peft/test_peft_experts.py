@@ -184,8 +184,8 @@ REFUSED = {
         f"together. Give it `stacked`, with the axis of experts{MERGE}",
     ),
     "another method": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Reflected(2, stacked=0, where="up"), names=UP | DOWN, **BOTH),
-        f"{NO_SUCH}up: PEFT has no HRA for weights of the layout 'experts:kernel'{MERGE}",
+        lambda: written(rpx.Freeze() >> rpx.adapters.Rotated(2, stacked=0, where="up"), names=UP | DOWN, **BOTH),
+        f"{NO_SUCH}up: PEFT has no OFT for weights of the layout 'experts:kernel'{MERGE}",
     ),
     "one expert with inputs first": (
         lambda: rpx.from_peft(

@@ -68,8 +68,6 @@ OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
     rpx.LoRA(2),
     rpx.adapters.VeRA(2),
     rpx.adapters.Rotated(2),
-    rpx.adapters.Reflected(2),
-    rpx.adapters.Coefficients(2),
     rpx.adapters.CayleyNeumann(),
     rpx.LowRank(2),
     rpx.matrices.FixedRank(2),
@@ -84,7 +82,6 @@ OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
 OF_ONE_ROW_AND_COLUMN = [
     rpx.matrices.Kronecker((2, 2)),
     rpx.matrices.BlockDiagonal(2),
-    rpx.matrices.Blocks((2, 2)),
     *PATTERNS,
     rpx.matrices.PositiveDefinite(),
 ]
@@ -339,7 +336,6 @@ def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[s
     mostly_thorough(
         OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
         rpx.LoRA(2),
-        rpx.adapters.Reflected(2),
         rpx.LowRank(2),
         rpx.Orthogonal(),
     ),

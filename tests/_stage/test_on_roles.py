@@ -295,7 +295,6 @@ SHAPED = [
     rpx.matrices.Kronecker((2, 2)),
     rpx.adapters.VeRA(2),
     rpx.adapters.Rotated(2),
-    rpx.adapters.Reflected(2),
     rpx.adapters.CayleyNeumann(2),
 ]
 
@@ -322,8 +321,6 @@ CONSTRAINED = [
     (rpx.matrices.Grassmann(), EYE[:, :2]),
     (rpx.matrices.AlmostOrthogonal(), normal(4, 6, seed=8)),
     (rpx.matrices.FixedRank(2), IN_HALF),
-    (rpx.adapters.Coefficients(2), normal(4, 6, seed=8)),
-    (rpx.LowRank(1, stacked=(0, 1)) >> rpx.matrices.Blocks((2, 2)), normal(4, 6, seed=8)),
 ]
 """Stages of which not every array is an image, each with one that is."""
 

@@ -307,16 +307,6 @@ def test_a_difference_stays_what_it_is_shaped_to():
     np.testing.assert_allclose(shift, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_relative_difference_is_a_share_of_each_weight():
-    p = rpx.LowRank(2) >> rpx.Delta(relative=True)
-    raw, w = init(p, model()), model()["dense"]["kernel"]
-    np.testing.assert_array_equal(effective(p, raw)["dense"]["kernel"], w)
-    u, v = normal(8, 2, seed=20), normal(2, 6, seed=21)
-    values(raw, "@delta")["x"]["@low_rank"] = {"u": u, "v": v}
-    want = np.asarray(w) * (1 + np.asarray(u) @ np.asarray(v))
-    np.testing.assert_allclose(effective(p, raw)["dense"]["kernel"], want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("axis", "shape", "spread"),
     [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],
@@ -553,7 +543,7 @@ def test_errors(case):
         call()
 
 
-# Rotations, reflections and few numbers. ---------------------------------------------------------------------------
+# Rotations and slices. -----------------------------------------------------------------------------------------------
 
 
 def on_kernel(stage, key=None, **values_of_it):
@@ -585,43 +575,6 @@ def test_shared_blocks_turn_all_parts_of_the_rows_alike():
     np.testing.assert_allclose(got, np.kron(np.eye(2), np.asarray(r)[0]) @ base, rtol=1e-5, atol=1e-6)
 
 
-def test_reflected_weights_are_a_product_of_reflections_the_first_one_first():
-    u = np.array(normal(8, 2, seed=6))
-    u[:, 1] *= 1e-3  # only directions count
-    got, base, raw = on_kernel(rpx.adapters.Reflected(2), jax.random.key(0), u=jnp.asarray(u))
-    first, second = (np.eye(8) - 2 * np.outer(x, x) / (x @ x) for x in u.T)
-    np.testing.assert_allclose(got, second @ first @ base, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(got.T @ got, base.T @ base, rtol=1e-4, atol=1e-5)
-    zero = effective(
-        rpx.adapters.Reflected(2),
-        {"kernel": {"@reflected": raw["kernel"]["@reflected"] | {"u": np.zeros((8, 2), np.float32)}}},
-    )
-    np.testing.assert_array_equal(zero["kernel"], base)  # a vector without a direction reflects nothing
-
-
-def test_coefficients_are_entries_of_the_matrix_or_of_its_spectrum():
-    index, x = jnp.array([[7, 0], [2, 5], [0, 3]]), normal(3, seed=7)
-    spread = np.zeros((8, 6))
-    spread[tuple(np.asarray(index).T)] = 2.0 * np.asarray(x)
-    for basis, want in (("entries", spread), ("fourier", np.fft.ifft2(spread).real)):
-        stage = rpx.adapters.Coefficients(3, basis, scale=2.0)
-        got, base, raw = on_kernel(
-            stage, jax.random.key(0), x=x, **{"@fixed": {"index": index, "w": model()["dense"]["kernel"]}}
-        )
-        np.testing.assert_allclose(got - base, want, rtol=1e-4, atol=1e-5)
-        assert trains(stage, raw) == {"kernel/@coefficients/x"}
-
-
-def test_coefficients_lie_at_different_random_places():
-    params = {"kernel": normal(4, 3)}
-    drawn = [
-        init(rpx.adapters.Coefficients(12), params, jax.random.key(i))["kernel"]["@coefficients"]["@fixed"]["index"]
-        for i in (0, 1)
-    ]
-    assert {tuple(place) for place in np.asarray(drawn[0]).tolist()} == {(i, j) for i in range(4) for j in range(3)}
-    assert not np.array_equal(*drawn)
-
-
 @pytest.mark.parametrize("axis", [0, -1])
 def test_slices_train_and_the_others_stay(axis):
     stage = rpx.adapters.Slices((1, 3), axis=axis)
@@ -636,11 +589,6 @@ def test_slices_train_and_the_others_stay(axis):
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (
-            lambda: rpx.adapters.Reflected(3),
-            ValueError,
-            "Reflected got count=3, but takes an even number, as pairs of reflections cancel.",
-        ),
         (
             lambda: rpx.adapters.Slices(()),
             ValueError,
@@ -660,17 +608,6 @@ def test_slices_train_and_the_others_stay(axis):
             lambda: rpx.adapters.Slices((8,)).init({"w": jnp.ones((8, 2))}),
             ValueError,
             "Slices((8,)).init at 'w': expected slices below 8, the size of axis 0, got 8. Correct `index`.",
-        ),
-        (
-            lambda: rpx.adapters.Coefficients(9).init({"w": jnp.ones((4, 2))}, jax.random.key(0)),
-            ValueError,
-            "Coefficients(9).init at 'w': expected at least 9 entries, got shape (4, 2). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Blocks((3, 1)).init({"w": jnp.ones((4, 2))}),
-            ValueError,
-            "Blocks((3, 1)).init at 'w': expected matrices of 3 times 1 equal blocks, got shape (4, 2). Leave it out "
-            "with `where`.",
         ),
     ],
 )

@@ -189,26 +189,3 @@ def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
 def test_low_rank_refuses_a_vector():
     with pytest.raises(ValueError, match=r"'b': expected an array of two or more dimensions, got shape \(3,\)"):
         rpx.LowRank(1, where="b").init({"b": jnp.ones(3)})
-
-
-# ---- Positive
-
-
-def test_blocks_are_the_parts_of_a_matrix():
-    w = np.arange(24.0, dtype=np.float32).reshape(4, 6)
-    raw = init(rpx.matrices.Blocks((2, 3)), {"w": w})
-    x = np.asarray(raw["w"]["@blocks"]["x"])
-    assert x.shape == (2, 3, 2, 2)
-    np.testing.assert_array_equal(np.block([[x[i, j] for j in range(3)] for i in range(2)]), w)
-    np.testing.assert_array_equal(read(rpx.matrices.Blocks((2, 3)), raw), w)
-
-
-def test_earlier_stages_shape_each_block():
-    p = rpx.LowRank(1, stacked=(0, 1)) >> rpx.matrices.Blocks((2, 2))
-    w = np.random.default_rng(5).standard_normal((4, 6)).astype(np.float32)
-    got = reproduced(p, w)
-    for rows in (slice(0, 2), slice(2, 4)):
-        for columns in (slice(0, 3), slice(3, 6)):
-            left, singular, right = np.linalg.svd(w[rows, columns])
-            want = singular[0] * np.outer(left[:, 0], right[0])
-            np.testing.assert_allclose(got[rows, columns], want, rtol=1e-4, atol=1e-5)

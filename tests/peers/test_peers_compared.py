@@ -64,6 +64,5 @@ def test_the_number_of_types_of_peft():
     peft = pytest.importorskip("peft")
     (told,) = re.findall(r"Adapters for torch and transformers, (\d+) types in version ([\d.]+)\.\n", PAGE)
     assert told == (str(len(peft.PeftType)), ".".join(peft.__version__.split(".")[:2]))
-    assert (
-        f"The table covers every adapter type in PEFT {told[1]}." in (ROOT / "docs" / "api" / "adapters.md").read_text()
-    )
+    page = (ROOT / "docs" / "api" / "adapters.md").read_text()
+    assert f"Of the types in PEFT {told[1]} these are read and written." in page

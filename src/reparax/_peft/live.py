@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from reparax._peft.method import Method
-from reparax._peft.targets import WRAPPED
+from reparax._peft.target import WRAPPED
 from reparax._torch.shown import shown
 
 _NAME = r"(?!(?:weight|bias)$)([^.]+)"
-_WHOLE = r"(.*\.(?:modules_to_save|ln_tuning_layers))\.([^.]+)(\..+)"
+_WHOLE = r"(.*\.modules_to_save)\.([^.]+)(\..+)"
 
 
 def of_adapter(
@@ -59,8 +59,6 @@ def _name_patterns(method: Method) -> Iterator[str]:
         yield rf"(.*\.{re.escape(head)})\.{_NAME}({re.escape(ending)})" + ("" if ending else r"(?:\.weight)?")
     for bank in method.banks:
         yield rf"(base_model\.{bank})\.([^.]+)()"
-    if not method.suffixes:
-        yield r"(.*\.ln_tuning_layers)\.([^.]+)(\.(?:weight|bias))"
 
 
 def _first_match(patterns: list[re.Pattern[str]], name: str) -> re.Match[str] | None:

@@ -1,4 +1,4 @@
-"""LoRA, rsLoRA and DoRA."""
+"""LoRA, rsLoRA and DoRA; VeRA, which is LoRA with gains; and trained tokens, which LoRA may have beside it."""
 
 import math
 from collections.abc import Mapping
@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from reparax._axes.numbers import last_to_number
-from reparax._peft import rows
 from reparax._peft.method import (
     Adapted,
     Method,
@@ -20,16 +20,105 @@ from reparax._peft.method import (
     one_of_all,
     ranks_and_alphas,
     require,
+    require_matrix,
 )
-from reparax._peft.settings import ANY, FLAG, INDICES_BY_NAME, LISTED, NUMBER, RANK, Setting, by_pattern, one_of
+from reparax._peft.settings import (
+    ANY,
+    FLAG,
+    INDICES,
+    INDICES_BY_NAME,
+    LISTED,
+    NUMBER,
+    RANK,
+    Setting,
+    by_pattern,
+    one_of,
+)
 from reparax._peft.target import Target
-from reparax.adapters import Delta, LoRA
+from reparax.adapters import Delta, Gain, LoRA, Slices
 from reparax.norms import WeightNorm
 from reparax.numbers import Scale
+from reparax.sparse import Freeze
 
 BIAS = "lora_B.bias"
-DELTA = "trainable_tokens_delta"
-TOKENS = f"token_adapter.{DELTA}"
+_DELTA = "trainable_tokens_delta"
+_TOKENS = f"token_adapter.{_DELTA}"
+
+
+class TokensMethod(Method):
+    """Trained slices of tables, or of heads."""
+
+    name = "TRAINABLE_TOKENS"
+    suffixes = (_DELTA,)
+    settings: Mapping[str, Setting] = {"token_indices": INDICES, "init_weights": ANY}
+    layouts: tuple[str, ...] = ("kernel", "same", "embedding")
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
+        require_matrix(self, target)
+        index, axis = tuple(config.get("token_indices", ())), _token_axis(target)
+        require(tensors, {_DELTA: (len(index), target.shape[1 - axis])})
+        if max(index, default=0) >= target.shape[axis]:
+            raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
+        slices = Slices(index, axis=axis)
+        return Adapted((slices,), {"@slices/x": _swap_token_axis(jnp.asarray(tensors[_DELTA]), axis)})
+
+    def write(self, target: Target, node: StageNode) -> Written:
+        stage: Any = node.stage
+        axis = _token_axis(target)
+        if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
+            raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
+        return Written({_DELTA: _swap_token_axis(node.require_array("x"), axis)}, flags={"token_indices": stage.index})
+
+
+class VeRAMethod(Method):
+    """Gains of the ranks and of the outputs of fixed factors, which all modules share."""
+
+    name = "VERA"
+    suffixes = ("vera_lambda_d", "vera_lambda_b")
+    banks = ("vera_A", "vera_B")
+    own_biases = "vera_only"
+    settings: Mapping[str, Setting] = {
+        "bias": one_of(("none", "all", own_biases)),
+        "vera_dropout": NUMBER,
+        "save_projection": one_of((True,)),  # without the projection, the file lacks the factors
+        **dict.fromkeys(("r", "init_weights", "d_initial", "projection_prng_key"), ANY),
+    }
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
+        require_matrix(self, target)
+        rank, outputs = np.size(tensors.get("vera_lambda_d", 0)), target.shape[target.out]
+        shapes = {
+            "vera_lambda_d": (rank,),
+            "vera_lambda_b": (outputs,),
+            "vera_A": target.inputs_shape(rank),
+            "vera_B": (outputs, rank),
+        }
+        tensors = {name: _part_of_bank(x, shapes[name]) if name in self.banks else x for name, x in tensors.items()}
+        require(tensors, shapes)
+        stages = (
+            Freeze(where="/@lora/[ab]/@gain/w"),
+            Gain(axis=-1, where="/@lora/[ab]"),
+            LoRA(rank, **target.sides),
+        )
+        values = {
+            "@lora/a/@gain/g": jnp.asarray(tensors["vera_lambda_d"]),
+            "@lora/b/@gain/g": jnp.asarray(tensors["vera_lambda_b"]),
+            "@lora/a/@gain/w/@freeze/@fixed/w": target.read_inputs(tensors["vera_A"]),
+            "@lora/b/@gain/w/@freeze/@fixed/w": jnp.asarray(tensors["vera_B"]).T,
+        }
+        return Adapted(stages, values)
+
+    def write(self, target: Target, node: StageNode) -> Written:
+        stage: Any = node.stage
+        target.require_rows(stage)
+        gains = [node.require_stage_on(name, Gain) for name in "ab"]
+        axes = [getattr(gain.stage, "axis", None) for gain in gains]
+        if not all(axis in (-1, 1) for axis in axes) or not math.isclose(_factor_of(stage), 1, rel_tol=1e-6):
+            raise ValueError(f"PEFT has gains of ranks and of outputs, but no equivalent of them in {stage!r}")
+        a, b = (target.part(gain.require_stage_on("w", Freeze).require_array("w")) for gain in gains)
+        d, c = (gain.require_array("g") for gain in gains)
+        tensors = {"vera_lambda_d": d, "vera_lambda_b": c, "vera_A": target.write_inputs(a), "vera_B": b.T}
+        return Written(tensors, flags={"r": stage.rank, "save_projection": True, "projection_prng_key": 0})
 
 
 class LoRAMethod(Method):
@@ -39,10 +128,9 @@ class LoRAMethod(Method):
     alpha = "lora_alpha"
     suffixes = (
         *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
-        *(BIAS, TOKENS),
+        *(BIAS, _TOKENS),
     )
-    of_biases = (BIAS,)
-
+    own_biases = "lora_only"
     settings: Mapping[str, Setting] = {
         "r": RANK,
         "lora_alpha": NUMBER,
@@ -54,7 +142,7 @@ class LoRAMethod(Method):
         "lora_bias": FLAG,
         "target_parameters": LISTED,
         "trainable_token_indices": INDICES_BY_NAME,
-        "bias": one_of(("none", "all", "lora_only")),
+        "bias": one_of(("none", "all", own_biases)),
         "lora_dropout": NUMBER,
         # The other starts change the base too, or keep a factor fixed.
         "init_lora_weights": one_of((True, False, "gaussian", "orthogonal", "eva")),
@@ -76,8 +164,8 @@ class LoRAMethod(Method):
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
         divisor = "sqrt" if config.get("use_rslora") else "rank"
-        if TOKENS in tensors:
-            return rows.TOKENS.read(target, {DELTA: tensors[TOKENS]}, _token_settings(target, config), alpha, rank)
+        if _TOKENS in tensors:
+            return TOKENS.read(target, {_DELTA: tensors[_TOKENS]}, _token_settings(target, config), alpha, rank)
         if BIAS in tensors:
             require(tensors, {BIAS: target.shape})
             scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
@@ -106,7 +194,7 @@ class LoRAMethod(Method):
     def write(self, target: Target, node: StageNode) -> Written:
         if isinstance(node.stage, Delta):
             scale = node.require_stage_on("x", Scale)
-            return Written({BIAS: scale.values["x"]}, known_number(getattr(scale.stage, "factor", None)))
+            return Written({BIAS: scale.require_array("x")}, known_number(getattr(scale.stage, "factor", None)))
         norm, lora = (node, node.require_stage_on("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
         stage: Any = lora.stage
         target.expert().require_rows(stage)
@@ -114,19 +202,18 @@ class LoRAMethod(Method):
             raise ValueError(_NO_DORA)
         if norm is not None:
             _require_outputs(target, norm.stage)
-        a, b = lora.values["a"], lora.values["b"]
+        a, b = lora.require_array("a"), lora.require_array("b")
         names, ones = _factor_names(target), target.ones
         if target.n_experts:
             tensors = _write_experts(a, b)
         else:
             tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
         if norm is not None:
-            g = norm.values["g"].astype(a.dtype)
+            g = norm.require_array("g").astype(a.dtype)
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
-        rank, alpha, root = stage.rank, stage.alpha, stage.divisor == "sqrt"
-        factor = 1.0 if alpha is None else known_number(alpha) / (math.sqrt(rank) if root else rank)
-        flags = {"root": root and alpha is not None, "use_dora": norm is not None, "lora_bias": False}
-        return Written(tensors, factor, rank, flags)
+        root = stage.divisor == "sqrt" and stage.alpha is not None
+        flags = {"root": root, "use_dora": norm is not None, "lora_bias": False}
+        return Written(tensors, _factor_of(stage), stage.rank, flags)
 
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
         root = all(written.flags["root"] for written in modules.values())
@@ -134,7 +221,30 @@ class LoRAMethod(Method):
         return flags | ranks_and_alphas(self, modules, by_root=root)
 
 
+TOKENS = TokensMethod()
 _NO_DORA = "PEFT has no DoRA of experts"
+
+
+def _token_axis(target: Target) -> int:
+    """The axis of tokens: the inputs of a table, and the outputs of a head."""
+    return target.ins[0] if target.table else target.out
+
+
+def _swap_token_axis(x: Array, axis: int) -> Array:
+    """Rows for tokens as slices of ours, or back."""
+    return x if axis == 0 else x.T
+
+
+def _part_of_bank(bank: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The part of a shared tensor for one module, if it has as many axes."""
+    return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
+
+
+def _factor_of(lora: Any) -> float:
+    """The factor of the difference."""
+    if lora.alpha is None:
+        return 1.0
+    return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.divisor == "sqrt" else lora.rank)
 
 
 def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], lora: LoRA) -> Adapted:

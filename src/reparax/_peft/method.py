@@ -4,11 +4,10 @@ A method reads tensors of PEFT as stages and raw values, and writes these as ten
 """
 
 import math
-import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,10 @@ from jax.core import Tracer
 
 from reparax._axes.numbers import list_axes
 from reparax._core.algebra import Parametrization
-from reparax._peft.patterns import pattern_of
 from reparax._peft.settings import Setting
 from reparax._peft.target import Target
 from reparax._torch.entries import require_known, unstack_stage
 from reparax.adapters import Rotated
-from reparax.matrices import Blocks
 from reparax.numbers import Scale
 from reparax.quantized import Stored
 from reparax.shared import Tie
@@ -61,7 +58,7 @@ class StageNode:
 
     def of(self, target: Target, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
-        if isinstance(self.stage, Freeze | Stored | Tie):  # of which PEFT stores nothing
+        if isinstance(self.stage, Freeze | Stored | Tie):  # of which most methods store nothing
             return self
         stage = unstack_stage(self.stage, len(target.index))
         if target.n_experts and not inside:
@@ -76,7 +73,7 @@ class StageNode:
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "
                 f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
             )
-        blocks = isinstance(stage, Rotated | Blocks)
+        blocks = isinstance(stage, Rotated)
         values = {
             name: x.of(target, inside=blocks) if isinstance(x, StageNode) else target.part(x)
             for name, x in self.values.items()
@@ -87,6 +84,12 @@ class StageNode:
         """The node of the stage on a value; raises an error if there is none, or not one of this type."""
         value = self.values[name]
         if not isinstance(value, StageNode) or not isinstance(value.stage, stage_type):
+            raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
+        return value
+
+    def require_array(self, name: str) -> Any:
+        """A value; raises an error if another stage makes it."""
+        if isinstance(value := self.values[name], StageNode):
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         return value
 
@@ -115,9 +118,8 @@ class Method:
       name: Its ``peft_type``.
       alpha: The name of alpha in its configuration, if it has one.
       suffixes: The names of its tensors below their module.
-      of_biases: The names of those tensors that change the bias of their module, not its weight.
       banks: The names of tensors that all modules share, of which each takes its part.
-      whole_numbers: The names of tensors that hold whole numbers.
+      own_biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method.
       settings: The settings of its configuration that are understood, besides those of all methods.
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
@@ -126,9 +128,8 @@ class Method:
     name: str
     alpha: str | None = None
     suffixes: tuple[str, ...]
-    of_biases: tuple[str, ...] = ()
     banks: tuple[str, ...] = ()
-    whole_numbers: tuple[str, ...] = ()
+    own_biases: str | None = None
     settings: Mapping[str, Setting]
     defaults: Mapping[str, Any] = {}
     layouts: tuple[str, ...] = ("kernel", "same")
@@ -147,27 +148,16 @@ class Method:
     def write(self, target: Target, node: StageNode) -> Written:
         """The PEFT form of raw values."""
 
-    @abstractmethod
     def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        """The configuration for these modules."""
+        """The configuration for these modules: all flags, and ranks and alphas if the method has them."""
+        flags = {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
+        return flags | (ranks_and_alphas(self, modules) if self.alpha else {})
 
 
-class Whole(Method):
-    """LN tuning: modules that train as a whole, and nothing else."""
-
-    name = "LN_TUNING"
-    suffixes = ()
-    settings: Mapping[str, Setting] = {}
-
-    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        return {}
-
-
-def stage_on_paths(stage: Any, paths: list[str], known_paths: Collection[str]) -> Parametrization:
-    """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
-    if stage.where is None:
-        return replace(stage, where=pattern_of(paths, known_paths))
-    return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
+def require_matrix(method: Method, target: Target) -> None:
+    """Refuses an array that is no matrix."""
+    if len(target.shape) != 2:
+        raise ValueError(f"{method.name} is read for matrices, but the array has shape {target.shape}")
 
 
 def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:

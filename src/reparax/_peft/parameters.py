@@ -7,8 +7,7 @@ is the outer one. A file tells how deep a wrapper lies, but not whose it is: the
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from reparax._peft.target import Target
-from reparax._peft.targets import WRAPPED, plain_name
+from reparax._peft.target import WRAPPED, Target, plain_name
 
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import with_any_key
-from reparax._peft.ia3 import selects_module
 from reparax._peft.live import of_adapter
-from reparax._peft.method import Adapted, Method, require, stage_on_paths
-from reparax._peft.methods import METHODS
+from reparax._peft.lora import BIAS
+from reparax._peft.method import Adapted, Method, require
+from reparax._peft.methods import METHODS, selects_module
 from reparax._peft.parameters import names_by_parameter
-from reparax._peft.patterns import pattern_of
-from reparax._peft.refused import ATTENTION, MERGE, TYPES
-from reparax._peft.settings import ANY, check_settings, in_a_name
-from reparax._peft.target import Target
-from reparax._peft.targets import is_unused, targets_of
+from reparax._peft.settings import MERGE, check_settings, in_a_name
+from reparax._peft.target import ATTENTION, Target, targets_of
 from reparax._stage.where import all_but
 from reparax._torch.entries import Index, require_known, restack_stage, stack_parts
 from reparax._torch.rules import Rules
 from reparax._torch.tensors import is_finite, read_tensors
 from reparax._tree.markers import locate_errors
-from reparax._tree.paths import PyTree, flatten_with_names, path_text
+from reparax._tree.paths import PyTree, flatten_with_names, is_array, items, path_text
 from reparax.adapters import Gain
 from reparax.shared import Tie
 from reparax.sparse import Freeze
+
+_ANY_NAME = "[^/]+"
 
 
 def from_peft(
@@ -54,16 +54,14 @@ def from_peft(
 
     LoRA, rsLoRA, DoRA and IA3 are read for every weight that PEFT adapts, except grouped convolutions and
     ``nn.MultiheadAttention``, where PEFT adds an update twice; LoHa too, except convolution kernels with
-    ``use_effective_conv2d``; the others for matrices: AdaLoRA, BOFT of one factor, C3A, DeLoRA, FourierFT, GraLoRA,
-    HiRA, HRA, LoKr, MiSS, OFT, SHiRA, Super-Tuning without ``r``, trainable tokens and VeRA. BEFT is read for biases.
-    LN tuning selects by ``Freeze``. LoRA is also read for stacks of experts that are one parameter of torch
-    (``target_parameters``), with ``stacked`` axes. Patterns of ranks and alphas are read, and so are biases, tokens and
-    whole modules that train beside the adapters. OFT with ``coft`` is read as PEFT uses it, but no longer kept in its
-    ball. All other types are refused by name.
+    ``use_effective_conv2d``; LoKr, OFT, VeRA and trainable tokens for matrices. LoRA is also read for stacks of experts
+    that are one parameter of torch (``target_parameters``), with ``stacked`` axes. Patterns of ranks and alphas are
+    read, and so are biases, tokens and whole modules that train beside the adapters. OFT with ``coft`` is read as PEFT
+    uses it, but no longer kept in its ball. All other types are refused by name.
 
     Args:
       tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of a
-        model in memory, of which the base is left out. For SHiRA, only the file has the places of the entries.
+        model in memory, of which the base is left out.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
@@ -105,7 +103,11 @@ def from_peft(
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
     arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_no_attention(arrays)
-    arrays = {name: x for name, x in of_adapter(arrays, method, config, adapter).items() if not is_unused(name)}
+    arrays = {
+        name: x
+        for name, x in of_adapter(arrays, method, config, adapter).items()
+        if ".original_module." not in name  # PEFT's unused original of a module whose copy trains
+    }
     with locate_errors("from_peft"):
         targets = targets_of(like, names, layouts, roles)
         plain = names_by_parameter(arrays, method.suffixes, config, targets)
@@ -119,6 +121,7 @@ def from_peft(
             )
         except ValueError as error:
             tensors_by_kind.lines.append(f"{target.path}: {error}")
+    tensors_by_kind.lines.extend(_tied_tables(adapters, like))
     counts = Counter(target.path for target in targets.values())
     tensors_by_kind.lines.extend(
         [] if tensors_by_kind.lines else _incomplete_stacks(counts, {**adapters, **tensors_by_kind.whole_modules})
@@ -129,7 +132,7 @@ def from_peft(
         if tensors_by_kind.lines
         else {path: stack_parts(parts) for path, parts in tensors_by_kind.whole_modules.items()}
     )
-    if tensors_by_kind.lines or not (layers or (whole_arrays and not method.suffixes)):
+    if tensors_by_kind.lines or not layers:
         lines = "\n  ".join(tensors_by_kind.lines or ["it contains no tensor of an adapter"])
         raise ValueError(
             f"from_peft: the adapter does not fit this model:\n  {lines}\nCorrect `like`, `names` or `layouts`."
@@ -151,8 +154,10 @@ def _find_method(config: Any) -> Method:
     kind = config["peft_type"]
     name = str(getattr(kind, "value", kind))
     if name not in METHODS:
-        why = TYPES.get(name, f"it is not known here. {MERGE}")
-        raise ValueError(f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}: {why}")
+        raise ValueError(
+            f"from_peft reads {', '.join(sorted(METHODS))}, but got an adapter of {name}. If it changes weights, merge "
+            f"it in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
+        )
     return METHODS[name]
 
 
@@ -186,9 +191,9 @@ class _SortedTensors:
         for name, x in arrays.items():
             end = next((end for end in method.suffixes if name.endswith(f".{end}")), None)
             module = name if end is None else name.removesuffix(f".{end}")
-            tensor = f"{module}.{'bias' if end in method.of_biases else 'weight'}"
+            tensor = f"{module}.{'bias' if end == BIAS else 'weight'}"
             tensor = module if module in targets and targets[module].n_experts else tensor
-            if wrong := _explain_numbers(x, is_integer=end in method.whole_numbers):
+            if wrong := _explain_numbers(x):
                 tensors.lines.append(f"{name}: {wrong}")
             elif name.removeprefix("base_model.") in method.banks:
                 tensors.banks[name.removeprefix("base_model.")] = x
@@ -210,11 +215,24 @@ class _SortedTensors:
             self.lines.append(f"{target.path}: {error}")
 
 
-def _explain_numbers(x: np.ndarray, *, is_integer: bool) -> str | None:
+def _explain_numbers(x: np.ndarray) -> str | None:
     """What is wrong with the numbers of a tensor, or None."""
-    if not jnp.issubdtype(x.dtype, jnp.integer if is_integer else jnp.floating):
-        return f"expected {'whole' if is_integer else 'floating'} numbers, got {x.dtype}"
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return f"expected floating numbers, got {x.dtype}"
     return None if is_finite(x) else "expected finite numbers, got infinite ones or NaN"
+
+
+def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
+    """An error for each table with trained tokens that another array repeats: PEFT moves both if they are tied."""
+    arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
+    tables = [path for path, layers in layers_of_path.items() if any("@slices/x" in x.values for x in layers.values())]
+    return [
+        f"{path}: {other!r} holds the same numbers, and if they are tied in torch, PEFT moves the tokens of both. Give "
+        f"the model one array for both, or merge the adapter in PEFT"
+        for path in tables
+        for other, x in arrays.items()
+        if path in arrays and path != other and any(np.array_equal(x, w) for w in (arrays[path], arrays[path].T))
+    ]
 
 
 def _incomplete_stacks(counts: Mapping[str, int], layers_of_path: Mapping[str, Mapping[Index, Any]]) -> list[str]:
@@ -251,15 +269,14 @@ def _read_layer(
     """The adapter of one parameter, from its tensors."""
     target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
-    rank = _number_by_pattern(method, config, "r", "rank_pattern", target.owner)
-    alpha = _number_by_pattern(method, config, method.alpha, "alpha_pattern", target.owner)
+    rank = _number_by_pattern(config, "r", "rank_pattern", target.owner)
+    alpha = _number_by_pattern(config, method.alpha, "alpha_pattern", target.owner)
     return method.read(target, tensors, config, float(alpha or 0), rank or 1)
 
 
-def _number_by_pattern(method: Method, config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
+def _number_by_pattern(config: Mapping[str, Any], name: str | None, patterns: str, module: str) -> Any:
     """The number for a module: that of the first matching pattern, or the common one."""
-    number_of_pattern = None if method.settings.get(patterns, ANY) is ANY else config.get(patterns)
-    for pattern, number in (number_of_pattern or {}).items():
+    for pattern, number in (config.get(patterns) or {}).items():
         if re.fullmatch(in_a_name(pattern), module):
             return number
     return None if name is None else config.get(name)
@@ -270,7 +287,45 @@ def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) ->
     groups: dict[tuple[Parametrization, ...], list[str]] = {}
     for path, layer in layers.items():
         groups.setdefault(layer.stages, []).append(path)
-    return [stage_on_paths(stage, paths, known_paths) for stages, paths in groups.items() for stage in stages]
+    return [_stage_on_paths(stage, paths, known_paths) for stages, paths in groups.items() for stage in stages]
+
+
+def _stage_on_paths(stage: Any, paths: list[str], known_paths: Collection[str]) -> Parametrization:
+    """A stage that acts on these arrays, or on a value below them, whose places are longer than all that is known."""
+    if stage.where is None:
+        return replace(stage, where=pattern_of(paths, known_paths))
+    return replace(stage, where=f"({'|'.join(map(re.escape, sorted(paths)))}){stage.where}")
+
+
+def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
+    """An expression for ``where`` that selects exactly these paths of those that are known."""
+    by_length: dict[int, list[str]] = {}
+    for path in sorted(paths):
+        by_length.setdefault(path.count("/"), []).append(path)
+    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in by_length.values())
+
+
+def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
+    """The expression for paths of the same number of names: any name, if that selects no other path."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
+    names = [_any_of(column) for column in columns]
+
+    def exact(pattern: str) -> bool:
+        return {path for path in known_paths if re.fullmatch(pattern, path)} == set(paths)
+
+    if not exact("/".join(names)):
+        return "|".join(map(re.escape, paths))
+    for i, column in enumerate(columns):
+        wider = [*names[:i], _ANY_NAME, *names[i + 1 :]]
+        names = wider if len(column) > 1 and exact("/".join(wider)) else names
+    plain = "/".join(names)
+    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
+    return short if exact(short) else plain
+
+
+def _any_of(names: list[str]) -> str:
+    """An expression for any of these names, and nothing else."""
+    return re.escape(names[0]) if len(names) == 1 else f"({'|'.join(map(re.escape, names))})"
 
 
 def _gains_of_biases(

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reparax._peft.refused import MERGE, SETTINGS
 from reparax._torch.shown import shown
 from reparax._torch.tensors import is_number
+
+MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,10 @@ INDICES_BY_NAME = Setting(
     lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
     "a list of whole numbers, or a dict of names and, for each, such a list",
 )
-SEED = Setting(lambda value: type(value) is int and 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
 LISTED = Setting(
     lambda value: isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value), "a list of names"
 )
 NAMES = Setting(_is_names, "a list of names, or a regular expression")
-
-OF_PRODUCTS: Mapping[str, Setting] = {
-    "r": RANK,
-    "alpha": NUMBER,
-    "rank_pattern": by_pattern(RANK),
-    "alpha_pattern": by_pattern(NUMBER),
-    "use_effective_conv2d": FLAG,
-    "init_weights": ANY,
-    "rank_dropout": NUMBER,
-    "module_dropout": NUMBER,
-}
-"""What LoHa and LoKr, the products of low-rank factors, have in common."""
 
 COMMON: Mapping[str, Setting] = dict.fromkeys(
     (
@@ -133,6 +121,5 @@ def check_settings(name: str, config: Mapping[str, Any], understood: Mapping[str
             raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {shown(value)}. Correct `config`.")
     if wrong:
         wrong_text = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
-        why = "".join(f": {SETTINGS[key]}" for key in wrong if key in SETTINGS)
-        raise ValueError(f"from_peft has no stage for {name} with {wrong_text}{why}. {MERGE}")
+        raise ValueError(f"from_peft has no stage for {name} with {wrong_text}. {MERGE}")
     return set_values

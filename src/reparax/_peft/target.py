@@ -1,4 +1,4 @@
-"""An array that PEFT adapts: its name there, and its axes of inputs and outputs."""
+"""The arrays that PEFT adapts: their names there, and their axes of inputs and outputs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,18 @@ from jax import Array
 
 from reparax._axes.numbers import list_axes
 from reparax._torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
-from reparax._torch.entries import Entry
+from reparax._torch.entries import Entry, list_entries
+from reparax._torch.rules import Rules
+from reparax._tree.paths import PyTree
+
+PREFIX = "base_model.model."
+WRAPPED = ".base_layer"
+"""What PEFT adds to the name of a module that it has wrapped."""
+
+ATTENTION = (
+    "PEFT adds the update of `out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once"
+)
+"""Why adapters of torch's attention are not read or written, as in PEFT 0.21."""
 
 
 @dataclass(frozen=True)
@@ -110,3 +121,19 @@ class Target(Entry):
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter in torch."""
         return permute(self.shape, self.layout)
+
+
+def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> dict[str, Target]:
+    """The parameters by their torch names."""
+    return {entry.tensor: Target(**vars(entry)) for entry in list_entries(params, names, layouts, roles)}
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
+    parts = name.removeprefix(PREFIX).split(".")
+    parents = ["", *parts]
+    return ".".join(
+        part
+        for part, parent in zip(parts, parents, strict=False)
+        if part not in ("base_layer", "modules_to_save") and (parent, part) != ("modules_to_save", "default")
+    )

@@ -13,14 +13,11 @@ from jax import Array
 from reparax._core.algebra import Chain, Parametrization
 from reparax._core.calls import require_chains
 from reparax._core.lineage import Lineage, lineage_of
-from reparax._peft.lora import BIAS
-from reparax._peft.method import Method, StageNode, Whole, Written, known_number
-from reparax._peft.methods import METHODS, method_of
+from reparax._peft.lora import BIAS, TOKENS
+from reparax._peft.method import Method, StageNode, Written, known_number
+from reparax._peft.methods import LORA, METHODS, method_of
 from reparax._peft.parameters import wrapper_names
-from reparax._peft.refused import ATTENTION
-from reparax._peft.rows import SHIRA, SUPERTUNING, TOKENS, of_entries
-from reparax._peft.target import Target
-from reparax._peft.targets import PREFIX, targets_of
+from reparax._peft.target import ATTENTION, PREFIX, Target, targets_of
 from reparax._stage.leaf import Perturbation
 from reparax._torch.entries import require_known
 from reparax._torch.rules import Rules
@@ -81,17 +78,11 @@ def to_peft(
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
     methods = {method.name for method, _ in written_of.values()}
-    if methods == {SHIRA.name, SUPERTUNING.name}:
-        written_of = {tensor: (SUPERTUNING, SUPERTUNING.write(targets[tensor], nodes[tensor])) for tensor in written_of}
-        methods = {SUPERTUNING.name}
-    if not methods and 0 < len(free) < len(targets):
-        methods = {Whole.name}
-    tokens = {
-        name: module_tensors for name, (method, module_tensors) in written_of.items() if method.name == TOKENS.name
-    }
-    if "LORA" in methods:
-        methods -= {TOKENS.name}
-        written_of = {name: module_tensors for name, module_tensors in written_of.items() if name not in tokens}
+    tokens: dict[str, Written] = {}
+    if LORA.name in methods:
+        methods.discard(TOKENS.name)
+        tokens = {name: written for name, (method, written) in written_of.items() if method is TOKENS}
+        written_of = {name: pair for name, pair in written_of.items() if name not in tokens}
     if not methods and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters by "
@@ -115,11 +106,11 @@ def to_peft(
     config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
     if "fan_in_fan_out" in method.settings:
         config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written_of)}
-    beside, config_beside = _tensors_beside(config, free, targets, {targets[tensor].module for tensor in written_of})
+    beside, config_beside = _tensors_beside(method, free, targets, {targets[tensor].module for tensor in written_of})
     tensors = _name_all_tensors(
         method, {wrappers.get(name, name): module_tensors for name, module_tensors in modules.items()}
     )
-    if method.name == "LORA" and tokens:
+    if tokens:
         tables = {targets[name].module: module_tensors for name, module_tensors in tokens.items()}
         tensors |= _name_all_tensors(
             method, {f"{name}.token_adapter": module_tensors for name, module_tensors in tables.items()}
@@ -129,9 +120,6 @@ def to_peft(
                 name: [*module_tensors.flags["token_indices"]] for name, module_tensors in tables.items()
             }
         }
-    if method.name == Whole.name:
-        config_beside = {"target_modules": config_beside["modules_to_save"]}
-        beside = {".ln_tuning_layers.".join(name.rsplit(".", 1)): x for name, x in beside.items()}
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
@@ -222,7 +210,7 @@ def _require_bias(
     target: Target, node: StageNode, targets: Mapping[str, Target], nodes: Mapping[str, StageNode]
 ) -> None:
     """Requires the gains of outputs and of their bias to be tied, as in IA3."""
-    if not isinstance(node.stage, Gain) or method_of(node).name != "IA3":
+    if not isinstance(node.stage, Gain):
         return
     gain = node.values["g"]
     if len(target.shape) == 1 and not (isinstance(gain, StageNode) and isinstance(gain.stage, Tie)):
@@ -242,11 +230,11 @@ def _is_on_outputs(node: StageNode, target: Target) -> bool:
 
 def _write_node(node: StageNode, target: Target) -> tuple[Method, Written]:
     """The method of an adapted parameter, and what PEFT stores of it; raises an error if PEFT would not find it."""
-    method = of_entries(target, node.stage) if (found_method := method_of(node)) is SHIRA else found_method
+    method = method_of(node)
     method.require_layout(target)
     module_tensors = method.write(target, node)
     module, _, name = target.tensor.rpartition(".")
-    weight_or_bias = "bias" if module_tensors.tensors.keys() & {*method.of_biases} else "weight"
+    weight_or_bias = "bias" if BIAS in module_tensors.tensors else "weight"
     if not target.n_experts and (name != weight_or_bias or not module):
         raise ValueError(
             f"PEFT adapts the {weight_or_bias} of a module, such as 'dense.{weight_or_bias}', but this is "
@@ -261,7 +249,7 @@ def _is_bias(tensor: str) -> bool:
 
 
 def _tensors_beside(
-    config: Mapping[str, Any], free: Mapping[str, Array], targets: Mapping[str, Target], adapted_modules: set[str]
+    method: Method, free: Mapping[str, Array], targets: Mapping[str, Target], adapted_modules: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors that train beside the adapters, and their configuration."""
     saved_modules = {targets[tensor].module for tensor in free if not _is_bias(tensor)}
@@ -276,19 +264,22 @@ def _tensors_beside(
             )
     all_biases = {tensor for tensor, t in targets.items() if _is_bias(tensor) and t.module not in saved_modules}
     adapted_biases = {tensor for tensor in all_biases if targets[tensor].module in adapted_modules}
-    kind = (
-        "none" if not biases else "all" if biases == all_biases else "lora_only" if biases == adapted_biases else None
-    )
-    if kind is None or (kind != "none" and config["peft_type"] != "LORA"):
+    paths_text = ", ".join(map(repr, sorted({targets[tensor].path for tensor in biases})))
+    if biases and method.own_biases is None:
         raise ValueError(
-            f"to_peft: PEFT trains all biases, or with LoRA those of adapted modules, but here train "
-            f"{', '.join(map(repr, sorted({targets[tensor].path for tensor in biases})))}. Freeze the others."
+            f"to_peft: PEFT trains no biases with {method.name}, but here train {paths_text}. Freeze them."
         )
+    if biases not in (set(), all_biases, adapted_biases):
+        raise ValueError(
+            f"to_peft: PEFT trains all biases, or those of adapted modules, but here train {paths_text}. Freeze them, "
+            f"or train the others too."
+        )
+    kind = "none" if not biases else "all" if biases == all_biases else method.own_biases
     tensors = {
         _name_in_wrapper(targets[name], adapted_modules): np.asarray(targets[name].write_whole(x))
         for name, x in free.items()
     }
-    return tensors, ({"bias": kind} if config["peft_type"] == "LORA" else {}) | {
+    return tensors, ({"bias": kind} if biases or method is LORA else {}) | {
         "modules_to_save": sorted(saved_modules) or None
     }
 

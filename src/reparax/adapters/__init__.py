@@ -4,12 +4,10 @@ Earlier stages in the chain that store or freeze numbers act on the base; all ot
 """
 
 from reparax.adapters._cayley_neumann import CayleyNeumann as CayleyNeumann
-from reparax.adapters._coefficients import Coefficients as Coefficients
 from reparax.adapters._delta import Delta as Delta
 from reparax.adapters._gain import Gain as Gain
 from reparax.adapters._hadamard import Hadamard as Hadamard
 from reparax.adapters._lora import LoRA as LoRA
-from reparax.adapters._reflected import Reflected as Reflected
 from reparax.adapters._rotated import Rotated as Rotated
 from reparax.adapters._slices import Slices as Slices
 from reparax.adapters._vera import VeRA as VeRA

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax._core.value import argument
-from reparax._numerics.arguments import check_flag, check_weight
+from reparax._numerics.arguments import check_weight
 from reparax._numerics.arithmetic import scalar
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.varied import Number, per_array
@@ -16,16 +16,14 @@ from reparax._tree.values import Values, fixed, main
 
 
 class Delta(Reparametrization):
-    r"""A trained difference to fixed weights: :math:`w = w_0 + x`, or :math:`w = w_0 (1 + x)`.
+    r"""A trained difference to fixed weights: :math:`w = w_0 + x`.
 
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
-    ``Kronecker((4, 4)) >> Delta()`` is LoKr, ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa, and
-    ``RandomPrune(0.99) >> Delta()`` is SHiRA, ``LowRank(4) >> Delta(relative=True)`` is HiRA. Only stages that store
-    or freeze act on the base: ``Stored("int8") >> Delta()``.
+    ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
+    store or freeze act on the base: ``Stored("int8") >> Delta()``.
 
     Args:
-      relative: Whether the difference is a share of each weight, :math:`w = w_0 (1 + x)`, entry by entry.
       strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls
         towards the base (L2-SP). A number that is not negative, or a traced scalar.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -33,7 +31,7 @@ class Delta(Reparametrization):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``relative`` or ``strength`` has the wrong type.
+      TypeError: If ``strength`` has the wrong type.
       ValueError: If ``strength`` is out of range.
 
     Example:
@@ -45,12 +43,10 @@ class Delta(Reparametrization):
 
     References:
       Yeh, Hsieh, Gao, Yang, Oh and Gong, *Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model
-      Evaluation*, 2024; Bhardwaj et al., *Sparse High Rank Adapters*, 2024; Huang, Ko, Zhuang, Tang and Zhang,
-      *HiRA: Parameter-Efficient Hadamard High-Rank Adaptation for Large Language Models*, 2025; Li, Grandvalet and
-      Davoine, *Explicit Inductive Bias for Transfer Learning with Convolutional Networks*, 2018.
+      Evaluation*, 2024; Li, Grandvalet and Davoine, *Explicit Inductive Bias for Transfer Learning with Convolutional
+      Networks*, 2018.
     """
 
-    relative: bool = argument(check_flag, default=False, kw_only=True)
     strength: Number = argument(per_array(check_weight), default=0.0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
@@ -61,8 +57,7 @@ class Delta(Reparametrization):
         return {"x": jnp.zeros_like(w), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w, x = values["w"], values["x"]
-        return w + w * x if self.relative else w + x
+        return values["w"] + values["x"]
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
         squares = jnp.sum(jnp.square(jnp.abs(values["x"])))

@@ -1,6 +1,5 @@
 """Constrained matrices: orthogonal, low-rank, positive definite, or with a pattern of equal or zero entries."""
 
-from reparax.matrices._blocks import Blocks as Blocks
 from reparax.matrices._definite import PositiveDefinite as PositiveDefinite
 from reparax.matrices._definite import PositiveSemidefinite as PositiveSemidefinite
 from reparax.matrices._factors import Kronecker as Kronecker

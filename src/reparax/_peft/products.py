@@ -1,4 +1,4 @@
-"""LoKr."""
+"""LoHa and LoKr: differences that are products of matrices."""
 
 import math
 from collections.abc import Mapping
@@ -18,13 +18,67 @@ from reparax._peft.method import (
     Written,
     ranks_and_alphas,
     require,
+    require_matrix,
     split_scale,
 )
-from reparax._peft.settings import FLAG, NUMBER, OF_PRODUCTS, Setting
+from reparax._peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern
 from reparax._peft.target import Target
-from reparax.adapters import Delta
+from reparax.adapters import Delta, Hadamard
 from reparax.matrices import Kronecker, LowRank
 from reparax.numbers import Scale
+
+_SETTINGS: Mapping[str, Setting] = {
+    "r": RANK,
+    "alpha": NUMBER,
+    "rank_pattern": by_pattern(RANK),
+    "alpha_pattern": by_pattern(NUMBER),
+    "use_effective_conv2d": FLAG,
+    "init_weights": ANY,
+    "rank_dropout": NUMBER,
+    "module_dropout": NUMBER,
+}
+_DEFAULTS: Mapping[str, Any] = {"r": 8, "alpha": 8}
+
+
+class LoHaMethod(Method):
+    """An elementwise product of two low-rank differences."""
+
+    name = "LOHA"
+    alpha = "alpha"
+    suffixes = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2")
+    settings: Mapping[str, Setting] = _SETTINGS
+    defaults = _DEFAULTS
+
+    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
+        ins = target.inputs_shape(rank)
+        shapes = {
+            f"hada_w{i}_{end}": s
+            for i in (1, 2)
+            for end, s in (("a", _output_shape(target, rank)), ("b", _matrix_shape(ins)))
+        }
+        require(tensors, shapes)
+        stages = (LowRank(rank, outside=target.outside(rank), **target.sides), Hadamard(), Scale(alpha / rank), Delta())
+        values = {
+            f"@delta/x/@scale/x/@hadamard/{name}/@low_rank/{factor}": x
+            for name, i in (("x", 1), ("y", 2))
+            for factor, x in (
+                ("u", target.read_inputs(tensors[f"hada_w{i}_b"].reshape(ins))),
+                ("v", jnp.asarray(tensors[f"hada_w{i}_a"]).T),
+            )
+        }
+        return Adapted(stages, values)
+
+    def write(self, target: Target, node: StageNode) -> Written:
+        difference, factor = split_scale(node)
+        tensors: dict[str, Array] = {}
+        ranks: list[int] = []
+        for name, i in (("x", 1), ("y", 2)):
+            low = difference.require_stage_on(name, LowRank)
+            target.require_rows(low.stage)
+            u, v = low.require_array("u"), low.require_array("v")
+            ranks.append(u.shape[-1])
+            tensors |= {f"hada_w{i}_a": v.T, f"hada_w{i}_b": target.write_inputs(u).reshape(u.shape[-1], -1)}
+        return Written(tensors, factor, ranks[0])
 
 
 class LoKrMethod(Method):
@@ -34,16 +88,15 @@ class LoKrMethod(Method):
     alpha = "alpha"
     suffixes = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
     settings: Mapping[str, Setting] = {
-        **OF_PRODUCTS,
+        **_SETTINGS,
         "rank_dropout_scale": FLAG,
         "decompose_both": FLAG,
         "decompose_factor": NUMBER,
     }
-    defaults: Mapping[str, Any] = {"r": 8, "alpha": 8}
+    defaults = _DEFAULTS
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        if len(target.shape) != 2:
-            raise ValueError(f"Kronecker takes matrices, but the array has shape {target.shape}")
+        require_matrix(self, target)
         place = "@delta/x/@scale/x/@kronecker"
         low: list[Parametrization] = []
         values: Values = {}
@@ -82,7 +135,7 @@ class LoKrMethod(Method):
                 sizes.append(tensors[tensor_name].shape)
                 continue
             low = kronecker.require_stage_on(name, LowRank)
-            u, v = low.values["u"], low.values["v"]
+            u, v = low.require_array("u"), low.require_array("v")
             lhs, rhs = (u, v) if target.out == 0 else (v.T, u.T)
             tensors |= {f"{tensor_name}_a": lhs, f"{tensor_name}_b": rhs}
             sizes.append((lhs.shape[0], rhs.shape[1]))
@@ -109,6 +162,16 @@ class LoKrMethod(Method):
                 )
         flags = {"decompose_both": decomposes_both, "decompose_factor": _common_factor(modules)}
         return flags | ranks_and_alphas(self, modules)
+
+
+def _output_shape(target: Target, rank: int) -> tuple[int, int]:
+    """The shape of a factor of the outputs."""
+    return target.shape[target.out], rank
+
+
+def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """A shape as that of a matrix: its first axis, and all others."""
+    return shape[0], math.prod(shape[1:])
 
 
 def _require_matrix(x: np.ndarray) -> tuple[int, int]:
