@@ -350,8 +350,13 @@ UNREADABLE = {
     ),
     "unknown_class": (
         STAGE % '{"class": "reparax.Nope"}',
-        "from_json found the stage 'reparax.Nope', but no class of that name is defined. "
-        "Import the module that defines it.",
+        "from_json found the stage 'reparax.Nope', but no class of that name is defined. This version of reparax has "
+        "no such stage: exchange plain parameters, `p.fold(raw)`, with the one that has.",
+    ),
+    "unknown_class_of_others": (
+        STAGE % '{"class": "mine.Nope"}',
+        "from_json found the stage 'mine.Nope', but no class of that name is defined. Import the module that defines "
+        "it.",
     ),
     "unknown_argument": (
         STAGE % '{"class": "reparax.WeightNorm", "axes": 1}',

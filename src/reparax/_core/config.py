@@ -205,14 +205,21 @@ def find_functions(value: Any) -> Any:
     return map_nested(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
 
 
+def _advice(name: str) -> str:
+    """What to do where no class has the name of a stage in JSON."""
+    package = __name__.partition(".")[0]
+    if not name.startswith(f"{package}."):
+        return "Import the module that defines it."
+    return (
+        f"This version of {package} has no such stage: exchange plain parameters, `p.fold(raw)`, with the one that has."
+    )
+
+
 def _build_stage(entry: Mapping[str, Any]) -> Any:
     """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
     name = entry["class"]
     if name not in _classes:
-        raise ValueError(
-            f"from_json found the stage {name!r}, but no class of that name is defined. "
-            f"Import the module that defines it."
-        )
+        raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
     cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
     if (wrong := _explain_wrong_names(cls, arguments)) is not None:
         raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
