@@ -351,7 +351,7 @@ UNREADABLE = {
     "unknown_class": (
         STAGE % '{"class": "reparax.Nope"}',
         "from_json found the stage 'reparax.Nope', but no class of that name is defined. This version of reparax has "
-        "no such stage: exchange plain parameters, `p.fold(raw)`, with the one that has.",
+        "no such stage: exchange plain parameters, `p.fold(raw)`, with one that has.",
     ),
     "unknown_class_of_others": (
         STAGE % '{"class": "mine.Nope"}',

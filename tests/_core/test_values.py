@@ -441,7 +441,7 @@ WRONG = {
     "an abstract class": (
         text_of({"class": "reparax.Joint", "arrays": [["w", ".*"]]}),
         "from_json found the stage 'reparax.Joint', but no class of that name is defined. This version of reparax has "
-        "no such stage: exchange plain parameters, `p.fold(raw)`, with the one that has.",
+        "no such stage: exchange plain parameters, `p.fold(raw)`, with one that has.",
     ),
     "a number as text": (
         text_of({"class": "reparax.VarNoise", "std": "0.1"}),
