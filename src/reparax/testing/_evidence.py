@@ -68,7 +68,7 @@ def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
 @partial(jax.jit, static_argnums=0)
 def compiled_transfer(p: Parametrization, raw: PyTree) -> PyTree:
     """``raw``, converted from ``p`` to ``p``."""
-    return transfer(p, p, raw)
+    return transfer(p, p, raw, raw)  # so that a tuple is no state
 
 
 @partial(jax.jit, static_argnums=0)
