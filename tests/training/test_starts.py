@@ -59,7 +59,7 @@ def distance(start, w):
 def test_no_pair_of_stages_moves_weights_in_silence(first):
     seconds = [second for second in STAGES if starts(pair(first, second), {second: W})]
     assert len(seconds) > len(STAGES) // 2
-    params = {second: W for second in seconds}
+    params = dict.fromkeys(seconds, W)
     p = rpx.Chain(tuple(pair(first, second) for second in seconds))
     expected = {second: distance(start, W) for second, start in fold(p, init(p, params)).items()}
     off = {second for second in seconds if expected[second] > BEYOND}
@@ -88,11 +88,11 @@ def test_the_summary_says_how_far_each_start_is_and_the_largest_distance():
         "Orthogonal(where='layers/[^2]/kernel')",
         "path                raw value                type               free  fixed  bytes   off  stages",
         "bias                                         float32[3]            3      0   12 B     -",
-        "layers/0..1/kernel  @orthogonal/x            2 x float32[2, 2]     8      0   32 B   0.5  Orthogonal",
-        "                    @orthogonal/@fixed/base  2 x float32[2, 2]     0      8   32 B",
+        "layers/0..1/kernel  @orthogonal/@fixed/base  2 x float32[2, 2]     0      8   32 B   0.5  Orthogonal",
+        "                    @orthogonal/x            2 x float32[2, 2]     8      0   32 B",
         "layers/2/kernel                              float32[2, 2]         4      0   16 B     -",
-        "layers/3/kernel     @orthogonal/x            float32[2, 2]         4      0   16 B  0.75  Orthogonal",
-        "                    @orthogonal/@fixed/base  float32[2, 2]         0      4   16 B",
+        "layers/3/kernel     @orthogonal/@fixed/base  float32[2, 2]         0      4   16 B  0.75  Orthogonal",
+        "                    @orthogonal/x            float32[2, 2]         4      0   16 B",
         "total                                                             19     12  124 B  0.75",
     ]
 

@@ -31,7 +31,6 @@ from reparax.training._distance import distances, has_numbers
 from reparax.training._held import open_state
 from reparax.training._partition import are_free
 
-
 SHOWN = 3  # arrays that an error names
 
 
