@@ -852,7 +852,7 @@ FUNCTIONS = {
     "transfer without a raw tree": (
         lambda: rpx.transfer(P, NORM),
         TypeError,
-        "transfer needs 'raw'. Write `rpx.transfer(old, new, raw, like=None)`.",
+        "transfer needs 'raw'. Write `rpx.transfer(old, new, raw, like=None, nearest=False)`.",
     ),
     "summary of a raw tree": (
         lambda: rpx.summary(P, RAW),

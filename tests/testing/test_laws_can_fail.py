@@ -584,3 +584,15 @@ def test_the_laws_catch_the_scale_that_starts_at_one_over_the_length(key):
     text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w at 'a', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):
         right_inverse(InverseScale(), params(), key)
+
+
+@pytest.mark.parametrize("p", [InverseScale() >> rpx.WeightNorm(), rpx.WeightNorm() >> InverseScale()], ids=repr)
+def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherever_it_stands(p, key):
+    text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w at 'a.*', by .* entry\.$"
+    with pytest.raises(AssertionError, match=text):
+        right_inverse(p, params(), key)
+
+
+def test_a_chain_need_not_start_where_a_start_is_in_no_image_of_the_stages_before_it(key):
+    square = {"a": params()["a"][:4]}
+    right_inverse(rpx.matrices.Symmetric() >> rpx.WeightNorm(), square, key)

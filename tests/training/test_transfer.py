@@ -1,5 +1,7 @@
 """Raw trees and the states of optimizers, from one chain to another."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +78,7 @@ def test_values_of_an_array_stay_where_stages_of_other_arrays_change(old, new):
 
 @jax.jit
 def transferred(old, new, tree, like=None):
-    return rpx.transfer(old, new, tree, like)
+    return rpx.transfer(old, new, tree, like, nearest=True)
 
 
 class Half(rpx.Perturbation):
@@ -111,7 +113,7 @@ def test_an_array_that_the_same_stages_change_in_place_keeps_its_raw_value(old, 
 def test_a_transfer_that_is_not_compiled_keeps_what_stages_change_in_place(chains):
     old, new = chains
     raw = moved(init(old, PARAMS))
-    assert_equal(rpx.transfer(old, new, raw)["a"]["kernel"], raw["a"]["kernel"])
+    assert_equal(rpx.transfer(old, new, raw, nearest=True)["a"]["kernel"], raw["a"]["kernel"])
     assert_equal(rpx.transfer(old, old, raw), raw)
 
 
@@ -164,6 +166,81 @@ def test_the_model_stays_the_same(old, new):
     got = transferred(old, new, raw)
     assert jax.tree.structure(got) == jax.tree.structure(jax.eval_shape(new.init, PARAMS))
     assert_same_model(got, old, raw, new)
+
+
+def scaled_identity(**scales):
+    return {name: np.float32(scale) * np.eye(3, dtype=np.float32) for name, scale in scales.items()}
+
+
+def test_a_chain_that_cannot_start_at_the_weights_is_refused():
+    params = scaled_identity(a=2, c=1, d=10, e=1.25, f=-4)  # the nearest orthogonal matrices are I and -I
+    with raises(
+        ValueError,
+        "transfer would change the model: Orthogonal() cannot start at the weights before. In units of the largest "
+        "entry of each array it would change 'd' by 0.9, 'f' by 0.75, 'a' by 0.5, 1 more. Leave these arrays out with "
+        "`where`, take stages that can represent them, or pass `nearest=True` to start where "
+        "`new.init(old.fold(raw))` does.",
+    ):
+        rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params)
+    moved = rpx.transfer(rpx.VarNoise(0.1), rpx.Orthogonal(), params, nearest=True)
+    start = scaled_identity(a=1, c=1, d=1, e=1, f=-1)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), rpx.Orthogonal().fold(moved), start)
+    of_one = rpx.Orthogonal(where="c")
+    assert_equal(rpx.transfer(rpx.VarNoise(0.1), of_one, params), of_one.init(params))
+
+
+def test_the_model_does_not_change_through_stages_of_which_each_could_start_anywhere_alone():
+    w = np.array([[3.0, 4.0], [0.0, 5.0]], np.float32)
+    with raises(
+        ValueError,
+        "transfer would change the model: Symmetric() >> WeightNorm() cannot start at the weights before. In units of "
+        "the largest entry of each array it would change 'w' by 0.33. Leave these arrays out with `where`, take stages "
+        "that can represent them, or pass `nearest=True` to start where `new.init(old.fold(raw))` does.",
+    ):
+        # A column of length 3 along that of the symmetric matrix, (3, 2): in place of 0 there is 6 / sqrt(13) = 1.66,
+        # and 5 is the largest entry.
+        rpx.transfer(rpx.Chain(), rpx.matrices.Symmetric() >> rpx.WeightNorm(), {"w": w})
+
+
+def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_is_new():
+    old, new = rpx.WeightNorm(where="a/kernel"), rpx.VarNoise(0.1) >> rpx.WeightNorm()
+    raw = jax.eval_shape(old.init, PARAMS)
+    with raises(
+        ValueError,
+        "transfer cannot compare traced weights with those that VarNoise(0.1) >> WeightNorm() starts at: it computes "
+        "new values of 'b/kernel'. Call it outside of `jax.jit`, or pass `nearest=True` to start where "
+        "`new.init(old.fold(raw))` does.",
+    ):
+        jax.eval_shape(lambda raw: rpx.transfer(old, new, raw), raw)
+    for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
+        jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
+    with pytest.raises(ValueError, match="new values of 'a/bias', 'a/kernel', 'b/kernel'. Call"):
+        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.Cast("bfloat16"), raw), PARAMS)
+
+
+class Stretched(rpx.Perturbation):
+    """Changes each entry by some units in the last place of 1."""
+
+    units: int
+    stochastic = False
+
+    def apply_leaf(self, w, key):
+        return w * (1 + self.units * jnp.finfo(w.dtype).eps)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 64), ("bfloat16", 4), ("float16", 4)])
+def test_a_change_by_rounding_passes_and_one_by_more_does_not(dtype, most):
+    params = {"w": np.array([1.0, 0.5, -0.25, np.nan, 0.0], np.float32).astype(jnp.dtype(dtype))}
+    rpx.transfer(rpx.Chain(), Stretched(most), params)
+    with pytest.raises(ValueError, match="'w' by "):
+        rpx.transfer(rpx.Chain(), Stretched(most + 1), params)
+
+
+def test_zeros_that_stay_have_not_changed_and_zeros_that_go_have():
+    params = {"w": np.zeros((2, 2), np.float32), "none": np.zeros((0, 2), np.float32)}
+    rpx.transfer(rpx.Chain(), rpx.WeightNorm(), params)
+    with pytest.raises(ValueError, match="'w' by inf. "):
+        rpx.transfer(rpx.Chain(), rpx.norms.Sphere(where="w"), params)
 
 
 def test_freezing_keeps_what_is_frozen():
@@ -270,6 +347,65 @@ def test_a_tree_of_another_chain_is_refused():
         "another chain or an older version of reparax made it. Pass the chain that made it as `old`.",
     ):
         rpx.transfer(OLD, NEW, raw)
+
+
+# ---- trees whose root is a tuple
+
+Pair = collections.namedtuple("Pair", ["enc", "dec"])
+K = normal(5, 4, seed=3)
+TUPLES = {
+    "tuple": ({"kernel": K}, {"kernel": 2 * K}),
+    "named tuple": Pair({"kernel": K}, {"kernel": 2 * K}),
+    "tuple of arrays": (K, 2 * K),
+}
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
+    old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
+    raw, tx = old.init(TUPLES[name]), optax.adam(1e-3)
+    kind = "Pair" if name == "named tuple" else "tuple"
+    text = (
+        f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm() or contains several, as the state of an "
+        f"optimizer does. Pass the raw tree as `like`: the {kind} itself, or the one that the state belongs to."
+    )
+    state = trained(tx, raw)
+    for tree in (raw, state):
+        with raises(ValueError, text):
+            rpx.transfer(old, new, tree)
+    moved = rpx.transfer(old, new, raw, like=raw)
+    assert_same_model(moved, old, raw, new)
+    got = rpx.transfer(old, new, state, like=raw)
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(moved))
+    kept = [path for path, _ in jax.tree_util.tree_leaves_with_path(moved) if "'v'" in jax.tree_util.keystr(path)]
+    values = [dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (got[0].mu, state[0].mu)]
+    assert len(kept) == 2
+    for path in kept:
+        np.testing.assert_array_equal(values[0][path], values[1][path])
+
+
+def test_a_tuple_of_a_chain_without_markers_is_asked_for_too_and_a_tuple_inside_is_not():
+    with pytest.raises(ValueError, match="transfer cannot tell whether a tuple is a raw tree of Chain"):
+        rpx.transfer(rpx.Chain(), rpx.WeightNorm(), (K, K))
+    moved = rpx.transfer(rpx.Chain(), rpx.WeightNorm(), (K, K), like=(K, K))
+    assert_equal(moved, rpx.WeightNorm().init((K, K)))
+    old, new, params = rpx.Chain(), rpx.WeightNorm(), {"layers": (K, {"kernel": K}), "bias": K[0]}
+    assert_equal(rpx.transfer(old, new, params), new.init(params))
+    raw = new.init(params)
+    state = trained(optax.adam(1e-3), raw)
+    assert_equal(rpx.transfer(new, new, state), state)
+    assert_equal(rpx.transfer(new, old, state, like=raw), rpx.transfer(new, old, state))
+
+
+def test_a_state_in_a_dict_is_a_state():
+    raw = init(OLD, PARAMS)
+    tx = optax.named_chain(("adam", optax.scale_by_adam()), ("rate", optax.scale(-1e-3)))
+    state = trained(tx, raw)
+    got = rpx.transfer(OLD, NEW, state)
+    assert jax.tree.structure(got) == jax.tree.structure(tx.init(init(NEW, PARAMS)))
+    assert_equal(got["adam"].mu["a"], state["adam"].mu["a"])
+    for leaf in jax.tree.leaves(got["adam"].nu["b"]):
+        np.testing.assert_array_equal(leaf, np.zeros(leaf.shape))
 
 
 # ---- states that have moments for some values alone

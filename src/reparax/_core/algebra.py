@@ -36,9 +36,14 @@ class Parametrization(Static, ABC):
     """A pure map from a raw tree to an effective tree, with a right inverse.
 
     ``init`` makes the raw tree, which an optimizer moves, from the model's parameters. ``apply`` makes the effective
-    tree, which the model reads, from the raw tree: ``apply(init(params)) == params`` for every ``params`` in the
-    image. ``update`` advances the fixed values once per step. All three are pure functions and work under
-    ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
+    tree, which the model reads, from the raw tree. ``update`` advances the fixed values once per step. All three are
+    pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
+
+    ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, the arrays that it can make. Of a
+    chain ``init`` inverts each stage alone, the last one first, so this holds where the start of each stage lies in the
+    image of the stages before it: for ``LowRank(2) >> WeightNorm()`` at each matrix of rank 2, but for ``Symmetric() >>
+    WeightNorm()`` only at weights that are symmetric. Elsewhere training starts at another array that the chain can
+    make; :func:`summary` shows how far from ``w``.
 
     Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
     formulas on one array, or from :class:`Joint` or :class:`Together` for formulas on several. Subclasses become frozen
@@ -80,7 +85,7 @@ class Parametrization(Static, ABC):
 
     @verb
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
-        """The raw tree whose effective tree is ``params``.
+        """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
         Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
         ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
@@ -379,7 +384,8 @@ class Chain(Parametrization):
     """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
 
     A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work. A single stage counts as
-    a chain of one.
+    a chain of one. ``init`` inverts each stage alone, the last one first; it is exact where the start of each stage
+    lies in the image of the stages before it.
 
     Args:
       stages: The stages. A chain among them is replaced by its stages.

@@ -10,11 +10,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Line:
-    """A path, its value, and how often it occurs; ``parts`` is the path as text and numbers in turn."""
+    """A path, its value, and how often it occurs; ``parts`` is the path as text and numbers in turn.
+
+    The line stands for all of ``members``, which are paths.
+    """
 
     parts: tuple[str, ...]
     value: Any
     count: int
+    members: tuple[str, ...]
 
     @property
     def path(self) -> str:
@@ -29,7 +33,7 @@ class Line:
 
 def count_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
     """A line for each path and value, in their order."""
-    return [Line((path,), value, n) for (path, value), n in Counter(items).items()]
+    return [Line((path,), value, n, (path,)) for (path, value), n in Counter(items).items()]
 
 
 def fold_lines(items: Iterable[tuple[str, Hashable]]) -> list[Line]:
@@ -62,4 +66,5 @@ def _join_run(i: int, lines: list[Line]) -> Line:
     if len(lines) == 1:
         return first
     parts = (*first.parts[:i], f"{first.parts[i]}..{last.parts[i]}", *first.parts[i + 1 :])
-    return Line(parts, first.value, sum(line.count for line in lines))
+    members = tuple(path for line in lines for path in line.members)
+    return Line(parts, first.value, sum(line.count for line in lines), members)

@@ -3,7 +3,7 @@
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from reparax._core.algebra import Chain, Parametrization
-from reparax._core.plan import close_raw
+from reparax._core.plan import close_raw, open_params
 from reparax._core.planner import planner_of
 from reparax._core.verbs import mean_stages
 from reparax._numerics.arithmetic import is_inexact, widened
@@ -65,7 +65,41 @@ def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
 @partial(jax.jit, static_argnums=0)
 def compiled_transfer(p: Parametrization, raw: PyTree) -> PyTree:
     """``raw``, converted from ``p`` to ``p``."""
-    return transfer(p, p, raw)
+    return transfer(p, p, raw, raw, nearest=True)  # a tuple is no state, and the law compares every bit
+
+
+@partial(jax.jit, static_argnums=0)
+def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[tuple[PyTree, PyTree]], ...]:
+    """What each stage of a chain gives back, alone, with what it got: of the starts for ``params``, and of its image.
+
+    The last stage comes first.
+    """
+
+    def opened(stage: Parametrization, tree: PyTree) -> PyTree:
+        return open_params((stage,), tree, key)
+
+    def closed(stage: Parametrization, tree: PyTree) -> PyTree:
+        return close_raw(mean_stages([stage]), tree)
+
+    starts, images, tree = list[tuple[PyTree, PyTree]](), list[tuple[PyTree, PyTree]](), params
+    for stage in reversed(stages_of(p)):
+        raw = opened(stage, tree)
+        starts.append((closed(stage, raw), tree))
+        point = closed(stage, _moved(raw))
+        if jax.tree.leaves(partition(raw)[1]):
+            point = closed(stage, opened(stage, point))
+        images.append((closed(stage, opened(stage, point)), point))
+        tree = raw
+    return starts, images
+
+
+def _moved(raw: PyTree) -> PyTree:
+    """The raw tree, traced, with changes to free values that look random."""
+    rng = np.random.default_rng(0)
+    moving, still = trainable(raw)
+    return combine(
+        jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving), still
+    )
 
 
 @partial(jax.jit, static_argnums=0)
@@ -225,11 +259,21 @@ def require_raises(p: Parametrization, law: str, call: Callable[[], object], oth
 
 def require_close(p: Parametrization, law: str, actual: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
     """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
+    for path, error in errors(actual, want):
+        require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+
+
+def is_close(actual: PyTree, want: PyTree, bound: float) -> bool:
+    """Whether arrays differ by at most ``bound``, in units of the largest entry of each wanted one."""
+    return all(error <= bound for _, error in errors(actual, want))
+
+
+def errors(actual: PyTree, want: PyTree) -> Iterator[tuple[str, float]]:
+    """The path of each wanted array, and the largest difference from it in units of its largest entry."""
     for (path, a), (_, b) in zip(named_arrays(actual), named_arrays(want), strict=True):
         x, y = (np.asarray(w).astype(complex) for w in (a, b))
         size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
-        error = float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
-        require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+        yield path, float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
 
 
 def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:

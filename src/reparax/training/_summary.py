@@ -16,12 +16,13 @@ from reparax._reports.folding import Line, fold_lines
 from reparax._reports.sizes import readable_size, size_in_bytes
 from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
 from reparax._tree.raw import parameter_path
+from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-_TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "stages")
+_TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "off", "stages")
 _LEFT = ("path", "raw value", "type", "stages")
 _CELL = "white-space: nowrap; padding: 0 0.5em"
 
@@ -37,6 +38,8 @@ class Row:
       free: How many of its numbers train.
       fixed: How many do not train, according to :func:`partition`.
       bytes: Its size.
+      off: How far the parameter's start is from its weight: the largest difference over the largest entry; 0 if it is
+        rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
     """
 
@@ -46,18 +49,20 @@ class Row:
     free: int
     fixed: int
     bytes: int
+    off: float | None
     stages: tuple[str, ...]
 
-    def times(self, line: Line) -> Row:
-        """The sums over all parameters that share a line."""
+    def times(self, line: Line, off: float | None) -> Row:
+        """The sums over all parameters that share a line, and the largest ``off`` of them."""
         n, type = line.count, f"{line.times}{self.type}".rstrip()
-        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, self.stages)
+        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
         counts = (f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes))
-        return self.path, self.value, self.type, *counts, " >> ".join(self.stages)
+        off = "" if self.off is None else f"{self.off:.2g}" if self.off else "-"
+        return self.path, self.value, self.type, *counts, off, " >> ".join(self.stages)
 
 
 @dataclass(frozen=True, repr=False)
@@ -76,27 +81,28 @@ class Summary:
 
     @property
     def total(self) -> Row:
-        """The sums over all rows."""
+        """The sums over all rows, and the largest ``off``."""
         sums = (sum(row.free for row in self.rows), sum(row.fixed for row in self.rows))
-        return Row("total", "", "", *sums, sum(row.bytes for row in self.rows), ())
+        return Row("total", "", "", *sums, sum(row.bytes for row in self.rows), _largest_off(self.rows), ())
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of all lines; for a parameter with several raw values, only the first has its path and stages."""
-        groups = [(path, tuple(rows)) for path, rows in groupby(self.rows, key=lambda row: row.path)]
-        rows_without_path = [(path, tuple(replace(row, path="") for row in rows)) for path, rows in groups]
-        body = [
-            ("", *cells[1:-1], "") if i else cells
-            for line in fold_lines(rows_without_path)
-            for i, cells in enumerate(row.times(line).cells for row in line.value)
-        ]
-        return [_TITLES, *body, self.total.cells]
+        """The cells of all lines; for a parameter with several raw values, only the first has what is its own."""
+        groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
+        alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
+        body: list[tuple[str, ...]] = []
+        for line in fold_lines(alike):
+            off = _largest_off([groups[path][0] for path in line.members])
+            lines = [row.times(line, off).cells for row in line.value]
+            body += [("", *cells[1:-2], "", "") if i else cells for i, cells in enumerate(lines)]
+        table = [_TITLES, *body, self.total.cells]
+        return [(*cells[:-2], cells[-1]) for cells in table] if self.total.off is None else table
 
     def __repr__(self) -> str:
         table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 
         def line(cells: Sequence[str]) -> str:
-            columns = zip(_TITLES, cells, widths, strict=True)
+            columns = zip(table[0], cells, widths, strict=True)
             return "  ".join(x.ljust(n) if title in _LEFT else x.rjust(n) for title, x, n in columns).rstrip()
 
         return "\n".join([self.chain, *map(line, table)])
@@ -107,14 +113,15 @@ class Summary:
         return titled_table(self.chain, self._table(), _LEFT)
 
     def _repr_html_(self) -> str:
+        head, *body = self._table()
+
         def line(cells: Sequence[str], element: str) -> str:
-            sides = ("left" if title in _LEFT else "right" for title in _TITLES)
+            sides = ("left" if title in _LEFT else "right" for title in head)
             columns = zip(cells, sides, strict=True)
             return "".join(
                 f'<{element} style="text-align: {side}; {_CELL}">{escape(x)}</{element}>' for x, side in columns
             )
 
-        head, *body = self._table()
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
         titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
         table = f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
@@ -123,16 +130,19 @@ class Summary:
 
 @shows_usage
 def summary(p: Parametrization, params: PyTree) -> Summary:
-    """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, and sizes.
+    """A table of the raw tree of ``p``: stages, raw values, types, counts of trained numbers, sizes, and starts.
 
-    Nothing is computed: ``p`` is only traced. A place without a value of its own, such as a tied one, counts as 0.
+    The column ``off`` says how far the start ``p.fold(p.init(w))`` is from each weight ``w``: the largest difference
+    over the largest entry of ``w``, or ``-`` if it is rounding. For it, ``init`` and ``fold`` run once. Pass
+    ``jax.eval_shape(lambda: params)`` for a table without it: then nothing is computed, and ``p`` is only traced. A
+    place without a value of its own, such as a tied one, counts as 0.
 
     Args:
       p: A stage or a chain.
       params: The model's parameters, or their shapes and dtypes.
 
     Raises:
-      TypeError: If ``p`` is not a parametrization.
+      TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
       ValueError: If a stage cannot act on ``params``, as for ``p.init``.
 
     Example:
@@ -140,15 +150,27 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
       >>> rpx.summary(p, {"kernel": jnp.ones((64, 10)), "bias": jnp.ones(10)})
       WeightNorm() >> VarNoise(0.1)
-      path    raw value       type             free  fixed    bytes  stages
-      bias                    float32[10]        10      0     40 B  VarNoise
-      kernel  @weight_norm/g  float32[1, 10]     10      0     40 B  WeightNorm >> VarNoise
+      path    raw value       type             free  fixed    bytes  off  stages
+      bias                    float32[10]        10      0     40 B    -  VarNoise
+      kernel  @weight_norm/g  float32[1, 10]     10      0     40 B    -  WeightNorm >> VarNoise
               @weight_norm/v  float32[64, 10]   640      0  2.5 KiB
-      total                                     660      0  2.6 KiB
+      total                                     660      0  2.6 KiB    -
+      >>> rpx.summary(rpx.Orthogonal(), {"kernel": 2 * jnp.eye(3)}).total.off  # it starts at the identity matrix
+      0.5
     """
     require_chains("summary(p, params)", p)
-    raw = types_of_result(with_any_key(p.init), params)
-    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(p, raw))))
+    init = with_any_key(p.init)
+    if not has_numbers(params):
+        raw, off = types_of_result(init, params), None
+    else:
+        raw = init(params)
+        off = distances(p.fold(raw), params)
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(p, raw), off)))
+
+
+def _largest_off(rows: Sequence[Row]) -> float | None:
+    """The largest of the distances; None if they are not known."""
+    return max((row.off for row in rows if row.off is not None), default=None)
 
 
 def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
@@ -160,14 +182,15 @@ def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]
     return stages_of
 
 
-def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]], off: dict[str, float] | None) -> Iterator[Row]:
     """A row for each raw value, and for each place without one."""
     free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
+        start = None if off is None else off.get(path, 0.0), acting.get(path, ())
         if is_array(leaf):
             n_free, n_fixed = (leaf.size, 0) if names in free else (0, leaf.size)
-            yield Row(path, value, describe(leaf), n_free, n_fixed, size_in_bytes(leaf), acting.get(path, ()))
+            yield Row(path, value, describe(leaf), n_free, n_fixed, size_in_bytes(leaf), *start)
         elif value:
-            yield Row(path, value, "", 0, 0, 0, acting.get(path, ()))
+            yield Row(path, value, "", 0, 0, 0, *start)

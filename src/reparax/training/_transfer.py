@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,13 +24,23 @@ from reparax._core.verbs import follow_axes
 from reparax._numerics.usage import shows_usage
 from reparax._tree.flat import Flat, nest
 from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
-from reparax._tree.raw import FIXED, kind_of, outer_markers
+from reparax._tree.raw import FIXED, kind_of, outer_markers, parameter_path
+from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
+
+SHOWN = 3  # arrays that an error names
 
 
 @shows_usage
-def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTree = None) -> PyTree:
+def transfer(
+    old: Parametrization, new: Parametrization, raw: PyTree, like: PyTree = None, *, nearest: bool = False
+) -> PyTree:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
+
+    If ``new`` cannot start at the current weights, as ``Orthogonal`` cannot at others, this is an error, unless you
+    pass ``nearest=True``: then it starts where ``new.init(old.fold(raw))`` does. The weights are compared where stages
+    of ``new`` compute new values. Under ``jax.jit`` and ``jax.eval_shape`` nobody can compare them, so new values are
+    an error there without ``nearest=True``.
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
@@ -47,14 +57,16 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
     Args:
       old: The chain that made the raw tree.
       new: The chain to convert it to.
-      raw: The raw tree, or the state of an optimizer: a tuple that contains trees like the raw tree.
+      raw: The raw tree, or the state of an optimizer, which contains trees like the raw tree.
       like: The raw tree of ``old``. Required if ``raw`` is a state without entries for fixed values, such as that of
-        :func:`optimizer`, or is not a tuple; or if ``old`` leaves no markers, which identify moments.
+        :func:`optimizer`, or has no class of optax in it; if ``old`` leaves no markers, which identify moments; or if
+        the raw tree is a tuple, as a state is. What has the structure of ``like`` is a raw tree.
+      nearest: Whether the weights may change, if ``new`` cannot start at them.
 
     Raises:
       TypeError: If ``old`` or ``new`` is not a parametrization.
-      ValueError: If ``old`` did not make ``raw``, if a part of a state does not fit the raw tree, or if the state does
-        not show which moments to start.
+      ValueError: If ``old`` did not make ``raw``, if weights would change, if a tuple may be a raw tree or a state, if
+        a part of a state does not fit the raw tree, or if the state does not show which moments to start.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -64,28 +76,81 @@ def transfer(old: Parametrization, new: Parametrization, raw: PyTree, like: PyTr
       {'w': {'@weight_norm': {'g': {'@positive': {'x': (1, 2)}}, 'v': (3, 2)}}}
     """
     require_chains("transfer(old, new, raw)", old, new)
-    if jax.tree.structure(raw) == jax.tree.structure(like) or (like is None and not isinstance(raw, tuple)):
-        return _carry_over(raw, old, new)[0]
-    return _convert_state(raw, old, new, like)
+    is_raw = _is_raw(raw, old) if like is None else jax.tree.structure(raw) == jax.tree.structure(like)
+    if not is_raw:
+        return _convert_state(raw, old, new, like)
+    moved = _carry_over(raw, old, new)
+    if moved.fresh and not nearest:
+        _require_same_weights(moved, new)
+    return moved.raw
 
 
-def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> tuple[PyTree, AbstractSet[Names]]:
-    """The new raw tree, and the paths of its nodes that were kept from the old one."""
+@dataclass(frozen=True)
+class _Moved:
+    """A raw tree of the new chain.
+
+    Attributes:
+      raw: The raw tree.
+      kept_nodes: The paths of its nodes that were kept from the old one.
+      fresh: The paths of parameters for which new stages compute values.
+      effective: The weights that the old chain made.
+    """
+
+    raw: PyTree
+    kept_nodes: AbstractSet[Names]
+    fresh: Collection[str]
+    effective: PyTree
+
+
+def _require_same_weights(moved: _Moved, new: Parametrization) -> None:
+    """Requires that the new chain starts at the weights that the old one made, up to rounding."""
+    advice = "pass `nearest=True` to start where `new.init(old.fold(raw))` does."
+    if not has_numbers((moved.raw, moved.effective)):
+        raise ValueError(
+            f"transfer cannot compare traced weights with those that {new!r} starts at: it computes new values of "
+            f"{_listed([repr(path) for path in moved.fresh])}. Call it outside of `jax.jit`, or {advice}"
+        )
+    off = distances(new.fold(moved.raw), moved.effective)
+    if off:
+        largest_first = sorted(off, key=lambda path: -off[path])
+        changes = _listed([f"{path!r} by {off[path]:.2g}" for path in largest_first])
+        raise ValueError(
+            f"transfer would change the model: {new!r} cannot start at the weights before. In units of the largest "
+            f"entry of each array it would change {changes}. Leave these arrays out with `where`, take stages that can "
+            f"represent them, or {advice}"
+        )
+
+
+def _listed(texts: Sequence[str]) -> str:
+    """The first of some texts, and how many there are besides."""
+    rest = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return ", ".join([*texts[:SHOWN], *rest])
+
+
+def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Moved:
+    """The raw tree with the values of the new chain."""
     old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
-    tree = old_chain.effective
+    tree, fresh = old_chain.effective, dict[str, None]()
     for stage in reversed(tuple(new)):
         layer = planner_of(stage).plan_init(tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
         for site_stage, spot in layer.spots:
             array = tree.arrays[spot.place]
             if not spot.mark and _all_within(kept_nodes, spot.place):
-                stay[spot.place] = {spot.place: old_chain.before(site_stage, spot.place, array)}
+                before = old_chain.before(site_stage, spot.place, array)
+                stay[spot.place] = {spot.place: before}
+                changes = before is array and len(stage.deterministic) > 0
+                fresh |= {parameter_path(spot.place): None} if changes else {}
             elif spot.mark and (values := old_chain.values(site_stage, spot.place, array, kept_nodes)) is not None:
                 stay[spot.place] = spot.place_values(values, site_stage.raw_values)
                 kept_nodes.update([_path_without_numbers(spot.place)] if _all_within(kept_nodes, spot.place) else [])
-        fresh = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
-        tree = _place(replace(layer, sites=fresh).open(tree, keys), stay)
-    return spread_boxes(functools.partial(follow_axes, tuple(new)), nest(old_chain.effective), nest(tree)), kept_nodes
+            else:
+                fresh[parameter_path(spot.place)] = None
+        opening = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
+        tree = _place(replace(layer, sites=opening).open(tree, keys), stay)
+    effective = nest(old_chain.effective)
+    raw = spread_boxes(functools.partial(follow_axes, tuple(new)), effective, nest(tree))
+    return _Moved(raw, kept_nodes, list(fresh), effective)
 
 
 def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
@@ -190,7 +255,7 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
     """The state with each part that has the structure of the old raw tree converted."""
     if not jax.tree.leaves(state):
         return state
-    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw, old=old)
+    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw_part, old=old)
     leaves, treedef = jax.tree.flatten(state, is_leaf=part)
     if not any(map(part, leaves)) or outer_markers(treedef.unflatten([None if part(x) else x for x in leaves])):
         raise ValueError(
@@ -208,9 +273,9 @@ def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametr
     kept_nodes: set[Names] = set()
 
     def of_types(raw: PyTree) -> PyTree:
-        tree, nodes = _carry_over(raw, old, new)
-        kept_nodes.update(nodes)
-        return tree
+        moved = _carry_over(raw, old, new)
+        kept_nodes.update(moved.kept_nodes)
+        return moved.raw
 
     types = types_of_result(of_types, raw)
     raw_arrays = _arrays_by_path(raw)
@@ -269,9 +334,25 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:
-    """Whether ``x`` itself is a raw tree of ``old``, by its markers, and not a node that contains one."""
-    if any(map(_is_state, jax.tree.leaves(x, is_leaf=_is_state))) or not outer_markers(x):
+    """Whether ``x`` is a raw tree, and not the state of an optimizer; a tuple that may be both is refused."""
+    if _holds_state(x) or (isinstance(x, tuple) and not (jax.tree.leaves(x) and _made(x, old))):
         return False
+    if isinstance(x, tuple):
+        raise ValueError(
+            f"transfer cannot tell whether a {type(x).__name__} is a raw tree of {old!r} or contains several, as the "
+            f"state of an optimizer does. Pass the raw tree as `like`: the {type(x).__name__} itself, or the one that "
+            f"the state belongs to."
+        )
+    return True
+
+
+def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
+    """Whether a part of a state is a raw tree of ``old``, by its markers."""
+    return bool(outer_markers(x)) and not _holds_state(x) and _made(x, old) and _is_raw(x, old)
+
+
+def _made(x: PyTree, old: Parametrization) -> bool:
+    """Whether ``x`` may be a raw tree of ``old``, by its markers."""
     try:
         lineage_of(old.deterministic, x)
     except ValueError:
@@ -279,6 +360,11 @@ def _is_raw(x: PyTree, old: Parametrization) -> bool:
     return True
 
 
-def _is_state(x: object) -> bool:
-    """Whether ``x`` is a part of a state that contains other parts."""
-    return isinstance(x, tuple) and bool(x)
+def _holds_state(x: PyTree) -> bool:
+    """Whether a node of ``x`` is of a class of optax, of which only states are."""
+    return any(map(_is_of_optax, jax.tree.leaves(x, is_leaf=_is_of_optax)))
+
+
+def _is_of_optax(x: object) -> bool:
+    """Whether ``x`` is a node of a state of optax."""
+    return isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
