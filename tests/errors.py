@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,11 +21,11 @@ class Case(NamedTuple):
     code: str
     said: str
 
-    def check(self, names: dict[str, Any]) -> None:
+    def check(self, names: dict[str, Any], **more: Any) -> None:
         """The error is this one, word for word, and the arrays that ``names`` holds are bit for bit as before."""
         before = _bits(names)
         try:
-            found = f"nothing: {eval(self.code, names)}"
+            found = f"nothing: {eval(self.code, {**names, **more})}"
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         assert found == self.said, found
@@ -45,5 +46,6 @@ def _bits(names: dict[str, Any]) -> list[Any]:
     """The structure of each tree that a constant holds, and its numbers."""
     trees = {name: x for name, x in names.items() if name.isupper() and isinstance(x, dict | np.ndarray | jax.Array)}
     leaves, treedef = jax.tree.flatten(trees)
-    arrays = [np.asarray(x) for x in leaves if isinstance(x, np.ndarray | jax.Array)]
-    return [treedef, *((x.dtype, x.shape, x.tobytes()) for x in arrays)]
+    arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
+    plain = [np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in arrays]
+    return [treedef, *((x.dtype, x.shape, x.tobytes()) for x in plain)]
