@@ -38,7 +38,7 @@ def table(file: str) -> pytest.MarkDecorator:
     Lines that begin with ``#`` are titles.
     """
     blocks = re.split(r"\n+(?=\S)", Path(file).with_suffix(".txt").read_text().strip())
-    cases = [Case(*block.replace("\n    ", "\n").split("\n", 1)) for block in blocks if block[0] != "#"]
+    cases = [Case(*block.replace("\n    ", "\n").partition("\n")[::2]) for block in blocks if block[0] != "#"]
     return pytest.mark.parametrize("case", cases, ids=[case.code for case in cases])
 
 
