@@ -234,8 +234,7 @@ LAYRES = "no array that it selects has an axis named 'layres'. The names there a
 def test_a_name_that_no_selected_array_has_is_misspelt(key: Array) -> None:
     do = "Correct the name, or give the axis by number."
     with raises(
-        ValueError,
-        f"WeightNorm(stacked='layres').init got stacked='layres', but {LAYRES}: 'mlp', 'out', 'embed'. {do}",
+        ValueError, f"WeightNorm(stacked='layres').init got stacked='layres', but {LAYRES}: 'mlp', 'out', 'embed'. {do}"
     ):
         rpx.WeightNorm(stacked="layres").init(boxed())
     p = rpx.VarNoise(0.1, where="up/kernel", stacked=("out", "mlp"))  # only the other kernel has an axis `out`

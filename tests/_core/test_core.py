@@ -367,13 +367,11 @@ def test_errors_for_damaged_trees_name_what_is_missing_and_where():
     for verb in ("apply", "update"):
         empty = {**raw, "a": {"@spectral_norm": {**raw["a"]["@spectral_norm"], "@fixed": {}}}}
         with raises(
-            ValueError,
-            f"SpectralNorm().{verb} at 'a': found no values under '@fixed'. Restore the whole raw tree.",
+            ValueError, f"SpectralNorm().{verb} at 'a': found no values under '@fixed'. Restore the whole raw tree."
         ):
             getattr(norm, verb)(empty, key)
         with raises(
-            ValueError,
-            f"SpectralNorm().{verb} at 'a': no value 'u' under the marker. Restore the whole raw tree.",
+            ValueError, f"SpectralNorm().{verb} at 'a': no value 'u' under the marker. Restore the whole raw tree."
         ):
             getattr(norm, verb)(without(raw, "a", "@spectral_norm", "@fixed", "u"), key)
     with raises(

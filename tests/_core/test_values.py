@@ -137,9 +137,7 @@ STAGES = {
         rpx.Stored("int4", block=64, fit="gptq", act_order=True, percdamp=0.1),
     ],
     "Symmetric": [rpx.matrices.Symmetric(where=".*")],
-    "Tie": [
-        rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite"),
-    ],
+    "Tie": [rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite")],
     "Toeplitz": [rpx.matrices.Toeplitz()],
     "Triangular": [rpx.matrices.Triangular(lower=False, unit_diagonal=True)],
     "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0, rank=2)],

@@ -161,11 +161,7 @@ FILES = {
     ),
     "tokens": adapter({"peft_type": "TRAINABLE_TOKENS", "token_indices": [1, 4]}, trainable_tokens_delta=single(2, 64)),
     "torch": lambda: (
-        {
-            "dense.weight_orig": single(16, 64),
-            "dense.weight_mask": single(16, 64),
-            "dense.bias": single(16),
-        },
+        {"dense.weight_orig": single(16, 64), "dense.weight_mask": single(16, 64), "dense.bias": single(16)},
         {},
     ),
 }

@@ -114,13 +114,7 @@ NAMES = {
             "parametrizations.weight.1._u": U,
             "parametrizations.weight.1._v": RIGHT,
         },
-        {
-            "weight_orig_orig": W,
-            "weight_orig_u": U,
-            "weight_orig_v": RIGHT,
-            "weight_u": U,
-            "weight_v": RIGHT,
-        },
+        {"weight_orig_orig": W, "weight_orig_u": U, "weight_orig_v": RIGHT, "weight_u": U, "weight_v": RIGHT},
     ),
     "spectral norm of the direction": (
         rpx.SpectralNorm() >> rpx.WeightNorm(),
@@ -502,10 +496,7 @@ def test_wide_matrices_are_transposed_as_in_torch(map, original, base):
 
 @pytest.mark.parametrize("map", [cayley, householder])
 def test_batches_of_matrices_are_those_of_torch(map):
-    bases, originals = (
-        np.stack([rotation(4, 4), -rotation(4, 4)]),
-        np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]),
-    )
+    bases, originals = (np.stack([rotation(4, 4), -rotation(4, 4)]), np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]))
     p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
     with jax.enable_x64():

@@ -195,17 +195,13 @@ def own_draws(name, transform=jax.jit):
     return flat(transform(rpx.local(noisy(case)))(raw, KEY, x))
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_thorough(CASES, "two noises", "scan over layers", "embedding"),
-)
+@pytest.mark.parametrize("name", mostly_thorough(CASES, "two noises", "scan over layers", "embedding"))
 def test_each_example_has_noise_of_its_own(name):
     assert_alike(own_draws(name), whole_draws(name))
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers"),
+    "name", mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers")
 )
 def test_entries_of_one_row_covary_as_with_whole_weights(name):
     got, want = own_draws(name), whole_draws(name)
@@ -405,11 +401,7 @@ SHARED = {
     "both sides": (lambda w, x: x @ (w["w"] @ w["w"]), NOISE, "dot_general"),
     "carried": (carried, NOISE, "scan"),
     "float16": (lambda w, x: x.astype(jnp.float16) @ w["w"].astype(jnp.float16), NOISE, "convert_element_type"),
-    "more digits": (
-        lambda w, x: x @ w["w"].astype(jnp.bfloat16).astype(jnp.float32),
-        NOISE,
-        "convert_element_type",
-    ),
+    "more digits": (lambda w, x: x @ w["w"].astype(jnp.bfloat16).astype(jnp.float32), NOISE, "convert_element_type"),
 }
 
 

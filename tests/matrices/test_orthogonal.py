@@ -347,10 +347,7 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (
-            lambda: rpx.Orthogonal("qr"),
-            "Orthogonal takes map='cayley', 'expm' or 'householder', but got 'qr'.",
-        ),
+        (lambda: rpx.Orthogonal("qr"), "Orthogonal takes map='cayley', 'expm' or 'householder', but got 'qr'."),
         (
             lambda: rpx.Orthogonal(where="b").init({"b": np.ones(3, np.float32)}),
             "Orthogonal(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it "

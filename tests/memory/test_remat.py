@@ -140,11 +140,7 @@ NETWORKS = {  # made when they are asked for
     "transformer with nn.remat": lambda: flax(Transformer(nn.remat(Block)), IDS),
     "scan over layers": lambda: (stacked, {"kernel": normal(3, 8, 8)}, normal(4, 8)),
     "cond": lambda: (branching, {name: normal(8, 8, seed=i) for i, name in enumerate("abc")}, normal(4, 8)),
-    "vmap over the batch": lambda: (
-        lambda w, x: jnp.mean(jax.vmap(mlp, (None, 0))(w, x)),
-        mlp_weights(),
-        normal(4, 8),
-    ),
+    "vmap over the batch": lambda: (lambda w, x: jnp.mean(jax.vmap(mlp, (None, 0))(w, x)), mlp_weights(), normal(4, 8)),
     "the user's own checkpoint": lambda: (jax.checkpoint(mlp), mlp_weights(), normal(4, 8)),
     "the user's own policy": lambda: (
         jax.checkpoint(mlp, policy=jax.checkpoint_policies.dots_saveable),

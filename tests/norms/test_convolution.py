@@ -79,10 +79,7 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
     kernel = np.ones((3, 3, 1, 1), np.float32)
     flat, whole = (
         np.asarray(projected(p, kernel))[0, 0, 0, 0]
-        for p in (
-            rpx.SpectralNorm(columns=-1),
-            rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"),
-        )
+        for p in (rpx.SpectralNorm(columns=-1), rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"))
     )
     np.testing.assert_allclose([1 / flat, 1 / whole], [3.0, 9.0], rtol=1e-5)
 

@@ -281,11 +281,7 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
             TypeError,
             "Sphere takes an axis or a tuple of axes as along, but got 0.5.",
         ),
-        (
-            lambda: rpx.norms.Sphere(0),
-            ValueError,
-            "Sphere got radius=0.0, but takes a finite number greater than 0.",
-        ),
+        (lambda: rpx.norms.Sphere(0), ValueError, "Sphere got radius=0.0, but takes a finite number greater than 0."),
         (lambda: rpx.norms.MaxNorm(-1), ValueError, "MaxNorm got max=-1.0, but takes a finite number greater than 0."),
         (
             lambda: rpx.norms.MaxNorm("1"),

@@ -273,11 +273,7 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (
-            lambda: rpx.Positive("log"),
-            ValueError,
-            "Positive takes map='softplus', 'exp' or 'square', but got 'log'.",
-        ),
+        (lambda: rpx.Positive("log"), ValueError, "Positive takes map='softplus', 'exp' or 'square', but got 'log'."),
         (
             lambda: rpx.Positive(outside="refuse").init({"w": jnp.array([1.0, -1.0])}),
             ValueError,
@@ -306,11 +302,7 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
             "with `where`, or use a separate stage for it.",
         ),
         (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
-        (
-            lambda: rpx.numbers.Elementwise(jnp.exp, 2),
-            TypeError,
-            "Elementwise takes a function as inverse, but got 2.",
-        ),
+        (lambda: rpx.numbers.Elementwise(jnp.exp, 2), TypeError, "Elementwise takes a function as inverse, but got 2."),
         (
             lambda: rpx.numbers.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
             ValueError,

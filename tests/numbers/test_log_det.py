@@ -40,11 +40,7 @@ CASES = {
     "scale >> positive": (rpx.Scale(3.0) >> rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
     "positive >> scale": (rpx.Positive("exp") >> rpx.Scale(3.0), np.exp(normal(4)), lambda w: w),
     "positive >> noise": (rpx.Positive("exp") >> rpx.VarNoise(0.1), np.exp(normal(4)), lambda w: w),
-    "freeze of another": (
-        rpx.Freeze(where="v") >> rpx.Positive("exp", where="w"),
-        np.exp(normal(4)),
-        lambda w: w,
-    ),
+    "freeze of another": (rpx.Freeze(where="v") >> rpx.Positive("exp", where="w"), np.exp(normal(4)), lambda w: w),
 }
 
 

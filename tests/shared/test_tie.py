@@ -39,10 +39,7 @@ def translation(seed=0):
 
 
 TRANSLATION = rpx.Tie(
-    {
-        "target_embed/embedding": "source_embed/embedding",
-        "output/kernel": ("target_embed/embedding", jnp.transpose),
-    }
+    {"target_embed/embedding": "source_embed/embedding", "output/kernel": ("target_embed/embedding", jnp.transpose)}
 )
 
 
