@@ -27,7 +27,7 @@ class Case(NamedTuple):
         try:
             found = f"nothing: {eval(self.code, {**names, **more})}"
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            found = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
         assert found == self.said, found
         assert _bits(names) == before
 

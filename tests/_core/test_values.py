@@ -519,11 +519,6 @@ def test_the_name_of_another_package_is_kept_apart_by_the_package():
         define("TurnedAround", "kinds_h")
 
 
-def test_a_kind_must_be_text():
-    with raises(ValueError, "Bad got kind=3, but a kind is a name without '@', '.' and '/', and not 'fixed'."):
-        define("Bad", "kinds_i", kind=3)
-
-
 def test_a_class_that_is_defined_anew_is_the_same_one():
     kinds = [define("Cell", "kinds_j.x", doc=i).kind for i in range(2)]
     assert kinds == ["cell", "cell"]
@@ -772,12 +767,6 @@ def test_none_does_not_mean_single_weights(build):
         f"axis='each' for single weights, the default.",
     ):
         build(axis=None)
-
-
-@pytest.mark.parametrize("axis", ["each", ("each", 0)])
-def test_each_is_no_axis_along_which_something_lies(axis):
-    with raises(TypeError, f"Sphere takes an axis or a tuple of axes as along, but got {axis!r}."):
-        rpx.norms.Sphere(along=axis)
 
 
 def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from one_array import normal
 from public import PUBLIC
@@ -201,13 +201,6 @@ def test_a_chain_without_roles_says_what_to_write(p, word):
         p.init(params)
     with raises(ValueError, f"{p!r}.on at 'w': {ASK.format(word)}"):
         rpx.geometry.check_axes(p, lambda params, x: x @ params["w"])(params, X[:, :2])
-
-
-def test_noise_and_images_without_roles_say_what_to_write():
-    with raises(ValueError, f"WeightDropout(0.5, broadcast='inputs').apply at 'w': {ASK.format('inputs')}"):
-        rpx.WeightDropout(0.5, broadcast="inputs").apply({"w": jnp.ones((2, 2))}, jax.random.key(0))
-    with raises(ValueError, ASK.format("outputs")):
-        rpx.norms.MaxNorm(1.0, axis="outputs").project(jnp.ones((2, 2)))
 
 
 def test_what_the_network_does_not_say_is_asked_for():
@@ -468,3 +461,8 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
         TypeError, "check_axes takes parametrizations first, but got dict. Write `rpx.geometry.check_axes(p, loss)`."
     ):
         rpx.geometry.check_axes(PARAMS, network)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 from one_array import normal
 
 import reparax as rpx
@@ -120,10 +120,6 @@ def test_what_roles_do_not_tell_is_asked_for(fun, shapes):
         told(fun, *shapes)
 
 
-def test_other_trees_are_refused():
-    with raises(
-        TypeError,
-        "roles takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'bias'.\n"
-        "This happened in to_torch.",
-    ):
-        rpx.to_torch(rpx.Chain(), PARAMS, names=NAMES, layouts=BY_HAND, roles=PARAMS)
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -327,27 +327,6 @@ def nan_first(x):
 Q4 = gguf("Q4_0", blocks("Q4_0")[0])
 
 
-def test_errors():
-    with raises(
-        ValueError,
-        "from_quantized: the file does not fit this model:\n  dense.weight: there is no tensor for it\n  "
-        "../../secret.qweight: the model has no parameter for it\nCorrect `like`, `names` or `layouts`.",
-    ):
-        rpx.torch.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
-    with raises(
-        ValueError,
-        "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors, mxfp4 and gguf, by "
-        "config['quant_method'], but got 'fp6'. Pass `quantization_config` of the model's config.json.",
-    ):
-        rpx.torch.from_quantized({}, {"quant_method": "fp6"}, LIKE)
-    with raises(
-        ValueError,
-        "to_quantized takes format='gguf:q4_0', 'gguf:q4_1', 'gguf:q5_0', 'gguf:q5_1' or 'gguf:q8_0', but got "
-        "'gguf:q6_k'.",
-    ):
-        rpx.torch.to_quantized(rpx.Chain(), {}, "gguf:q6_k")
-
-
 @table(__file__)
 def test_damaged_files_are_told_in_a_sentence(case):
     case.check(globals())

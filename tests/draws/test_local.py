@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, init
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -520,17 +520,6 @@ def test_the_report():
     assert text[5].startswith(f"    raw/b/scale  float32[4]  abs takes one draw for all: {line}:")
 
 
-def test_errors():
-    with raises(TypeError, "local takes a function, but got 3 of type int. Pass one, such as the loss."):
-        rpx.local(3)
-    with raises(
-        TypeError,
-        "local(dense) got argnums=4, but was called with 2 positional arguments, so there is no argument 4. Pass the "
-        "arguments that argnums names by position.",
-    ):
-        rpx.local(dense, argnums=4)(DENSE, normal(2, 5))
-
-
 def test_the_backward_pass_draws_again_what_it_reads():
     """No array of the size of the result is stored for the backward pass of a product: no variance, and no noise."""
     raw = rpx.Gaussian(0.1).init({"w": jnp.ones((4, 3))})
@@ -596,3 +585,8 @@ def test_equal_products_are_traced_once(name, monkeypatch):
     monkeypatch.setattr(_noisy, "random", SimpleNamespace(normal=counted))
     jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
     assert len(traced) == 1
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

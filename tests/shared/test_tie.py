@@ -242,11 +242,6 @@ def test_plain_sharing_adds_no_operation_to_the_program_before_or_after_compilat
 TWO = {"0": {"q": jnp.ones(2), "k": jnp.ones(2)}, "1": {"q": jnp.ones(2), "k": jnp.ones(2)}}
 
 
-def test_a_word_for_unequal_targets_that_is_none_is_refused():
-    with raises(ValueError, "Tie takes 'refuse' or 'overwrite' as unequal, but got 'keep'."):
-        rpx.Tie({"a": "b"}, unequal="keep")
-
-
 @table(__file__)
 def test_expressions_that_cannot_hold_are_refused(case):
     case.check(globals())
