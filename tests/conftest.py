@@ -99,11 +99,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     picked = item.config.getoption("keyword") or any("::" in each for each in item.config.args)
     if before >= WARM and not picked and item.get_closest_marker("thorough") is None:
-        refuse_many(COMPILED.number - before)
+        mark = item.get_closest_marker("programs")
+        refuse_many(COMPILED.number - before, mark.args[0] if mark else MOST_OF_A_TEST)
 
 
-def refuse_many(programs: int) -> None:
-    if programs > MOST_OF_A_TEST:
+def refuse_many(programs: int, most: int = MOST_OF_A_TEST) -> None:
+    if programs > most:
         pytest.fail(
             f"This test compiled {programs} programs. A quick one takes {MOST_OF_A_TEST // 3}, and {MOST_OF_A_TEST} at "
             "the most: pass arrays of numpy, put steps into one `jax.jit`, and many cases into one program, or mark it "

@@ -56,13 +56,13 @@ def layers():
 
 def test_a_joint_norm_acts_on_the_arrays_of_each_layer_together():
     p, params = JointNorm(LAYERS), layers()
-    raw = jax.tree.map(np.array, p.init(params))
+    raw = jax.tree.map(np.array, jax.jit(p.init)(params))
     for name, layer in params.items():
         length = np.sqrt((layer["kernel"].astype(float) ** 2).sum(0) + layer["bias"].astype(float) ** 2)
         np.testing.assert_allclose(raw[name]["kernel"]["@joint_norm"]["g"], length, rtol=1e-6)
         raw[name]["kernel"]["@joint_norm"]["g"] *= 2
     twice = jax.tree.map(lambda w: 2 * w, params)
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), p.fold(raw), twice)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), jax.jit(p.fold)(raw), twice)
 
 
 def test_each_array_has_its_raw_values_in_its_own_place():
@@ -105,7 +105,8 @@ def test_other_stages_find_the_values_of_each_array_under_its_path():
 
 def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
     p, params = JointNorm(LAYERS) >> JointNorm(LAYERS) >> rpx.WeightNorm(), layers()
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), p.fold(p.init(params)), params)
+    folded = jax.jit(lambda params: p.fold(p.init(params)))(params)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), folded, params)
 
 
 class SharedGain(rpx.stage.Joint):

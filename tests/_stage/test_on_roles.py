@@ -152,17 +152,17 @@ def test_experts_are_stacked():
 
 def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
     q = rpx.WeightNorm().on(ROLES)
-    raw = q.init(PARAMS)
+    raw = jax.jit(q.init)(PARAMS)
     sizes = jax.tree.map(lambda x: x.shape, {name: node for name, node in raw.items() if name != "scale"})
     assert sizes["layers"]["kernel"]["@weight_norm"]["g"] == (3, 4, 1)
     assert sizes["query"]["@weight_norm"]["g"] == (1, 2, 3)
     assert sizes["out"]["@weight_norm"]["g"] == (1, 1, 4)
     np.testing.assert_allclose(
-        raw["layers"]["kernel"]["@weight_norm"]["g"][..., 0],
+        np.asarray(raw["layers"]["kernel"]["@weight_norm"]["g"])[..., 0],
         np.linalg.norm(PARAMS["layers"]["kernel"], axis=2),
         rtol=1e-6,
     )
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), q.apply(raw), PARAMS)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), jax.jit(q.apply)(raw), PARAMS)
     q.check(raw, PARAMS)
     assert q.owners(PARAMS)["embed"] == "embed"
 
@@ -366,9 +366,9 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
 def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
     ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
     q = p.on(rpx.roles(in_out)({"w": start}, X))
-    free, fixed = rpx.partition(q.init({"w": start}, jax.random.key(3)))
-    moved = jax.tree.map(lambda x: x + 0.3 * normal(*x.shape, seed=9), free)
-    require_equal_steps(p, np.asarray(q.apply(rpx.combine(moved, fixed))["w"]))
+    free, fixed = rpx.partition(jax.jit(q.init)({"w": start}, jax.random.key(3)))
+    moved = jax.tree.map(lambda x: np.asarray(x + 0.3 * normal(*x.shape, seed=9), np.float32), free)
+    require_equal_steps(p, np.asarray(jax.jit(q.apply)(rpx.combine(moved, fixed))["w"]))
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

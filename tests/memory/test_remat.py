@@ -336,8 +336,8 @@ def test_numbers_and_flags_of_python_are_constants():
             x = jnp.tanh(x)
         return loss(raw, key, x) if train else jnp.sum(x)
 
-    gradient = jax.grad(rpx.remat(repeated))(RAW, ROOT, X, 2, train=True)
-    trees_close(gradient, jax.grad(repeated)(RAW, ROOT, X, 2, train=True))
+    fs = [lambda *args, f=f: f(*args, 2, train=True) for f in (rpx.remat(repeated), repeated)]
+    trees_close(*gradients(fs, RAW, ROOT, X))
 
 
 @pytest.mark.thorough
