@@ -16,7 +16,7 @@ JAX := 'jax<0.11.1; python_version < "3.15"'
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile $(JAX)
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(PIP))
 
-.PHONY: demo test test-thorough test-costs test-peers test-versions bench bench-device evidence example example-experts docs notebooks dist lint format clean
+.PHONY: demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -27,6 +27,13 @@ test: $(VENV)/test.stamp
 # What `make test` leaves out: grids over all stages, shapes and libraries.
 test-thorough: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough
+
+# The numbers of the quick tests, as another processor rounds them: two programs may differ in the last bit there. XLA
+# compiles float16 from this instruction set on.
+NUMERIC := norms numbers matrices products memory draws noise sparse quantized adapters shared training _numerics
+test-avx2: $(VENV)/test.stamp
+	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=AVX2" $(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" \
+	  $(NUMERIC:%=tests/%)
 
 # What each file costs.
 test-costs: $(VENV)/test.stamp

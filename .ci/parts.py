@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-PARTS = ("lint", "test", "docs", "test-thorough", "test-peers", "test-versions", "dist")
+PARTS = ("lint", "test", "docs", "test-thorough", "test-avx2", "test-peers", "test-versions", "dist")
 # How pytest, pyright and the script of the versions close.
 CLOSING = re.compile(r"^(?:=+ )?(\d+ (?:passed|failed|skipped|error).* in \d.*?|\d+ errors?, .*|Ran .*)(?: =+)?$")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")

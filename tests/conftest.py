@@ -10,6 +10,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -32,6 +33,8 @@ PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 350_000
 MEMORY_OF_PROGRAMS = 500_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
+MOST_OF_A_TEST = 30  # three times what a test should need, as it depends on the order what others have left
+WARM = 300  # programs, from which on that depends little on the order; and tests that are picked out have none
 YOUNG_OBJECTS = 100_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
     "--xla_cpu_use_fusion_emitters=false",  # halves the time of compiling; since jax 0.11.1 there is no such flag
@@ -87,6 +90,27 @@ def memory_of_machine() -> int:
     limit = Path("/sys/fs/cgroup/memory.max")
     said = limit.read_text().strip() if limit.exists() else "max"
     return min(machine, int(said)) if said.isdecimal() else machine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A quick test that asks for many programs, in the cache or not, fails: they cost more than all else it does."""
+    before = COMPILED.number
+    yield
+    picked = item.config.getoption("keyword") or any("::" in each for each in item.config.args)
+    if before >= WARM and not picked and item.get_closest_marker("thorough") is None:
+        mark = item.get_closest_marker("programs")
+        refuse_many(COMPILED.number - before, mark.args[0] if mark else MOST_OF_A_TEST)
+
+
+def refuse_many(programs: int, most: int = MOST_OF_A_TEST) -> None:
+    if programs > most:
+        pytest.fail(
+            f"This test compiled {programs} programs. A quick one takes {MOST_OF_A_TEST // 3}, and {MOST_OF_A_TEST} at "
+            "the most: pass arrays of numpy, put steps into one `jax.jit`, and many cases into one program, or mark it "
+            "thorough.",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)

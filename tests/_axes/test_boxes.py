@@ -66,10 +66,7 @@ def test_boxes_that_someone_made_anew_hold_values_too_and_the_model_gets_plain_a
                 }
             },
         ),
-        (
-            rpx.SpectralNorm(),
-            {"@spectral_norm": {"@fixed": {"u": P("mlp"), "v": P("embed")}, "w": P("embed", "mlp")}},
-        ),
+        (rpx.SpectralNorm(), {"@spectral_norm": {"@fixed": {"u": P("mlp"), "v": P("embed")}, "w": P("embed", "mlp")}}),
     ],
     ids=repr,
 )

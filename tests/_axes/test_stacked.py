@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import PATTERNS
 from compiled import contained, effective, fold, init
-from errors import raises
+from errors import raises, table
 from one_array import normal
 
 import reparax as rpx
@@ -241,95 +241,6 @@ def test_columns_before_rows():
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("stage", "text"),
-    [
-        (
-            rpx.LowRank(2),
-            "LowRank(2).init at 'w': expected a matrix, got shape (6, 2, 3). Say which axes are columns, such "
-            "as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or "
-            "along which axes matrices are stacked (stacked=0), or leave it out with `where`.",
-        ),
-        (
-            rpx.Orthogonal(rows=0, columns=1),
-            "Orthogonal(rows=0, columns=1).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or "
-            "in columns, got rows=0 and columns=1. Name each axis once; `stacked` axes do not count.",
-        ),
-        (
-            rpx.LowRank(2, rows=(0, -3)),
-            "LowRank(2, rows=(0, -3)).init at 'w': expected each axis of shape (6, 2, 3) to be in rows or in "
-            "columns, got rows=(0, -3) and columns=None. Name each axis once; `stacked` axes do not count.",
-        ),
-        (
-            rpx.matrices.Symmetric(rows=0),
-            "Symmetric(rows=0).init at 'w': expected one axis as rows and one as columns, got rows=0 and columns=None "
-            "of shape (6, 2, 3). Leave the array out with `where`, or reshape it.",
-        ),
-        (
-            rpx.LowRank(2, rows=(), columns=(0, 1, 2)),
-            "LowRank(2, rows=(), columns=(0, 1, 2)).init at 'w': expected each axis of shape (6, 2, 3) to be "
-            "in rows or in columns, got rows=() and columns=(0, 1, 2). Name each axis once; `stacked` axes do "
-            "not count.",
-        ),
-        (
-            rpx.WeightNorm(stacked="layers"),
-            "WeightNorm(stacked='layers').init at 'w': expected one axis named 'layers', got no axis names. Give the "
-            "axis by number, or leave the array out with `where`.",
-        ),
-        (
-            rpx.WeightNorm(stacked=5, where="w"),
-            "WeightNorm(where='w', stacked=5).init at 'w': stacked=(5,) is out of bounds for an array of shape "
-            "(6, 2, 3). Leave it out with `where`, or use a separate stage for it.",
-        ),
-    ],
-    ids=repr,
-)
-def test_axes_that_do_not_fit_are_refused(stage, text):
-    with raises(ValueError, text):
-        stage.init({"w": KERNEL})
-
-
-@pytest.mark.parametrize(
-    ("made", "read", "shape", "text"),
-    [
-        (rpx.LowRank(2, stacked=0), rpx.LowRank(2), (3, 6, 4), "expected u of 2 axes, got one of shape (3, 6, 2)"),
-        (rpx.LowRank(2, rows=0), rpx.LowRank(2), (6, 2, 3), "expected v of 2 axes, got one of shape (2, 2, 3)"),
-        (
-            rpx.matrices.Diagonal(stacked=0),
-            rpx.matrices.Diagonal(),
-            (6, 3, 3),
-            "expected the values of a matrix, got those of shape (6, 3, 3)",
-        ),
-        (
-            rpx.LowRank(3),
-            rpx.LowRank(3, stacked=0),
-            (6, 4),
-            "expected values with equal numbers of stacked arrays, got (3,), (6,)",
-        ),
-    ],
-    ids=repr,
-)
-def test_a_raw_tree_of_other_axes_is_refused(made, read, shape, text):
-    with raises(
-        ValueError,
-        f"{read!r}.apply at 'w': {text}: another chain made this raw tree. Apply the chain that made it; "
-        "`p.check(raw, like=params)` lists every difference.",
-    ):
-        jax.eval_shape(lambda w: read.apply(made.init({"w": w})), jax.ShapeDtypeStruct(shape, jnp.float32))
-
-
-def test_stacked_axes_count_from_the_front():
-    with raises(ValueError, "WeightNorm got stacked=-1, but takes axes counted from the front (at least 0)."):
-        rpx.WeightNorm(stacked=-1)
-
-
-@pytest.mark.parametrize("name", ["axis", "stacked"])
-@pytest.mark.parametrize("axes", [(0, 0), ("mlp", "mlp")], ids=repr)
-def test_no_axis_is_named_twice(name, axes):
-    with raises(ValueError, f"WeightNorm got {name}={axes!r}, which names an axis twice. Name each axis once."):
-        rpx.WeightNorm(**{name: axes})
-
-
 def test_no_axis_is_named_from_the_front_and_from_the_back():
     text = (
         "WeightNorm(axis=(0, -2)).init at 'w': axis=(0, -2) names an axis twice for an array of shape (3, 2). Name "
@@ -343,3 +254,8 @@ def test_global_pruning_takes_no_stacked_axes():
     text = "GlobalPrune got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
     with raises(ValueError, text):
         rpx.sparse.GlobalPrune(0.5, stacked=0)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import model
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from one_array import normal
 from public import PUBLIC
@@ -400,24 +400,6 @@ def test_a_tie_between_two_noises_shares_the_first_and_not_the_second(key):
     np.testing.assert_allclose(np.std(got["a"] + got["b"]), 38**0.5, rtol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("patterns", "error", "text"),
-    [
-        ((), TypeError, "all_but takes at least one regular expression for whole paths, but got none."),
-        ((3,), TypeError, "all_but takes regular expressions for whole paths, but got 3. Pass strings."),
-        (
-            ("(",),
-            ValueError,
-            "all_but got where='(', which is not a regular expression: missing ), unterminated subpattern at position "
-            "0.",
-        ),
-    ],
-)
-def test_what_leaves_nothing_out_is_refused(patterns, error, text):
-    with raises(error, text):
-        rpx.all_but(*patterns)
-
-
 MODEL = {
     "params": {"a": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}, "b": {"kernel": jnp.ones((4, 4))}},
     "batch_stats": {"mean": jnp.ones((2, 2))},
@@ -486,3 +468,8 @@ def test_a_stage_with_a_traced_number_is_traced_once_for_each_type_of_array():
     calls.clear()
     jax.jit(lambda by, raw: Traced(by).apply(raw))(2.0, raw)
     assert sorted(calls) == [(3,), (3, 2)]
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,6 +6,7 @@ import resource
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, OF_OTHER_CASES
 
@@ -69,12 +70,20 @@ def test_the_formulas_of_no_stage_compile_again(case):
     assert_nothing_again(ways_of(p, p.init(params(), KEY))[0])
 
 
+@pytest.mark.thorough
 def test_eager_gradients_compile_nothing_again():
     p, params = CASES["weight norm >> noise"]
     of_each_stage, others = ways_of(p, p.init(params(), KEY))
     assert_nothing_again(of_each_stage | others)
 
 
+def test_an_eager_gradient_compiles_nothing_again():
+    p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    raw = jax.jit(p.init)({"w": np.ones((3, 2), np.float32)})
+    assert programs_of_a_third_call(lambda: jax.grad(lambda raw: squares(copy.deepcopy(p).apply(raw, KEY)))(raw)) == 0
+
+
+@pytest.mark.thorough
 def test_a_hessian_compiles_nothing_again():
     p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
     raw = p.init({"w": jnp.ones((3, 2))})

@@ -435,10 +435,7 @@ def loss(w, key, xs):
     return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ jnp.sin(w)), None), jnp.zeros(3), xs)[0])
 
 
-EVERYONE = {
-    "remat": lambda: rpx.remat(loss)(W, KEYS[0], X),
-    "saved": lambda: rpx.saved(loss, W, KEYS[0], X),
-}
+EVERYONE = {"remat": lambda: rpx.remat(loss)(W, KEYS[0], X), "saved": lambda: rpx.saved(loss, W, KEYS[0], X)}
 everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
 

@@ -210,12 +210,7 @@ ARRAYS = {
         "norm/bias": (3, 6),
         "norm/weight": (3, 6),
     },
-    "haiku layers": {
-        "layer_norm/offset": (6,),
-        "layer_norm/scale": (6,),
-        "linear/b": (6,),
-        "linear/w": (6, 6),
-    },
+    "haiku layers": {"layer_norm/offset": (6,), "layer_norm/scale": (6,), "linear/b": (6,), "linear/w": (6, 6)},
 }
 
 FLAX_KERNELS = ["key/kernel", "out/kernel", "query/kernel", "value/kernel"]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import JointNorm, model
-from errors import raises
+from errors import raises, table
 
 import reparax as rpx
 
@@ -56,13 +56,13 @@ def layers():
 
 def test_a_joint_norm_acts_on_the_arrays_of_each_layer_together():
     p, params = JointNorm(LAYERS), layers()
-    raw = jax.tree.map(np.array, p.init(params))
+    raw = jax.tree.map(np.array, jax.jit(p.init)(params))
     for name, layer in params.items():
         length = np.sqrt((layer["kernel"].astype(float) ** 2).sum(0) + layer["bias"].astype(float) ** 2)
         np.testing.assert_allclose(raw[name]["kernel"]["@joint_norm"]["g"], length, rtol=1e-6)
         raw[name]["kernel"]["@joint_norm"]["g"] *= 2
     twice = jax.tree.map(lambda w: 2 * w, params)
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), p.fold(raw), twice)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), jax.jit(p.fold)(raw), twice)
 
 
 def test_each_array_has_its_raw_values_in_its_own_place():
@@ -105,7 +105,8 @@ def test_other_stages_find_the_values_of_each_array_under_its_path():
 
 def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
     p, params = JointNorm(LAYERS) >> JointNorm(LAYERS) >> rpx.WeightNorm(), layers()
-    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), p.fold(p.init(params)), params)
+    folded = jax.jit(lambda params: p.fold(p.init(params)))(params)
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), folded, params)
 
 
 class SharedGain(rpx.stage.Joint):
@@ -182,110 +183,6 @@ ONE = {"w": jnp.ones(2)}
 TWO = {"a": ONE, "b": ONE}
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (
-            lambda: JointNorm("kernel"),
-            TypeError,
-            "JointNorm takes a dict of names and regular expressions as arrays, but got 'kernel'.",
-        ),
-        (
-            lambda: SharedGain(QK, stacked=0).init({"q": np.ones((3, 2)), "k": np.ones((2, 2))}),
-            ValueError,
-            "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked=0).init at 'q', 'k': expected as many layers along "
-            "stacked=(0,) in each array, got shapes {'q': (3, 2), 'k': (2, 2)}. Give the axes along which all of them "
-            "are stacked.",
-        ),
-        (
-            lambda: SharedGain(QK, stacked=1).init({"q": np.ones(3), "k": np.ones(3)}),
-            ValueError,
-            "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked=1).init at 'q', 'k': expected as many layers along "
-            "stacked=(1,) in each array, got shapes {'q': (3,), 'k': (3,)}. Give the axes along which all of them are "
-            "stacked.",
-        ),
-        (
-            lambda: JointNorm({"w": 1}),
-            TypeError,
-            "JointNorm takes a dict of names and regular expressions as arrays, but got {'w': 1}.",
-        ),
-        (
-            lambda: JointNorm({"w": "("}),
-            ValueError,
-            "JointNorm got where='(', which is not a regular expression: missing ), unterminated subpattern at "
-            "position 0.",
-        ),
-        (
-            lambda: Wrong({"w": "v"}).init(ONE),
-            ValueError,
-            "Wrong((('w', 'v'),)).init found no array for 'w': no path matches 'v' as a whole. The nearest of "
-            "1 paths are 'w'. Correct the expression; `.*` matches any text.",
-        ),
-        (
-            lambda: (Wrong({"w": ".*/u"}) >> rpx.SpectralNorm()).init({"w": jnp.ones((2, 2))}),
-            ValueError,
-            "Wrong((('w', '.*/u'),)).init found no array for 'w': no path matches '.*/u' as a whole. The "
-            "nearest of 1 paths are 'w'. Correct the expression; `.*` matches any text.",
-        ),
-        (
-            lambda: JointNorm(LAYERS).init(model()),
-            ValueError,
-            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'conv/kernel' for 'w', but nothing for "
-            "'b' that captures the same text. Narrow the expressions to the layers that have all of ['w', 'b'].",
-        ),
-        (
-            lambda: Wrong({"w": ".*/w"}).init(TWO),
-            ValueError,
-            "Wrong((('w', '.*/w'),)).init found 'b/w' for 'w', but has 'w' at 'a/w' already. Capture in "
-            "parentheses what differs between layers, and put the stage after those that split an array.",
-        ),
-        (
-            lambda: Wrong({"w": "w", "v": "w"}).init(ONE),
-            ValueError,
-            "Wrong((('w', 'w'), ('v', 'w'))).init found 'w' for 'v', but has it for 'w' already. Capture in "
-            "parentheses what differs between layers, and put the stage after those that split an array.",
-        ),
-        (
-            lambda: Wrong({"w": "w"}).init(ONE),
-            ValueError,
-            "Wrong((('w', 'w'),)).init at 'w': apply_leaves must return float32[2], like the model's array, "
-            "but returns float32[1]. Cast or reshape in apply_leaves, or set `changes_type = True` in the "
-            "class.",
-        ),
-        (
-            lambda: Wrong({"w": "w"}, effective=1).init(ONE),
-            ValueError,
-            "Wrong((('w', 'w'),), effective=1).init at 'w': apply_leaves must return a dict with an array for "
-            "each of ['w'], but returns [].",
-        ),
-        (
-            lambda: Wrong({"v": "w"}).init(ONE),
-            ValueError,
-            "Wrong((('v', 'w'),)).init at 'w': the formula reads 'w', but it is neither in `arrays` nor from "
-            "init_leaves. Correct the name.",
-        ),
-        (
-            lambda: Wrong({"w": "w"}, values=1).init(ONE),
-            ValueError,
-            "Wrong((('w', 'w'),), values=1).init at 'w': init_leaves must return at least one value, and "
-            "names without '@', '.' and '/', other than '*', but returns (). Rename or add values in "
-            "init_leaves.",
-        ),
-        (
-            lambda: Wrong({"w": "w"}).apply(ONE),
-            ValueError,
-            "Wrong((('w', 'w'),)).apply got a tree that never went through init: it holds no '@wrong'. Call "
-            "`raw = p.init(params)` once, with the whole chain, and pass `raw`.",
-        ),
-        (
-            lambda: (JointNorm(LAYERS) >> rpx.LowRank(1)).init(layers()),
-            ValueError,
-            "JointNorm((('w', '(.*)/kernel'), ('b', '(.*)/bias'))).init found 'one/kernel' for 'w', but has "
-            "'w' at 'one/kernel' already. Capture in parentheses what differs between layers, and put the "
-            "stage after those that split an array.",
-        ),
-    ],
-)
-def test_what_a_joint_stage_cannot_take(call, error, text):
-    with raises(error, text):
-        call()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals(), model=model)

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from errors import raises
+from errors import table
 from flax import nnx
 
 import reparax as rpx
@@ -48,33 +48,6 @@ def test_parts_of_modules():
     assert paths(lambda m: m["kernel"], params) == ("kernel",)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (
-            lambda: rpx.selected(lambda m: m.weight),
-            TypeError,
-            "selected got a function without the model whose parts it returns. Pass the model too: "
-            "`rpx.selected(lambda m: m.layers[0].weight, model)`.",
-        ),
-        (
-            lambda: rpx.selected({"layers": True}, PARAMS),
-            TypeError,
-            "selected takes a function of the model, but got dict. Leave out the model.",
-        ),
-        (
-            lambda: rpx.selected(lambda m: jnp.ones(2), PARAMS),
-            TypeError,
-            "selected takes a function that returns parts of the model, but got float32[2].",
-        ),
-        (
-            lambda: rpx.selected(lambda m: m["name"], PARAMS),
-            ValueError,
-            "selected takes a function that returns arrays of the model, but it returned none.",
-        ),
-    ],
-    ids=["no model", "a tree", "another array", "no array"],
-)
-def test_errors(call, error, text):
-    with raises(error, text):
-        call()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

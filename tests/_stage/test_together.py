@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from errors import raises
+from errors import raises, table
 
 import reparax as rpx
 
@@ -64,31 +63,6 @@ def broken(**methods):
     return type("Broken", (UnitTogether,), methods)()
 
 
-@pytest.mark.parametrize(
-    ("p", "text"),
-    [
-        (
-            broken(init_arrays=lambda self, arrays: {}),
-            "Broken().init: init_arrays must return a dict with the values of each of ['a', 'b', 'c'], but returns [].",
-        ),
-        (
-            broken(init_arrays=lambda self, arrays: {place: {"x": w} for place, w in arrays.items()}),
-            "Broken().init: init_arrays must return each value that the class declares, ('x', 'n'), but returns "
-            "('x',). Rename or add values in init_arrays.",
-        ),
-        (
-            broken(apply_arrays=lambda self, values: {place: held["x"][0] for place, held in values.items()}),
-            "Broken().init: apply_arrays must return float32[1, 1], like the model's array, but returns float32[1]. "
-            "Cast or reshape in apply_arrays, or set `changes_type = True` in the class.",
-        ),
-    ],
-    ids=["names", "values", "types"],
-)
-def test_formulas_that_do_not_fit_say_so(p, text):
-    with raises(ValueError, text):
-        jax.eval_shape(p.init, PARAMS)
-
-
 def test_an_update_of_a_free_value_says_so():
     p = broken(update_arrays=lambda self, values: {place: {"x": held["x"]} for place, held in values.items()})
     with raises(
@@ -113,3 +87,8 @@ def test_formulas_on_one_array_and_stacked_axes_are_refused():
         ValueError, "UnitTogether got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
     ):
         UnitTogether(stacked=0)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises
+from errors import raises, table
 from public import PUBLIC
 
 import reparax as rpx
@@ -145,58 +145,6 @@ def two(path, w):
     return 2.0
 
 
-ERRORS = {
-    "nothing matches": (
-        lambda: rpx.VarNoise({"decodr/.*": 0.1}).apply(model(), KEY),
-        ValueError,
-        "VarNoise({'decodr/.*': 0.1}).apply got std for 'decodr/.*', but no path matches 'decodr/.*' as a "
-        "whole. The nearest of 4 paths are 'decoder/bias', 'decoder/kernel', 'encoder/bias'. Correct the "
-        "expression; `.*` matches any text.",
-    ),
-    "two match": (
-        lambda: rpx.VarNoise({"decoder/.*": 0.1, ".*kernel": 0.2}).apply(model(), KEY),
-        ValueError,
-        "VarNoise({'decoder/.*': 0.1, '.*kernel': 0.2}).apply got std for 'decoder/kernel' from 'decoder/.*' "
-        "and from '.*kernel'. Narrow one of the expressions.",
-    ),
-    "a bad number": (
-        lambda: rpx.WeightDropout({"a": 1.5}),
-        ValueError,
-        "WeightDropout got rate['a']=1.5, but a rate is at least 0 and less than 1. It is the share of weights "
-        "to drop, not to keep.",
-    ),
-    "a bad expression": (
-        lambda: rpx.VarNoise({"(": 0.1}),
-        ValueError,
-        "VarNoise got std='(', which is not a regular expression: missing ), unterminated subpattern at position 0.",
-    ),
-    "an empty dict": (
-        lambda: rpx.VarNoise({}),
-        TypeError,
-        "VarNoise takes a dict of regular expressions and numbers as std, but got {}.",
-    ),
-    "a bad result": (
-        lambda: rpx.WeightDropout(two).apply({"w": normal(2, 2)}, KEY),
-        ValueError,
-        "WeightDropout(two).apply at 'w': WeightDropout got rate at 'w'=2.0, but a rate is at least 0 and less "
-        "than 1. It is the share of weights to drop, not to keep.",
-    ),
-    "a schedule": (
-        lambda: rpx.VarNoise(optax.constant_schedule(0.1)),
-        TypeError,
-        "VarNoise takes a number as std, but got a function. Call the schedule in the training step: "
-        "`VarNoise(schedule(step))`.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    call, error, text = ERRORS[case]
-    with raises(error, text):
-        call()
-
-
 @pytest.mark.parametrize(
     "ask", [lambda p, w: p.contains(w), lambda p, w: p.project(w), lambda p, w: p.sample(jax.random.key(0), w.shape)]
 )
@@ -209,3 +157,8 @@ def test_a_stage_with_several_numbers_does_not_speak_of_one_array(ask):
     ):
         ask(p, w)
     assert p.for_array("w", w).contains(w)
+
+
+@table(__file__)
+def test_numbers_that_vary_and_make_no_sense_are_refused(case):
+    case.check(globals())

@@ -2,23 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
-from errors import raises
+from errors import raises, table
 
 import reparax as rpx
-
-
-@pytest.mark.parametrize(
-    "given", [None, {"v": "main"}, {1: rpx.stage.main()}, ("v",), {"a/b": rpx.stage.main()}, {"": rpx.stage.main()}]
-)
-def test_raw_values_are_names_with_what_each_is(given):
-    with raises(
-        TypeError,
-        f"Said got raw_values={given!r}, but takes a dict of names, without '@', '.' and '/', with `rpx.stage.main()`, "
-        f"`rpx.stage.aux()` or `rpx.stage.fixed()` for each: raw_values = "
-        f"{{'v': rpx.stage.main(), 'g': rpx.stage.aux()}}.",
-    ):
-        type("Said", (rpx.Reparametrization,), {"raw_values": given})
 
 
 def test_the_type_of_the_array_is_that_of_the_first_aligned_value_that_is_declared():
@@ -179,3 +165,8 @@ def test_an_expression_for_the_end_of_paths():
         "of 1 does, such as 'lstm/hi/kernel'. Write '.*/h[ifgo]/kernel' for these.",
     ):
         rpx.Freeze(where="h[ifgo]/kernel").init(params)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -128,11 +128,7 @@ FILES = {
     ),
     "tokens": adapter({"peft_type": "TRAINABLE_TOKENS", "token_indices": [1, 4]}, trainable_tokens_delta=single(2, 64)),
     "torch": lambda: (
-        {
-            "dense.weight_orig": single(16, 64),
-            "dense.weight_mask": single(16, 64),
-            "dense.bias": single(16),
-        },
+        {"dense.weight_orig": single(16, 64), "dense.weight_mask": single(16, 64), "dense.bias": single(16)},
         {},
     ),
 }
@@ -287,160 +283,18 @@ def test_nothing_is_made_in_a_size_that_a_file_claims(many):
     np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], np.full((INPUTS, OUTPUTS), want), rtol=1e-6)
 
 
-def refusal(*lines):
-    listed = "\n  ".join(lines)
-    return f"from_quantized: the file does not fit this model:\n  {listed}\nCorrect `like`, `names` or `layouts`."
-
-
 def quantized(name, tensors=(), **config):
     held, said = FILES[name]()
-    return lambda: rpx.torch.from_quantized({**held, **dict(tensors)}, {**said, **config}, LIKE)
+    return rpx.torch.from_quantized({**held, **dict(tensors)}, {**said, **config}, LIKE)
 
 
 def peft(name, tensors=(), **config):
     held, said = FILES[name]()
-    return lambda: rpx.from_peft({**held, **dict(tensors)}, {**said, **config}, LIKE)
-
-
-FACTS_OF = "in 'weight.quant_state.bitsandbytes__nf4', got"
-SENTENCES = {
-    "a method in place of a configuration": (
-        lambda: rpx.torch.from_quantized({}, "gptq", LIKE),
-        TypeError,
-        "from_quantized takes a dict as config, but got str. Pass `quantization_config` of the model's config.json.",
-    ),
-    "bits of a float": (
-        quantized("gptq", bits=4.0),
-        ValueError,
-        refusal("dense.weight: expected bits of 2, 3, 4 or 8 in the configuration, got 4.0"),
-    ),
-    "bits of another one": (
-        quantized("awq", bits=4.0),
-        ValueError,
-        refusal("dense.weight: expected bits of 4 in the configuration, got 4.0"),
-    ),
-    "bits of a group": (
-        quantized("compressed-tensors", config_groups={"group_0": {"weights": {"num_bits": True}}}),
-        ValueError,
-        refusal("dense.weight: expected one number of bits, from 1 to 8, in config_groups, got [True]"),
-    ),
-    "a group of a truth": (
-        quantized("gptq", group_size=True),
-        ValueError,
-        refusal("dense.weight: expected a whole number as group_size in the configuration, got True"),
-    ),
-    "a list of types": (
-        quantized("gguf", types={"dense.weight": ["Q4_0"], "dense.bias": "F32"}),
-        ValueError,
-        refusal(
-            "dense.weight: expected a type of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16 or BF16, got ['Q4_0']"
-        ),
-    ),
-    "lists in lists": (
-        quantized("bitsandbytes", {STATE: np.frombuffer(DEEP.encode(), np.uint8)}),
-        ValueError,
-        refusal("dense.weight: its state is JSON that is nested too deeply"),
-    ),
-    "a state of numbers": (
-        quantized("bitsandbytes", {STATE: single(3)}),
-        ValueError,
-        refusal("dense.weight: its state is not text: expected bytes, got float32[3]"),
-    ),
-    "a block of a truth": (
-        quantized("bitsandbytes", {STATE: text({**SAID, "blocksize": True})}),
-        ValueError,
-        refusal(f"dense.weight: expected a blocksize and the shape [16, 64] {FACTS_OF} True and [16, 64]"),
-    ),
-    "a shape that is a number": (
-        quantized("bitsandbytes", {STATE: text({**SAID, "shape": 5})}),
-        ValueError,
-        refusal(f"dense.weight: expected a blocksize and the shape [16, 64] {FACTS_OF} 64 and 5"),
-    ),
-    "an offset beyond all numbers": (
-        quantized("bitsandbytes", {STATE: text({**SAID, "nested_offset": 10**400})}),
-        ValueError,
-        refusal(
-            f"dense.weight: expected a nested_blocksize and a nested_offset {FACTS_OF} 256 and a number of 1329 bits"
-        ),
-    ),
-    "words that are not full": (
-        lambda: rpx.torch.from_quantized(
-            {"dense.qweight": words(3, 16)},
-            {"quant_method": "gptq", "bits": 3, "group_size": -1},
-            {"dense": {"kernel": np.zeros((40, 16), np.float32)}},
-        ),
-        ValueError,
-        refusal("dense.weight: its 40 inputs of 3 bits do not fill whole words"),
-    ),
-    "one bit without zeros": (
-        lambda: rpx.torch.from_quantized(
-            at(weight_packed=words(16, 2), weight_scale=half(16, 2)),
-            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 1}}}},
-            LIKE,
-        ),
-        ValueError,
-        refusal("dense.weight: expected zeros beside numbers of one bit, got no 'weight_zero_point'"),
-    ),
-    "an adapter that is a number": (
-        lambda: rpx.from_peft(
-            {"base_model.model.dense.lora_A.default.weight": single(2, 64)}, LORA, LIKE, adapter=10**400
-        ),
-        ValueError,
-        "from_peft got adapter=a number of 1329 bits, but the tensors hold adapters named 'default'. Correct "
-        "`adapter`.",
-    ),
-    "attention of torch": (
-        lambda: rpx.from_peft({"base_model.model.dense.base_layer.out_proj.lora_A.weight": single(2, 64)}, LORA, LIKE),
-        ValueError,
-        "from_peft does not read 'base_model.model.dense.base_layer.out_proj.lora_A.weight': PEFT adds the update of "
-        "`out_proj` of nn.MultiheadAttention twice, even when it merges, and that of a Linear once. Merge the adapter "
-        "in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
-    ),
-    "a type that is a list": (
-        peft("lora", peft_type=["LORA"]),
-        ValueError,
+    return rpx.from_peft({**held, **dict(tensors)}, {**said, **config}, LIKE)
         "from_peft reads IA3, LOHA, LOKR, LORA, OFT, TRAINABLE_TOKENS, VERA, but got an adapter of ['LORA']. If it "
         "changes weights, merge it in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
-    ),
-    "terms without an end": (
-        peft("oft by a series", num_cayley_neumann_terms=2**60),
-        ValueError,
-        "from_peft takes a whole number from 1 to 100 as num_cayley_neumann_terms of OFT, but got 1152921504606846976. "
-        "Correct `config`.",
-    ),
-    "a pattern that ends PEFT's own": (
-        peft("lora", rank_pattern={"(?i)x": 2}),
-        ValueError,
-        "from_peft takes a dict of regular expressions and, for each, a whole number of at least 1 as rank_pattern of "
-        "LORA, but got {'(?i)x': 2}. Correct `config`.",
-    ),
-    "tokens that are no numbers": (
-        peft("lora", trainable_token_indices={"embed": 5}),
-        ValueError,
-        "from_peft takes a list of whole numbers, or a dict of names and, for each, such a list as "
-        "trainable_token_indices of LORA, but got {'embed': 5}. Correct `config`.",
-    ),
-    "an alpha beyond float32": (
-        peft("lora", lora_alpha=1e300),
-        ValueError,
-        "from_peft takes a finite number as lora_alpha of LORA, but got 1e+300. Correct `config`.",
-    ),
-    "rotations of another form": (
-        peft("oft", {"base_model.model.dense.oft_R.weight": single(6)}),
-        ValueError,
-        "from_peft: the adapter does not fit this model:\n  dense/kernel: expected oft_R.weight with two axes, got "
-        "shape (6,)\nCorrect `like`, `names` or `layouts`.",
-    ),
-    "factors of another rank": (
-        peft("lokr", r=3),
-        ValueError,
-        "from_peft: the adapter does not fit this model:\n  dense/kernel: expected lokr_w2_a of shape (4, 3), got (4, "
-        "2); expected lokr_w2_b of shape (3, 8), got (2, 8)\nCorrect `like`, `names` or `layouts`.",
-    ),
-}
 
 
-@pytest.mark.parametrize(("call", "error", "said"), SENTENCES.values(), ids=SENTENCES)
-def test_what_a_file_may_say_is_refused_in_a_sentence(call, error, said):
-    with raises(error, said):
-        call()
+@table(__file__)
+def test_what_a_file_may_say_is_refused_in_a_sentence(case):
+    case.check(globals())

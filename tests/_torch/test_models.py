@@ -145,10 +145,7 @@ MODELS = {
             ".*/(b|scale|offset)": VECTOR,
         },
     ),
-    "haiku of one level": (
-        lambda: haiku(lambda x: hk.Linear(N)(x), square()),
-        {"linear/w": None, "linear/b": VECTOR},
-    ),
+    "haiku of one level": (lambda: haiku(lambda x: hk.Linear(N)(x), square()), {"linear/w": None, "linear/b": VECTOR}),
     "equinox": (
         lambda: filled(Cells),
         {

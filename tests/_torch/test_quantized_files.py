@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, init
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -309,137 +309,8 @@ def nan_first(x):
 
 
 Q4 = gguf("Q4_0", blocks("Q4_0")[0])
-DAMAGED = {
-    "a scale that is no number": (
-        broken(gptq(), scales=nan_first),
-        GPTQ,
-        "dense.weight: 'scales' holds numbers that are not finite",
-    ),
-    "words that are cut off": (
-        broken(gptq(), qweight=lambda x: x[:-1]),
-        GPTQ,
-        "dense.weight: expected 'qweight' of int32[8, 16], got int32[7, 16]",
-    ),
-    "a tensor that is missing": (
-        broken(gptq(), qzeros=lambda x: None),
-        GPTQ,
-        "dense.weight: there is no 'qzeros'",
-    ),
-    "an order of other groups": (
-        broken(gptq(), g_idx=lambda x: x * 0),
-        GPTQ,
-        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other counts",
-    ),
-    "an order beyond the scales": (
-        broken(gptq(), g_idx=lambda x: x + 2**30),
-        GPTQ,
-        "dense.weight: expected each scale for 32 inputs in 'g_idx', got other counts",
-    ),
-    "nvfp4 that is cut off": (
-        broken(nvfp4(), weight_packed=lambda x: x[:, 1:]),
-        COMPRESSED,
-        "dense.weight: expected 'weight_packed' of uint8[16, 32], got uint8[16, 31]",
-    ),
-    "nvfp4 with scales that are no numbers": (
-        broken(nvfp4(), weight_scale=lambda x: np.full_like(x, np.nan)),
-        COMPRESSED,
-        "dense.weight: 'weight_scale' holds numbers that are not finite",
-    ),
-    "nvfp4 divided by nothing": (
-        broken(nvfp4(), weight_global_scale=lambda x: 0 * x),
-        COMPRESSED,
-        "dense.weight: expected a number by which scales are divided as 'weight_global_scale', got 0",
-    ),
-    "bits that nobody packs": (
-        gptq()[0],
-        {**GPTQ, "bits": 10**9},
-        "dense.weight: expected bits of 2, 3, 4 or 8 in the configuration, got 1000000000",
-    ),
-    "a group of a word": (
-        gptq()[0],
-        {**GPTQ, "group_size": "../../etc"},
-        "dense.weight: expected a whole number as group_size in the configuration, got '../../etc'",
-    ),
-    "a group that divides nothing": (
-        gptq()[0],
-        {**GPTQ, "group_size": 0},
-        "dense.weight: its 64 inputs are not a multiple of group_size 0",
-    ),
-    "bytes that are cut off": (
-        {"dense.weight": Q4[0]["dense.weight"][:, :-3]},
-        Q4[1],
-        "dense.weight: expected 'data' of uint8[16, 36], got uint8[16, 33]",
-    ),
-    "a type that nobody reads": (
-        Q4[0],
-        gguf("IQ2_XXS", None)[1],
-        "dense.weight: expected a type of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16 or BF16, got 'IQ2_XXS'",
-    ),
-    "no type": (
-        Q4[0],
-        {"quant_method": "gguf", "types": {"dense.bias": "F32"}},
-        "dense.weight: there is no type for it in config['types']",
-    ),
-    "infinite scales": (
-        {"dense.weight": np.full((16, 36), 0x7C, np.uint8)},
-        Q4[1],
-        "dense.weight: its scale holds numbers that are not finite",
-    ),
-    "a huge shape": (
-        nf4(shape=[2**40, 2**40])[0],
-        BITSANDBYTES,
-        "dense.weight: expected a blocksize and the shape [16, 64] in 'weight.quant_state.bitsandbytes__nf4', got 64 "
-        "and [1099511627776, 1099511627776]",
-    ),
-    "a state that is no JSON": (
-        broken(nf4(), bitsandbytes__nf4=lambda x: x[:5]),
-        BITSANDBYTES,
-        "dense.weight: its state is not JSON: Unterminated string starting at: line 1 column 2 (char 1)",
-    ),
-    "a state that is a list": (
-        broken(nf4(), bitsandbytes__nf4=lambda x: np.frombuffer(b"[]", np.uint8)),
-        BITSANDBYTES,
-        "dense.weight: its state is not a dict, but list",
-    ),
-    "another table": (
-        broken(nf4(), quant_map=lambda x: 2 * x),
-        BITSANDBYTES,
-        "dense.weight: expected the table of nf4 as 'weight.quant_map', got another one",
-    ),
-    "bits by hearsay": (
-        {"dense.weight_packed": np.zeros((16, 8), np.int32), "dense.weight_scale": np.ones((16, 1), np.float16)},
-        {"quant_method": "compressed-tensors"},
-        "dense.weight: expected one number of bits, from 1 to 8, in config_groups, got []",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", DAMAGED)
+@table(__file__)
 def test_damaged_files_are_told_in_a_sentence(case):
-    tensors, config, text = DAMAGED[case]
-    with raises(
-        ValueError,
-        f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`.",
-    ):
-        rpx.torch.from_quantized({**BIAS, **tensors}, config, LIKE)
-
-
-def test_errors():
-    with raises(
-        ValueError,
-        "from_quantized: the file does not fit this model:\n  dense.weight: there is no tensor for it\n  "
-        "../../secret.qweight: the model has no parameter for it\nCorrect `like`, `names` or `layouts`.",
-    ):
-        rpx.torch.from_quantized({**BIAS, "../../secret.qweight": np.zeros((1, 1))}, GPTQ, LIKE)
-    with raises(
-        ValueError,
-        "from_quantized reads files of gptq, awq, bitsandbytes, compressed-tensors, mxfp4 and gguf, by "
-        "config['quant_method'], but got 'fp6'. Pass `quantization_config` of the model's config.json.",
-    ):
-        rpx.torch.from_quantized({}, {"quant_method": "fp6"}, LIKE)
-    with raises(
-        ValueError,
-        "to_quantized takes format='gguf:q4_0', 'gguf:q4_1', 'gguf:q5_0', 'gguf:q5_1' or 'gguf:q8_0', but got "
-        "'gguf:q6_k'.",
-    ):
-        rpx.torch.to_quantized(rpx.Chain(), {}, "gguf:q6_k")
+    case.check(globals())

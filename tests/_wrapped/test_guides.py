@@ -11,9 +11,10 @@ import orbax.checkpoint as ocp
 import programs
 import pytest
 from flax import nnx, serialization
-from grids import mostly_thorough
 
 import reparax as rpx
+
+pytestmark = pytest.mark.thorough  # quick tests of each wrapper train a network of numpy
 
 
 class Guide(NamedTuple):
@@ -157,7 +158,6 @@ GUIDES = {
         {"model = classifier": "model = placed(classifier); opt_state = placed(opt_state)"},
     ),
 }
-MOSTLY = mostly_thorough(GUIDES, "nnx_mnist")
 WRAPPED: dict[str, Any] = {}
 
 
@@ -168,7 +168,7 @@ def wrapped(name: str) -> Any:
     return WRAPPED[name]
 
 
-@pytest.mark.parametrize("name", MOSTLY)
+@pytest.mark.parametrize("name", GUIDES)
 def test_a_guide_with_one_line_changed_trains_as_the_road_of_functions_and_compiles_once(name: str) -> None:
     guide = GUIDES[name]
     assert len(guide.wrapped) == (2 if name == "linen_batch_norm" else 1)
@@ -182,7 +182,7 @@ def test_a_guide_with_one_line_changed_trains_as_the_road_of_functions_and_compi
     assert len(ours["TRACED"]) == len(plain["TRACED"]) == 1
 
 
-@pytest.mark.parametrize("name", MOSTLY)
+@pytest.mark.parametrize("name", GUIDES)
 def test_a_guide_runs_on_eight_devices_with_equal_losses(name: str) -> None:
     guide = GUIDES[name]
     ours = programs.run(name, guide.wrapped | guide.sharded | LOOP, guide.p)
@@ -216,7 +216,7 @@ START = {
 """What is fixed, as it was before the program."""
 
 
-@pytest.mark.parametrize("name", mostly_thorough(START, "nnx_mnist"))
+@pytest.mark.parametrize("name", START)
 def test_the_optimizer_of_a_guide_keeps_every_bit_of_fixed_values(name: str) -> None:
     ours = wrapped(name)
     with jax.numpy_dtype_promotion("standard"):
@@ -290,7 +290,6 @@ STORED = {
 }
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", GUIDES)
 def test_a_checkpoint_in_the_way_of_the_library_is_read_again(name: str, tmp_path: Path) -> None:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

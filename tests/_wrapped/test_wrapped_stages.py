@@ -67,12 +67,7 @@ def all_results(p: Any, params: Any) -> Any:
     of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start)
     network = rpx.haiku.parametrized(haiku_pair(params), p)
     state = network.start(params, {}, start)
-    got = [
-        of_nnx(),
-        module.apply(variables, rngs={"noise": key}),
-        of_equinox(key=key),
-        network.apply(*state, key)[0],
-    ]
+    got = [of_nnx(), module.apply(variables, rngs={"noise": key}), of_equinox(key=key), network.apply(*state, key)[0]]
     trained = [
         nnx.state(of_nnx, rpx.nnx.Free),
         variables["params"],

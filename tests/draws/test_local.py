@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, init
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -195,17 +195,13 @@ def own_draws(name, transform=jax.jit):
     return flat(transform(rpx.local(noisy(case)))(raw, KEY, x))
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_thorough(CASES, "two noises", "scan over layers", "embedding"),
-)
+@pytest.mark.parametrize("name", mostly_thorough(CASES, "two noises", "scan over layers", "embedding"))
 def test_each_example_has_noise_of_its_own(name):
     assert_alike(own_draws(name), whole_draws(name))
 
 
 @pytest.mark.parametrize(
-    "name",
-    mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers"),
+    "name", mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers")
 )
 def test_entries_of_one_row_covary_as_with_whole_weights(name):
     got, want = own_draws(name), whole_draws(name)
@@ -404,11 +400,7 @@ SHARED = {
     "both sides": (lambda w, x: x @ (w["w"] @ w["w"]), NOISE, "dot_general"),
     "carried": (carried, NOISE, "scan"),
     "float16": (lambda w, x: x.astype(jnp.float16) @ w["w"].astype(jnp.float16), NOISE, "convert_element_type"),
-    "more digits": (
-        lambda w, x: x @ w["w"].astype(jnp.bfloat16).astype(jnp.float32),
-        NOISE,
-        "convert_element_type",
-    ),
+    "more digits": (lambda w, x: x @ w["w"].astype(jnp.bfloat16).astype(jnp.float32), NOISE, "convert_element_type"),
 }
 
 
@@ -527,17 +519,6 @@ def test_the_report():
     assert text[5].startswith(f"    raw/b/scale  float32[4]  abs takes one draw for all: {line}:")
 
 
-def test_errors():
-    with raises(TypeError, "local takes a function, but got 3 of type int. Pass one, such as the loss."):
-        rpx.local(3)
-    with raises(
-        TypeError,
-        "local(dense) got argnums=4, but was called with 2 positional arguments, so there is no argument 4. Pass the "
-        "arguments that argnums names by position.",
-    ):
-        rpx.local(dense, argnums=4)(DENSE, normal(2, 5))
-
-
 def test_the_backward_pass_draws_again_what_it_reads():
     """No array of the size of the result is stored for the backward pass of a product: no variance, and no noise."""
     raw = rpx.Gaussian(0.1).init({"w": jnp.ones((4, 3))})
@@ -603,3 +584,8 @@ def test_equal_products_are_traced_once(name, monkeypatch):
     monkeypatch.setattr(_noisy, "random", SimpleNamespace(normal=counted))
     jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
     assert len(traced) == 1
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from compiled import contained, fold, init, projected, pulled, read, trained
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -267,51 +267,6 @@ def test_samples_are_wishart_matrices_of_mean_one(key):
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (
-            lambda: rpx.matrices.PositiveDefinite("svd"),
-            ValueError,
-            "PositiveDefinite takes map='cholesky' or 'expm', but got 'svd'.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveDefinite().init({"w": np.ones((3, 2), np.float32)}),
-            ValueError,
-            "PositiveDefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveDefinite(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
-            ValueError,
-            "PositiveDefinite(outside='refuse').init at 'w': expected a point of the image, got one outside. "
-            "Start from `stage.project(w)`, or pass outside='project'.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveSemidefinite(4).init({"w": np.ones((3, 3), np.float32)}),
-            ValueError,
-            "PositiveSemidefinite(rank=4).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 4. Narrow the "
-            "stage with `where`, or change `rank`.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveSemidefinite(0).init({"w": np.ones((3, 3), np.float32)}),
-            ValueError,
-            "PositiveSemidefinite(rank=0).init at 'w': expected 1 <= rank <= min(3, 3) = 3, got rank 0. Narrow the "
-            "stage with `where`, or change `rank`.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveSemidefinite().init({"w": np.ones((3, 2), np.float32)}),
-            ValueError,
-            "PositiveSemidefinite().init at 'w': expected square matrices, got shape (3, 2). Leave it out with "
-            "`where`.",
-        ),
-        (
-            lambda: rpx.matrices.PositiveSemidefinite(1.5),
-            TypeError,
-            "PositiveSemidefinite takes an integer as rank, but got 1.5.",
-        ),
-    ],
-    ids=lambda x: x[:60] if isinstance(x, str) else "",
-)
-def test_bad_input_is_refused(build, error, text):
-    with raises(error, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

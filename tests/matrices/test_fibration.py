@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import scipy.linalg
 from compiled import effective, fold, init, read, trained
-from errors import raises
+from errors import table
 
 import reparax as rpx
 
@@ -69,23 +68,6 @@ def test_functions_of_jax_have_a_form_in_json():
     assert rpx.from_json(p.to_json()) == p
 
 
-def test_an_embedding_that_is_no_right_inverse_is_refused_where_shapes_say_so():
-    with raises(
-        ValueError,
-        "Fibration(jnp.diagonal, jnp.transpose).init at 'w': apply_leaf must return float32[3, 2], like the "
-        "model's array, but returns float32[2]. Cast or reshape in apply_leaf, or set `changes_type = True` in "
-        "the class.",
-    ):
-        rpx.matrices.Fibration(jnp.diagonal, jnp.transpose).init({"w": jnp.ones((3, 2))})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((None, jnp.diag), "Fibration takes a function as project, but got None."),
-        ((jnp.diagonal, "diag"), "Fibration takes a function as embed, but got 'diag'."),
-    ],
-)
-def test_what_is_no_function_is_refused(arguments, text):
-    with raises(TypeError, text):
-        rpx.matrices.Fibration(*arguments)
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from compiled import contained, fold, init, projected, read, trained
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from jax.extend.core import jaxprs_in_params
 
@@ -344,54 +344,6 @@ def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (
-            lambda: rpx.Orthogonal("qr"),
-            "Orthogonal takes map='cayley', 'expm' or 'householder', but got 'qr'.",
-        ),
-        (
-            lambda: rpx.Orthogonal(where="b").init({"b": np.ones(3, np.float32)}),
-            "Orthogonal(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it "
-            "out with `where`.",
-        ),
-        (
-            lambda: rpx.Orthogonal("householder").init({"w": np.ones((3, 2), np.complex64)}),
-            "Orthogonal(map='householder').init at 'w': expected a real array, because reflections do not "
-            "reach every unitary matrix, got complex64. Choose map='cayley' or 'expm'.",
-        ),
-        (
-            lambda: rpx.matrices.SpecialOrthogonal().init({"w": np.ones((3, 2), np.float32)}),
-            "SpecialOrthogonal().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.SpecialOrthogonal(where="w").init({"w": np.ones((2, 2), np.complex64)}),
-            "SpecialOrthogonal(where='w').init at 'w': expected a floating array, got complex64. Leave it out with "
-            "`where`.",
-        ),
-        (
-            lambda: rpx.matrices.Stiefel().init({"w": np.ones((2, 3), np.float32)}),
-            "Stiefel().init at 'w': expected matrices of at least as many rows as columns, got shape (2, 3). "
-            "Leave it out with `where`, or use `Orthogonal`.",
-        ),
-        (
-            lambda: rpx.matrices.Grassmann().init({"w": np.ones((3, 3), np.float32)}),
-            "Grassmann().init at 'w': expected matrices of more rows than columns, got shape (3, 3). Leave it out with "
-            "`where`.",
-        ),
-        (
-            lambda: rpx.Orthogonal().init({"w": np.full((3, 2), np.nan, np.float32)}),
-            "Orthogonal().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it "
-            "out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.AlmostOrthogonal(0.0),
-            "AlmostOrthogonal got radius=0.0, but takes more than 0 and at most 1.",
-        ),
-    ],
-    ids=lambda x: "" if callable(x) else x[:60],
-)
-def test_bad_input_is_refused(build, text):
-    with raises(ValueError, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

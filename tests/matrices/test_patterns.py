@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from compiled import contained, init, projected, pulled, read, trained
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -192,62 +192,6 @@ def test_a_zero_kronecker_product_trains():
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (
-            lambda: rpx.matrices.Symmetric().init({"w": np.ones((3, 2), np.float32)}),
-            ValueError,
-            "Symmetric().init at 'w': expected square matrices, got shape (3, 2). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Skew(where="b").init({"b": np.ones(3, np.float32)}),
-            ValueError,
-            "Skew(where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave it out "
-            "with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Skew().init({"w": np.ones((0, 0), np.float32)}),
-            ValueError,
-            "Skew().init at 'w': expected square matrices, got shape (0, 0). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Kronecker((2, 2)).init({"w": np.ones((0, 4), np.float32)}),
-            ValueError,
-            "Kronecker((2, 2)).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (0, 4). Leave it "
-            "out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.BlockDiagonal(2).init({"w": np.ones((4, 3), np.float32)}),
-            ValueError,
-            "BlockDiagonal(2).init at 'w': expected matrices of 2 times 2 equal blocks, got shape (4, 3). Leave it out "
-            "with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.BlockDiagonal(2, where="b").init({"b": np.ones(4, np.float32)}),
-            ValueError,
-            "BlockDiagonal(2, where='b').init at 'b': expected an array of two or more dimensions, got shape (4,). "
-            "Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Kronecker((2, 3)).init({"w": np.ones((3, 3), np.float32)}),
-            ValueError,
-            "Kronecker((2, 3)).init at 'w': expected matrices of 2 times 3 equal blocks, got shape (3, 3). Leave it "
-            "out with `where`.",
-        ),
-        (lambda: rpx.matrices.BlockDiagonal(0), ValueError, "BlockDiagonal got blocks=0, but takes at least 1."),
-        (lambda: rpx.matrices.BlockDiagonal(2.0), TypeError, "BlockDiagonal takes an integer as blocks, but got 2.0."),
-        (lambda: rpx.matrices.Kronecker(2), TypeError, "Kronecker takes two integers as shape, but got 2."),
-        (lambda: rpx.matrices.Kronecker((2, 0)), ValueError, "Kronecker got shape=0, but takes at least 1."),
-        (
-            lambda: rpx.matrices.Skew(outside="refuse").init({"w": np.eye(2, dtype=np.float32)}),
-            ValueError,
-            "Skew(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-            "`stage.project(w)`, or pass outside='project'.",
-        ),
-    ],
-    ids=lambda x: x[:60] if isinstance(x, str) else "",
-)
-def test_bad_input_is_refused(build, error, text):
-    with raises(error, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 from compiled import contained, init, projected, pulled, read, trained
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -257,44 +257,6 @@ def test_samples_of_low_rank_have_that_rank(key):
 # ---- bad input
 
 
-@pytest.mark.parametrize(
-    ("build", "text"),
-    [
-        (
-            lambda: rpx.matrices.FixedRank(4).init({"w": np.ones((4, 3), np.float32)}),
-            "FixedRank(4).init at 'w': expected 1 <= rank <= min(4, 3) = 3, got rank 4. Narrow the stage with `where`, "
-            "or change `rank`.",
-        ),
-        (
-            lambda: rpx.matrices.FixedRank(1, where="b").init({"b": np.ones(3, np.float32)}),
-            "FixedRank(1, where='b').init at 'b': expected an array of two or more dimensions, got shape (3,). Leave "
-            "it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Invertible().init({"w": np.ones((4, 3), np.float32)}),
-            "Invertible().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.Invertible(outside="refuse").init({"w": np.ones((2, 2), np.float32)}),
-            "Invertible(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
-            "from `stage.project(w)`, or pass outside='project'.",
-        ),
-        (
-            lambda: rpx.matrices.Invertible().init({"w": np.full((2, 2), np.inf, np.float32)}),
-            "Invertible().init at 'w': expected finite numbers, got NaN or infinity. Correct the array, or leave it "
-            "out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.SpecialLinear().init({"w": np.ones((4, 3), np.float32)}),
-            "SpecialLinear().init at 'w': expected square matrices, got shape (4, 3). Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.matrices.FixedRank(2, least=-1.0),
-            "FixedRank got least=-1.0, but takes a finite bound that is not negative.",
-        ),
-    ],
-    ids=lambda x: x[:60] if isinstance(x, str) else "",
-)
-def test_bad_input_is_refused(build, text):
-    with raises(ValueError, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
@@ -126,6 +126,6 @@ def test_masks_of_sharded_weights(spec):
     assert sum(stored.values()) == (0 if spec == Spec("x", "y") else WIDTH * WIDTH // 8)
 
 
-def test_what_is_kept_has_a_name():
-    with raises(ValueError, "remat(loss) takes keep='masks' or keep=None, but got 'noise'."):
-        rpx.remat(unrolled(DROPOUT)[0], keep="noise")
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -161,31 +161,14 @@ def test_large_sizes_have_large_units():
     assert "4.0 GiB" in str(rpx.saved(lambda w: jnp.sum(w * w), big))
 
 
-def test_without_floating_parameters_there_is_no_gradient():
-    with raises(
-        TypeError,
-        "saved(<lambda>) found no floating array among the arguments that are parameters, so there is no gradient to "
-        "take. Pass the parameters first, or name them by argnums.",
-    ):
-        rpx.saved(lambda n, w: jnp.sum(n * w), jnp.arange(3), jnp.ones(3))
-
-
-def test_a_value_is_no_function():
-    with raises(
-        TypeError, "saved takes a function, but got 'float32[]' of type ArrayImpl. Pass one, such as the loss."
-    ):
-        rpx.saved(X[0, 0], PARAMS)
-
-
-@pytest.mark.parametrize("kind", ["weight", 0])
-def test_unknown_kinds_are_refused(kind):
-    with raises(ValueError, f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."):
-        rpx.saved(loss, PARAMS, KEY, X).bytes(kind)
-
-
 def test_a_line_of_a_notebook_is_that_of_a_cell():
     globs = {"jnp": jnp}
     exec(compile("def loss(w, x):\n    return jnp.sum(x @ jnp.sin(w))", "/tmp/ipykernel_12/3456.py", "exec"), globs)
     assert {each.origin for each in rpx.saved(globs["loss"], jnp.ones((4, 4)), jnp.ones((2, 4))).kept} >= {
         "<cell>:2:23 (loss)"
     }
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import contained, init, projected, pulled, read
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -273,60 +273,6 @@ def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (
-            lambda: rpx.norms.Sphere(along=0.5),
-            TypeError,
-            "Sphere takes an axis or a tuple of axes as along, but got 0.5.",
-        ),
-        (
-            lambda: rpx.norms.Sphere(0),
-            ValueError,
-            "Sphere got radius=0.0, but takes a finite number greater than 0.",
-        ),
-        (lambda: rpx.norms.MaxNorm(-1), ValueError, "MaxNorm got max=-1.0, but takes a finite number greater than 0."),
-        (
-            lambda: rpx.norms.MaxNorm("1"),
-            TypeError,
-            "MaxNorm takes a real number or a real scalar array as max, but got '1'.",
-        ),
-        (
-            lambda: rpx.norms.PoincareBall(np.inf),
-            ValueError,
-            "PoincareBall got curvature=inf, but takes a finite number greater than 0.",
-        ),
-        (
-            lambda: rpx.norms.Sphere(along=2, stacked=0).init({"w": jnp.ones((3, 4, 4))}),
-            ValueError,
-            "Sphere(along=2, stacked=0).init at 'w': along=2 is out of bounds for an array of shape (4, 4). Leave it "
-            "out with `where`, or use a separate stage for it. The array is one of those along stacked=0.",
-        ),
-        (
-            lambda: rpx.norms.Sphere(along=2).init({"w": jnp.ones((3, 2))}),
-            ValueError,
-            "Sphere(along=2).init at 'w': along=2 is out of bounds for an array of shape (3, 2). Leave it out "
-            "with `where`, or use a separate stage for it.",
-        ),
-        (
-            lambda: rpx.norms.PoincareBall(where="z").init({"z": jnp.ones((3, 2), complex)}),
-            ValueError,
-            "PoincareBall(where='z').init at 'z': expected a floating array, got complex64. Leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.norms.WeightStandardization().init({"w": jnp.ones((1, 2))}),
-            ValueError,
-            "WeightStandardization().init at 'w': expected several inputs for each index of axis -1, got one "
-            "in shape (1, 2). Leave it out with `where`, or use a separate stage for it.",
-        ),
-    ],
-)
-def test_what_spheres_and_balls_cannot_take(build, error, text):
-    with raises(error, text):
-        build()
-
-
 def test_a_traced_radius_compiles_once_and_has_a_gradient():
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -336,3 +282,8 @@ def test_a_traced_radius_compiles_once_and_has_a_gradient():
     v = normal(2, 3)
     expected = np.sum(v / length(v, -1))
     np.testing.assert_allclose([slope(1.0, v), slope(2.0, v)], [expected, expected], rtol=1e-5)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import contained, fold, init, projected, pulled, read
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from scipy import optimize, special
 
@@ -270,55 +270,6 @@ def test_elementwise_takes_functions_with_a_gradient_of_their_own(forward):
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (
-            lambda: rpx.Positive("log"),
-            ValueError,
-            "Positive takes map='softplus', 'exp' or 'square', but got 'log'.",
-        ),
-        (
-            lambda: rpx.Positive(outside="refuse").init({"w": jnp.array([1.0, -1.0])}),
-            ValueError,
-            "Positive(outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
-            "from `stage.project(w)`, or pass outside='project'.",
-        ),
-        (
-            lambda: rpx.Bounded(1, 1),
-            ValueError,
-            "Bounded got low=1.0 and high=1.0, but takes finite bounds, the lower one first.",
-        ),
-        (
-            lambda: rpx.Bounded(0, np.inf),
-            ValueError,
-            "Bounded got low=0.0 and high=inf, but takes finite bounds, the lower one first.",
-        ),
-        (
-            lambda: rpx.numbers.Simplex(along=(0, 1)),
-            TypeError,
-            "Simplex takes one axis as along, a number or a name, but got (0, 1).",
-        ),
-        (
-            lambda: rpx.numbers.Simplex(along=1).init({"w": jnp.ones(3)}),
-            ValueError,
-            "Simplex(along=1).init at 'w': along=1 is out of bounds for an array of shape (3,). Leave it out "
-            "with `where`, or use a separate stage for it.",
-        ),
-        (lambda: rpx.Scale(0), ValueError, "Scale got factor=0.0, but takes a finite number other than 0."),
-        (
-            lambda: rpx.numbers.Elementwise(jnp.exp, 2),
-            TypeError,
-            "Elementwise takes a function as inverse, but got 2.",
-        ),
-        (
-            lambda: rpx.numbers.Elementwise(jnp.exp, jnp.log).init({"w": jnp.array([1.0, -1.0])}),
-            ValueError,
-            "Elementwise(jnp.exp, jnp.log).init at 'w': expected numbers that `inverse` takes, got some that "
-            "it maps to NaN. Correct the array.",
-        ),
-    ],
-)
-def test_what_maps_of_numbers_cannot_take(build, error, text):
-    with raises(error, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -65,6 +65,9 @@ def test_its_parts_are_targets_of_make_and_lint_and_test_come_first():
     parts = re.search(r"^PARTS = \((.*)\)$", (ROOT / ".ci" / "parts.py").read_text(), flags=re.MULTILINE)[1]
     names = re.findall(r'"([\w-]+)"', parts)
     assert names[:2] == ["lint", "test"]
-    assert set(names) == {"lint", "test", "docs", "test-thorough", "test-peers", "test-versions", "dist"}
+    assert set(names) == {"lint", "test", "docs", "test-thorough", "test-avx2", "test-peers", "test-versions", "dist"}
+    makefile = (ROOT / "Makefile").read_text()
     for name in names:
-        assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        assert re.search(rf"^{name}:", makefile, flags=re.MULTILINE)
+    folders = re.search(r"^NUMERIC := (.*)$", makefile, flags=re.MULTILINE)[1].split()
+    assert [name for name in folders if not (ROOT / "tests" / name).is_dir()] == []

@@ -44,6 +44,12 @@ def test_programs_in_memory_are_counted_and_cleared_when_they_are_too_many():
     assert len(traces) == 3
 
 
+def test_a_test_of_many_programs_fails_and_says_what_to_do():
+    conftest.refuse_many(conftest.MOST_OF_A_TEST)
+    with pytest.raises(pytest.fail.Exception, match=r"^This test compiled 31 programs\."):
+        conftest.refuse_many(conftest.MOST_OF_A_TEST + 1)
+
+
 def test_programs_share_a_context_but_one_that_is_compiled_within_another(monkeypatch):
     def text():
         return jax.jit(lambda x: x + 1).lower(1.0).compiler_ir()

@@ -109,6 +109,7 @@ def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
     return names, float(names["losses"][0])
 
 
+@pytest.mark.thorough
 def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     first, second = blocks
     runs = [run_example(first, line) for line in (re.search(r"^p = .*", first, flags=re.MULTILINE)[0], second)]

@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+from collections import Counter
 from pathlib import Path
 
 import public
@@ -101,6 +102,23 @@ def test_nothing_private_to_a_wing_is_used_by_another(wing):
 def test_the_public_modules_are_the_families_of_the_package():
     folders = {name for name in ALLOWED if not name.startswith("_")}
     assert {*public.FAMILIES} == {*folders, "peft", "stage", "torch"} - {"testing"}
+
+
+def definitions(kind: type[ast.stmt]) -> list[tuple[Path, ast.stmt]]:
+    """The functions or the classes of all modules, each with its file."""
+    trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+    return [(path.relative_to(ROOT), node) for path, tree in trees.items() for node in tree.body if type(node) is kind]
+
+
+def test_no_two_classes_of_different_modules_share_a_name():
+    found = Counter(node.name for _, node in definitions(ast.ClassDef) if node.name[0] != "_")
+    assert [name for name, count in found.items() if count > 1] == ["Parametrized"]  # of nnx and of equinox, one word
+
+
+def test_each_function_of_a_module_says_in_a_line_what_it_does():
+    """Private ones too; those inside others, and methods, may leave it to what is around them or to their base."""
+    functions = definitions(ast.FunctionDef)
+    assert [f"{path}: {node.name}" for path, node in functions if not ast.get_docstring(node)] == []
 
 
 def test_no_module_has_the_name_of_a_function():

@@ -379,13 +379,7 @@ CHAINS = {
 
 @pytest.mark.parametrize(
     "name",
-    mostly_thorough(
-        CHAINS,
-        "tie",
-        "joint norm",
-        "weight norm >> noise >> dropout >> cast",
-        "low rank >> weight norm",
-    ),
+    mostly_thorough(CHAINS, "tie", "joint norm", "weight norm >> noise >> dropout >> cast", "low rank >> weight norm"),
 )
 def test_a_chain_compiles_to_its_formula(name, key):
     p, params, formula = CHAINS[name]

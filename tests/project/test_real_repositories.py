@@ -43,9 +43,7 @@ def test_weights_of_a_torch_model_with_weight_norm_are_loaded():
             "WNConv1d_0": {"Conv_0": {"kernel": jnp.ones((7, 2, 6)), "bias": jnp.zeros(6)}},
             "Snake1d_0": {"alpha": jnp.ones((1, 1, 6))},
         },
-        "decoder": {
-            "WNConvTranspose1d_0": {"ConvTranspose_0": {"kernel": jnp.ones((3, 4, 6)), "bias": jnp.ones(4)}},
-        },
+        "decoder": {"WNConvTranspose1d_0": {"ConvTranspose_0": {"kernel": jnp.ones((3, 4, 6)), "bias": jnp.ones(4)}}},
     }
     convs = {
         "encoder/WNConv1d_0/Conv_0": "encoder.block.0",

@@ -448,10 +448,7 @@ def test_the_cell_gate_may_be_called_c(order, same_as):
     [
         ("haiku.lstm", "lstm/linear/w/hidden_.", lambda tree: tree["linear"]["w"][INPUTS:]),
         pytest.param(
-            "equinox.lstm",
-            "lstm/weight_hh/hidden_.",
-            lambda tree: tree["weight_hh"],
-            marks=pytest.mark.thorough,
+            "equinox.lstm", "lstm/weight_hh/hidden_.", lambda tree: tree["weight_hh"], marks=pytest.mark.thorough
         ),
     ],
 )
@@ -495,11 +492,7 @@ unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3), static_argna
 
 @pytest.mark.parametrize(
     ("layers", "bidirectional"),
-    [
-        pytest.param(1, False, marks=pytest.mark.thorough),
-        pytest.param(3, False, marks=pytest.mark.thorough),
-        (2, True),
-    ],
+    [pytest.param(1, False, marks=pytest.mark.thorough), pytest.param(3, False, marks=pytest.mark.thorough), (2, True)],
 )
 def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional):
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, layers, bidirectional))

@@ -3,16 +3,7 @@
 import pytest
 from cases import CASES, OF_OTHER_CASES
 
-from reparax.testing import (
-    LAWS,
-    half_precision,
-    in_chains,
-    mean,
-    purity,
-    selection,
-    transformations,
-    value_semantics,
-)
+from reparax.testing import LAWS, half_precision, in_chains, mean, purity, selection, transformations, value_semantics
 
 # Their right inverse is that of stages which other cases have, or which files of their own compare with formulas.
 THOROUGH = {*OF_OTHER_CASES, "singular values"}

@@ -442,11 +442,7 @@ BROKEN = {  # in the texts, # is a number
         "right inverse: apply(init(w)) is not w at 'a', by # of the largest entry.",
     ),
     "quiet cast": (QuietCast(), types_kept, "types: 'a' is bfloat16(8, 4), but was float32(8, 4)."),
-    "hashed by identity": (
-        HashedByIdentity(),
-        value_semantics,
-        "value semantics: a copy of it is not equal to it.",
-    ),
+    "hashed by identity": (HashedByIdentity(), value_semantics, "value semantics: a copy of it is not equal to it."),
     "unlike under tracing": (
         UnlikeUnderTracing(),
         transformations,
@@ -508,11 +504,7 @@ BROKEN = {  # in the texts, # is a number
         update,
         "update: it makes 'a/@weak_update/@fixed/count' weakly typed float32[], but it was float32[].",
     ),
-    "changing update": (
-        ChangingUpdate(),
-        update,
-        "update: the same raw tree and key give different results.",
-    ),
+    "changing update": (ChangingUpdate(), update, "update: the same raw tree and key give different results."),
     "moving update": (MovingUpdate(), update, "update: it changes the free value 'a'."),
     "losing update": (
         LosingUpdate(),

@@ -160,12 +160,7 @@ def test_a_ragged_product_says_which_axes_have_groups():
 
 def test_a_convolution_says_how_its_window_moves():
     x, kernel = np.ones((1, 4, 9, 9), np.float32), np.ones((6, 2, 3, 3), np.float32)
-    window = {
-        "window_strides": (2, 1),
-        "padding": ((1, 0), (2, 2)),
-        "lhs_dilation": (1, 2),
-        "rhs_dilation": (2, 1),
-    }
+    window = {"window_strides": (2, 1), "padding": ((1, 0), (2, 2)), "lhs_dilation": (1, 2), "rhs_dilation": (2, 1)}
     layouts = ("NCHW", "OIHW", "NHWC")
     view = the(
         Conv,
