@@ -258,13 +258,6 @@ def test_keys_of_a_model_come_back_as_keys_or_check_says_so(tmp_path):
     with refusal(Q, "rng: expected key<fry>[], got uint32[2]"):
         Q.check(raw | {"rng": np.array([0, 3], np.uint32)}, like=params)
 
-        "from_json found the stage 'reparax.Nope', but no class of that name is defined. This version of reparax has "
-        "no such stage: exchange plain parameters, `p.fold(raw)`, with one that has.",
-    ),
-    "unknown_class_of_others": (
-        STAGE % '{"class": "mine.Nope"}',
-        "from_json found the stage 'mine.Nope', but no class of that name is defined. Import the module that defines "
-        "it.",
 
 # ---- going on with another chain
 

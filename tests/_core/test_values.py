@@ -382,8 +382,6 @@ def elementwise(name):
     return text_of({"class": "reparax.Elementwise", "forward": {"function": name}, "inverse": {"function": name}})
 
 
-        "from_json found the stage 'reparax.Joint', but no class of that name is defined. This version of reparax has "
-        "no such stage: exchange plain parameters, `p.fold(raw)`, with one that has.",
 ODD = [
     None,
     True,

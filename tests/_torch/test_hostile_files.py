@@ -291,8 +291,6 @@ def quantized(name, tensors=(), **config):
 def peft(name, tensors=(), **config):
     held, said = FILES[name]()
     return rpx.from_peft({**held, **dict(tensors)}, {**said, **config}, LIKE)
-        "from_peft reads IA3, LOHA, LOKR, LORA, OFT, TRAINABLE_TOKENS, VERA, but got an adapter of ['LORA']. If it "
-        "changes weights, merge it in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
 
 
 @table(__file__)

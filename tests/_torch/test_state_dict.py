@@ -22,7 +22,6 @@ import reparax as rpx
 pytestmark = pytest.mark.programs(50)  # files are read into numbers that are known
 
 
-
 def numbers(*shape, dtype=np.float32, start=1):
     return (start + np.arange(np.prod(shape, dtype=int))).reshape(shape).astype(dtype)
 
@@ -624,10 +623,3 @@ def lost_signs():
 @table(__file__)
 def test_what_has_no_place_in_torch_is_refused(case):
     case.check(globals(), zeros=zeros)
-        "another matrix, or the map of torch another one. Use style='parametrizations', or map='householder', which "
-        "torch can invert.",
-    "an unknown map": (
-        lambda: rpx.to_torch(rpx.Chain(), MODEL_LIKE, orthogonal_map="expm"),
-        ValueError,
-        "to_torch: got 'expm' as a map of torch, but takes one of 'default', 'matrix_exp', 'cayley', 'householder'.",
-    ),
