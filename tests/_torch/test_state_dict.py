@@ -445,7 +445,7 @@ def householder(original):
     return q[:, :k] * np.trunc(np.diag(original))
 
 
-TORCH_MAP = {cayley: "cayley", expm: "matrix_exp", householder: "householder"}
+TORCH_MAPS = {"cayley": "cayley", "expm": "matrix_exp", "householder": "householder"}
 PATH = "parametrizations.weight."
 
 
@@ -472,7 +472,7 @@ WIDE = {name: ORTHOGONAL[name] for name in ("tall", "complex")}
 
 def assert_orthogonal_weight(map, state, w):
     """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
-    p, said = rpx.Orthogonal(map.__name__), {"orthogonal_map": TORCH_MAP[map]}
+    p, said = rpx.Orthogonal(map.__name__), {"orthogonal_map": TORCH_MAPS[map.__name__]}
     with jax.enable_x64():
         tree = rpx.from_torch(p, state, {"kernel": w.T}, **said)
         np.testing.assert_allclose(fold(p, tree)["kernel"], w.T, rtol=0, atol=1e-13)
@@ -502,7 +502,7 @@ def test_batches_of_matrices_are_those_of_torch(map):
     bases, originals = (np.stack([rotation(4, 4), -rotation(4, 4)]), np.stack([SIGNS, with_diagonal(-ORIGINAL, -1)]))
     p, state = rpx.Orthogonal(map.__name__, stacked=0), {f"{PATH}original": originals, f"{PATH}0.base": bases}
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
-    options = {"layouts": {"weight": "same"}, "orthogonal_map": TORCH_MAP[map]}
+    options = {"layouts": {"weight": "same"}, "orthogonal_map": TORCH_MAPS[map.__name__]}
     with jax.enable_x64():
         tree = rpx.from_torch(p, state, {"weight": w}, **options)
         np.testing.assert_allclose(fold(p, tree)["weight"], w, rtol=0, atol=1e-13)
@@ -518,7 +518,7 @@ def test_without_trivialization_torch_has_no_base(map, original, layout):
     w = map(original)
     like, layouts = {"kernel": w.T if layout == "kernel" else w}, {"kernel": layout}
     with jax.enable_x64():
-        p, options = rpx.Orthogonal(map.__name__), {"layouts": layouts, "orthogonal_map": TORCH_MAP[map]}
+        p, options = rpx.Orthogonal(map.__name__), {"layouts": layouts, "orthogonal_map": TORCH_MAPS[map.__name__]}
         raw = rpx.from_torch(p, {f"{PATH}original": original}, like, **options)
         state = rpx.to_torch(p, raw, style="no_trivialization", **options)
     assert list(state) == [f"{PATH}original"]

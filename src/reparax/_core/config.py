@@ -210,9 +210,7 @@ def _advice(name: str) -> str:
     package = __name__.partition(".")[0]
     if not name.startswith(f"{package}."):
         return "Import the module that defines it."
-    return (
-        f"This version of {package} has no such stage: exchange plain parameters, `p.fold(raw)`, with the one that has."
-    )
+    return f"This version of {package} has no such stage: exchange plain parameters, `p.fold(raw)`, with one that has."
 
 
 def _build_stage(entry: Mapping[str, Any]) -> Any:
