@@ -279,6 +279,21 @@ def test_expressions_that_cannot_hold_are_refused(ties, message):
         rpx.Tie(ties).init(TWO)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("size", [1.0, 2.0**-40])
+def test_a_target_may_differ_by_four_units_in_the_last_place_and_no_more(dtype, size):
+    with jax.enable_x64():
+        eps = float(jnp.finfo(dtype).eps)
+        source, within, beyond, near_zero = (
+            (size * np.array(numbers)).astype(jnp.dtype(dtype))
+            for numbers in ([1, 0], [1 + 4 * eps, 0], [1 + 5 * eps, 0], [1, eps])
+        )
+        assert rpx.Tie({"b": "a"}).init({"a": source, "b": within})["b"] == {"@tie": {}}
+        for unequal in (beyond, near_zero):
+            with pytest.raises(ValueError, match="'b' does not equal what its source 'a' gives"):
+                rpx.Tie({"b": "a"}).init({"a": source, "b": unequal})
+
+
 def test_a_word_for_unequal_targets_that_is_none_is_refused():
     with raises(ValueError, "Tie takes 'refuse' or 'overwrite' as unequal, but got 'keep'."):
         rpx.Tie({"a": "b"}, unequal="keep")
