@@ -244,6 +244,21 @@ def test_plain_sharing_adds_no_operation_to_the_program_before_or_after_compilat
 TWO = {"0": {"q": jnp.ones(2), "k": jnp.ones(2)}, "1": {"q": jnp.ones(2), "k": jnp.ones(2)}}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("size", [1.0, 2.0**-40])
+def test_a_target_may_differ_by_four_units_in_the_last_place_and_no_more(dtype, size):
+    with jax.enable_x64():
+        eps = float(jnp.finfo(dtype).eps)
+        source, within, beyond, near_zero = (
+            (size * np.array(numbers)).astype(jnp.dtype(dtype))
+            for numbers in ([1, 0], [1 + 4 * eps, 0], [1 + 5 * eps, 0], [1, eps])
+        )
+        assert rpx.Tie({"b": "a"}).init({"a": source, "b": within})["b"] == {"@tie": {}}
+        for unequal in (beyond, near_zero):
+            with pytest.raises(ValueError, match="'b' does not equal what its source 'a' gives"):
+                rpx.Tie({"b": "a"}).init({"a": source, "b": unequal})
+
+
 @table(__file__)
 def test_expressions_that_cannot_hold_are_refused(case):
     case.check(globals())

@@ -214,7 +214,7 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
         jax.eval_shape(lambda raw: rpx.transfer(old, new, raw), raw)
     for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
         jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
-    with pytest.raises(ValueError, match="new values of 'a/bias', 'a/kernel', 'b/kernel'. Call"):
+    with pytest.raises(ValueError, match=r"new values of 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
         jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.Cast("bfloat16"), raw), PARAMS)
 
 
@@ -239,7 +239,7 @@ def test_a_change_by_rounding_passes_and_one_by_more_does_not(dtype, most):
 def test_zeros_that_stay_have_not_changed_and_zeros_that_go_have():
     params = {"w": np.zeros((2, 2), np.float32), "none": np.zeros((0, 2), np.float32)}
     rpx.transfer(rpx.Chain(), rpx.WeightNorm(), params)
-    with pytest.raises(ValueError, match="'w' by inf. "):
+    with pytest.raises(ValueError, match=r"'w' by inf\. "):
         rpx.transfer(rpx.Chain(), rpx.norms.Sphere(where="w"), params)
 
 

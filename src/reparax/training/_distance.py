@@ -1,5 +1,7 @@
 """How far arrays are from others: the largest difference, in units of the largest entry."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -30,7 +32,7 @@ def has_numbers(tree: PyTree) -> bool:
     return not any(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in jax.tree.leaves(tree))
 
 
-def _is_numeric(x: object) -> bool:
+def _is_numeric(x: Any) -> bool:
     """Whether ``x`` is an array of numbers."""
     return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
