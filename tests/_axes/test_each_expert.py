@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from jax import lax
 from products.test_random_experts import looked_up, moments, one_hot, scattered, sorted_rows, switch
@@ -110,17 +110,6 @@ def test_what_each_expert_saw_rounds_it_however_the_layer_is_written(way):
         np.testing.assert_allclose(got[e], want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_product_of_all_experts_at_once_has_no_data_of_each():
-    """Its matrix has the inputs of all experts, between which there are moments too."""
-    seen = jax.eval_shape(rpx.inputs(lambda params, x: jnp.sum(one_hot(params["w"], x, CHOSEN, T))), {"w": W}, X)
-    with raises(
-        ValueError,
-        "Stored('int4', axis=-1, fit='gptq', stacked=0).init at 'w': expected data of this array, but products mix the "
-        "stacked axes. Leave the array out with `where`, or choose other axes.",
-    ):
-        rpx.Stored("int4", axis=-1, fit="gptq", stacked=0).init({"w": W}, seen=seen)
-
-
 def test_experts_with_the_fewest_rows_are_left_out():
     """The lines of the page: the other experts give what they gave, with the router's scores of those that are left."""
     params = {"router": np.random.default_rng(5).standard_normal((K, E), np.float32), "w": W}
@@ -137,3 +126,8 @@ def test_experts_with_the_fewest_rows_are_left_out():
     rows = np.isin(chosen, kept)
     got, want = by_groups(p.apply(small), X), by_groups(p.apply(raw), X)
     np.testing.assert_allclose(got[rows], want[rows], rtol=1e-5, atol=1e-6 * np.abs(want).max())
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals(), one_hot=one_hot)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import init, read
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from one_array import normal
 
@@ -170,16 +170,6 @@ def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("p", [rpx.LowRank(5), rpx.matrices.FixedRank(5)], ids=repr)
-def test_a_rank_above_that_of_the_matrix_is_refused(p):
-    text = (
-        f"{p!r}.init at 'w': expected 1 <= rank <= min(6, 4) = 4, got rank 5. Narrow the stage with `where`, or change "
-        f"`rank`."
-    )
-    with raises(ValueError, text):
-        p.init({"w": np.ones((6, 4), np.float32)})
-
-
 @pytest.mark.parametrize("rank", [1.5, "2", None], ids=str)
 def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
     with pytest.raises((TypeError, ValueError), match="LowRank"):
@@ -212,3 +202,8 @@ def test_earlier_stages_shape_each_block():
             left, singular, right = np.linalg.svd(w[rows, columns])
             want = singular[0] * np.outer(left[:, 0], right[0])
             np.testing.assert_allclose(got[rows, columns], want, rtol=1e-4, atol=1e-5)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
