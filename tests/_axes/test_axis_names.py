@@ -191,33 +191,6 @@ def test_names_are_part_of_the_configuration() -> None:
 
 # Errors. ----------------------------------------------------------------------------------------------------------
 
-TO_DO = "Give the axis by number, or leave the array out with `where`."
-
-
-def test_an_array_without_names_is_refused() -> None:
-    text = "expected one axis named 'mlp', got no axis names"
-    with raises(ValueError, f"WeightNorm(axis='mlp').init at 'w': {text}. {TO_DO}"):
-        rpx.WeightNorm(axis="mlp").init({"w": jnp.ones((2, 2))})
-
-
-def test_a_box_without_that_name_is_refused(key: Array) -> None:
-    text = "expected one axis named 'heads', got axes named ('mlp', 'out')"
-    with raises(ValueError, f"WeightDropout(0.5, broadcast='heads').apply at 'down/kernel': {text}. {TO_DO}"):
-        rpx.WeightDropout(0.5, broadcast="heads").apply(boxed(), key)
-
-
-def test_a_name_of_two_axes_is_refused() -> None:
-    square = {"w": nn.Partitioned(jnp.ones((2, 2)), ("mlp", "mlp"))}
-    text = "expected one axis named 'mlp', got axes named ('mlp', 'mlp')"
-    with raises(ValueError, f"Sphere(along='mlp').init at 'w': {text}. {TO_DO}"):
-        rpx.norms.Sphere(along="mlp").init(square)
-
-
-def test_a_value_whose_axes_are_others_has_no_names() -> None:
-    text = "expected one axis named 'mlp', got no axis names"
-    with raises(ValueError, f"WeightNorm(axis='mlp', where='up/kernel').init at 'up/kernel': {text}. {TO_DO}"):
-        init(rpx.WeightNorm(axis="mlp", where="up/kernel") >> rpx.LowRank(1), boxed())
-
 
 LAYRES = "no array that it selects has an axis named 'layres'. The names there are"
 

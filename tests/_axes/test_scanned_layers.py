@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises
+from errors import raises, table
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax import Array
@@ -397,13 +397,6 @@ def test_an_array_without_names_is_refused_where_a_name_is_asked_for() -> None:
     assert rest["dense"]["bias"] is params["dense"]["bias"]
 
 
-def test_an_array_that_lost_its_names_is_refused_where_its_raw_values_are_read() -> None:
-    kernel = nn.Partitioned(jnp.ones((LAYERS, 2, 2)), ("layers", "in", "out"))
-    p = rpx.Scale(2.0, stacked="layers")
-    raw = nn.unbox(p.init({"kernel": kernel}))
-    error = (
-        "Scale(2.0, stacked='layers').apply at 'kernel': expected one axis named 'layers', got no axis names. "
-        "Give the axis by number, or leave the array out with `where`."
-    )
-    with raises(ValueError, error):
-        p.fold(raw)
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cases import PATTERNS
 from compiled import contained, effective, fold, init
-from errors import raises, table
+from errors import table
 from one_array import normal
 
 import reparax as rpx
@@ -239,21 +239,6 @@ def test_columns_before_rows():
 
 
 # ---- errors
-
-
-def test_no_axis_is_named_from_the_front_and_from_the_back():
-    text = (
-        "WeightNorm(axis=(0, -2)).init at 'w': axis=(0, -2) names an axis twice for an array of shape (3, 2). Name "
-        "each axis once."
-    )
-    with raises(ValueError, text):
-        rpx.WeightNorm(axis=(0, -2)).init({"w": jnp.ones((3, 2))})
-
-
-def test_global_pruning_takes_no_stacked_axes():
-    text = "GlobalPrune got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
-    with raises(ValueError, text):
-        rpx.sparse.GlobalPrune(0.5, stacked=0)
 
 
 @table(__file__)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FlippedSigns
-from errors import raises
+from errors import raises, table
 
 import reparax as rpx
 from reparax.testing import check_laws
@@ -95,13 +95,6 @@ def test_a_mean_of_another_shape_is_refused():
         Short(0.25, where="w").fold(params())
 
 
-@pytest.mark.parametrize("other", [rpx.Cast("bfloat16"), rpx.WeightNorm(), rpx.Chain(), 0.1], ids=repr)
-def test_what_draws_nothing_is_refused(other):
-    text = f"Mean takes a stage that draws random numbers and defines their mean, but got {other!r}. Leave it out."
-    with raises(TypeError, text):
-        rpx.stage.Mean(other)
-
-
 def test_formulas_of_stages_that_python_takes_for_equal_are_told_apart():
     class Twice(rpx.Reparametrization):
         exact: object
@@ -135,3 +128,8 @@ def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
     p = rpx.Gaussian(0.1, axis="outputs")
     assert p.deterministic.on(roles) == p.on(roles).deterministic
     assert p.deterministic.on(roles).stage.axis.at("out", None) == -2
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -181,30 +181,6 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
     )
 
 
-ASK = (
-    "only the program of the network shows which axes are its {!r}. Write `p = p.on(rpx.roles(loss)(params, batch))` "
-    "first, or give the axis by number."
-)
-
-
-@pytest.mark.parametrize(
-    ("p", "word"),
-    [
-        (rpx.WeightNorm(axis="outputs"), "outputs"),
-        (rpx.SpectralNorm(columns="outputs"), "outputs"),
-        (rpx.WeightNorm(stacked="stacked"), "stacked"),
-        (rpx.WeightNorm(axis={"w": "outputs"}), "outputs"),
-    ],
-    ids=repr,
-)
-def test_a_chain_without_roles_says_what_to_write(p, word):
-    params = {"w": jnp.ones((2, 2))}
-    with raises(ValueError, f"{p!r}.init at 'w': {ASK.format(word)}"):
-        p.init(params)
-    with raises(ValueError, f"{p!r}.on at 'w': {ASK.format(word)}"):
-        rpx.geometry.check_axes(p, lambda params, x: x @ params["w"])(params, X[:, :2])
-
-
 def test_what_the_network_does_not_say_is_asked_for():
     def tied(params, tokens):
         x = params["embed"][tokens] + params["place"]

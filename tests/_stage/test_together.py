@@ -63,16 +63,6 @@ def broken(**methods):
     return type("Broken", (UnitTogether,), methods)()
 
 
-def test_an_update_of_a_free_value_says_so():
-    p = broken(update_arrays=lambda self, values: {place: {"x": held["x"]} for place, held in values.items()})
-    with raises(
-        ValueError,
-        "Broken().update: update_arrays gives 'x', which is not one of the fixed values ['n']. Leave it to the "
-        "optimizer, or set `moves_weights = True`.",
-    ):
-        p.update(p.init(PARAMS))
-
-
 def test_formulas_on_one_array_and_stacked_axes_are_refused():
     text = (
         "Odd defines {}, but the formula of a Together takes all arrays at once and draws no noise. Write init_arrays, "

@@ -77,8 +77,13 @@ def all_results(p: Any, params: Any) -> Any:
     return got, want, [len(jax.tree.leaves(x)) for x in trained], rpx.partition(raw)[0]
 
 
-NAMES = [name for name in cases.CASES if name not in cases.OF_OTHER_CASES]
+# Raw trees of each kind: the laws of stages run on all cases.
 QUICK = ("stored >> lora >> weight norm", "weight norm >> noise", "tie")
+NAMES = (
+    *QUICK,
+    *("identity", "spectral norm", "joint norm", "regrown masks", "prunings", "orthogonal", "adapters", "quantize"),
+    *("distributions", "split", "pack", "stored", "noise on factors"),
+)
 
 
 @pytest.mark.parametrize("name", mostly_thorough(NAMES, *QUICK))

@@ -158,7 +158,7 @@ def test_the_nearest_semidefinite_matrix_is_that_of_higham():
 
 def test_columns_of_eigenvalue_zero_train():
     p = rpx.matrices.PositiveSemidefinite()
-    raw = p.init({"w": np.ones((3, 3), np.float32)})
+    raw = init(p, {"w": np.ones((3, 3), np.float32)})
     slopes = pulled(p, raw, np.diag(np.float32([1, 2, 3])))
     assert np.abs(np.asarray(slopes["@positive_semidefinite"]["x"])).max(axis=0).min() > 1e-4
 

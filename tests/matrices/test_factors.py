@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import init, read
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from one_array import normal
 
@@ -170,16 +170,6 @@ def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize("p", [rpx.LowRank(5), rpx.matrices.FixedRank(5)], ids=repr)
-def test_a_rank_above_that_of_the_matrix_is_refused(p):
-    text = (
-        f"{p!r}.init at 'w': expected 1 <= rank <= min(6, 4) = 4, got rank 5. Narrow the stage with `where`, or change "
-        f"`rank`."
-    )
-    with raises(ValueError, text):
-        p.init({"w": np.ones((6, 4), np.float32)})
-
-
 @pytest.mark.parametrize("rank", [1.5, "2", None], ids=str)
 def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
     with pytest.raises((TypeError, ValueError), match="LowRank"):
@@ -189,3 +179,8 @@ def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
 def test_low_rank_refuses_a_vector():
     with pytest.raises(ValueError, match=r"'b': expected an array of two or more dimensions, got shape \(3,\)"):
         rpx.LowRank(1, where="b").init({"b": jnp.ones(3)})
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

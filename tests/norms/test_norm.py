@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import contained, init, projected, pulled, read
-from errors import raises
+from errors import raises, table
 from flax import nnx
 
 import reparax as rpx
@@ -371,15 +371,6 @@ def test_nobody_guesses_which_axes_of_a_kernel_are_multiplied_with_its_inputs(p)
             attempt()
 
 
-def test_spectral_norm_of_a_convolution_takes_no_rows():
-    text = (
-        "SpectralNorm got rows=0 with `window`, whose convolution has one output axis and its neighbour as input axis. "
-        "Leave `rows` out, and give the outputs, such as columns=-1."
-    )
-    with raises(ValueError, text):
-        rpx.SpectralNorm(window=(3, 3), rows=0)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 def test_spectral_norm_of_half_precision_is_one_to_half_precision(dtype):
     p = rpx.SpectralNorm()
@@ -514,3 +505,8 @@ def test_spectral_norm_passes_no_gradient_to_its_singular_vectors(name):
     raw = spectral(normal(6, 4), unit(4), unit(6, seed=1))
     grad = pulled(p, raw, normal(6, 4, seed=1))
     assert not np.any(grad["@spectral_norm"]["@fixed"][name])
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 
 import reparax as rpx
 from reparax.testing import half_precision
@@ -46,16 +46,6 @@ def test_the_checked_number_may_differ_from_array_to_array():
         np.testing.assert_allclose(s, np.full((1, 2), np.log(np.expm1(start))), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("start", "name"), [(float("nan"), "start"), (-1.0, "start"), ({"a/.*": 0.0}, "start['a/.*']")], ids=str
-)
-def test_the_checked_number_is_finite_and_positive(start, name):
-    number = next(iter(start.values())) if isinstance(start, dict) else start
-    text = f"Scaled got {name}={number}, but takes a finite number greater than 0."
-    with raises(ValueError, text):
-        Scaled(start)
-
-
 @pytest.mark.parametrize("stage", [RoundingNoise(0.25), LaplaceWeights(0.1)], ids=repr)
 def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(stage):
     wave = jnp.ones((3, 2), jnp.complex64)
@@ -73,3 +63,8 @@ def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(sta
 def test_the_page_computes_in_float32_where_float16_overflows(name, key):
     arguments = {"LaplaceWeights": (0.1,), "RoundingNoise": (0.25,)}
     half_precision(CLASSES[name](*arguments.get(name, ())), {"w": jax.random.normal(key, (8, 4))}, key)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
