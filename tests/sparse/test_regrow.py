@@ -99,6 +99,24 @@ def test_set_drops_the_smallest_and_grows_at_random():
     np.testing.assert_allclose(counts, 32 / 224, atol=4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500))
 
 
+def test_set_grows_at_random_under_the_key_of_init_too():
+    p, w = rpx.sparse.SET(0.75, drop=0.5), normal(16, 16)
+
+    @jax.jit
+    @jax.vmap
+    def masks(key):
+        raw = p.init({"w": w}, key)
+        return tuple(each["w"]["@set"]["@fixed"]["mask"] != 0 for each in (raw, p.update(raw, key)))
+
+    first, second = map(np.asarray, masks(jax.random.split(jax.random.key(2), 500)))
+    sizes = np.where(first, np.abs(w), np.inf)
+    dropped = sizes <= np.sort(sizes.reshape(500, -1))[:, 31].reshape(-1, 1, 1)
+    np.testing.assert_array_equal(dropped.sum((1, 2)), 32)
+    # Of 224 places, 32 that were dropped and 192 that were empty, 32 grow: 500 draws, 4.5 standard errors.
+    share = second[dropped].mean()
+    assert abs(share - 32 / 224) < 4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500 / 32)
+
+
 def test_without_what_an_update_reads_the_mask_stays():
     for p, given in (
         (rpx.sparse.RigL(0.5), {"key": jax.random.key(1)}),

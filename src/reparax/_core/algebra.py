@@ -139,7 +139,8 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: For stages that draw random numbers, such as :class:`SET`. Without a key they do nothing.
+          key: For stages that draw random numbers, such as :class:`SET`, a new one for each update; that of ``init`` or
+            ``apply`` gives other numbers here. Without a key they do nothing.
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.

@@ -235,7 +235,8 @@ class Layer:
             return tree
         seeds = [str(site.seed) for site in self.sites]
         numbers = keys.numbers(self.stage.kind, seeds) if "key" in reads else []
-        site_keys = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
+        # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
+        site_keys = keys.of_sites(f"{self.stage.kind}.update", list(zip(numbers, seeds, strict=False)))
         arrays = dict(tree.arrays)
         for i, site in enumerate(self.sites):
             with locate_errors(self.who_at(site)):

@@ -129,8 +129,8 @@ class SET(_Regrow):
     r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
     Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
-    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Without a key
-    the mask stays. Call it once per epoch, or about once in a hundred steps.
+    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each update
+    needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPrune`.
@@ -149,7 +149,7 @@ class SET(_Regrow):
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.sparse.SET(0.5, drop=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
-      >>> p.update(raw, jax.random.key(0))["w"]["@set"]["@fixed"]["mask"].sum()
+      >>> p.update(raw, jax.random.key(1))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)
 
     References:
