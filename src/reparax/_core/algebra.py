@@ -194,11 +194,13 @@ class Parametrization(Static, ABC):
         values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
         own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
         matrix. A symmetric matrix counts its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has
-        one raw value too many, adds the density of a number on which the weights do not depend. Noise is replaced by
-        its mean, and frozen values do not count.
+        one raw value too many, adds the density of a number on which the weights do not depend. A stage after one of
+        these would count entries that follow from others, so it is refused; before them it acts on free values. Noise
+        is replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection, or does not define its log-determinant; the error names it.
+          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that follow
+            from others, or if a part of its values is frozen; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
