@@ -71,7 +71,8 @@ class _Regrow(Constraint):
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
-        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), survivors | grown)
+        mask = (survivors | grown).astype(values["mask"].dtype)
+        return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
 
 
 class RigL(_Regrow):
