@@ -1,203 +1,308 @@
-"""Random chains, bit for bit: what a change of the core must leave as it is.
+"""Random chains against another commit, bit for bit: what a change must leave as it is.
 
-``PYTHONPATH=src python benchmarks/chains.py FILE`` draws chains of one to four stages and writes a digest of each raw
-tree, draw, mean, update and rebased tree to the file, and the JSON. If the file exists, it compares with it instead,
-and names each chain that differs. Some formulas are rounded otherwise than in commit 7cdfc56: normal numbers have more
-digits, and a spectral norm takes fewer steps. Of chains with these the file holds the effective arrays, which need only
-be near. Two numbers after FILE are the first seed and the one after the last, for a part of the chains: 0 2000 takes
-about a quarter of an hour. The numbers of one machine and one JAX are no promise for another, so the file says which it
-was.
+``git worktree add ../base 13fb1872 && PYTHONPATH=src python benchmarks/chains.py --against ../base/src`` draws 300
+chains of one to four stages from ``STAGES`` and asks both commits, each in a process of its own, for what they make of
+one tree, in compiled programs: raw trees, draws, means, updates, rebased trees, penalties, JSON and what it reads back,
+and the bytes of a checkpoint. It prints how many chains are equal to the bit, differ, or are refused by both with the
+same text, and names for each one that differs the method, the array and the largest difference, or both texts.
+Numbers are those of one machine and one JAX.
+
+``--seeds 300 600`` draws other chains. If you compare often, write the answers of the other commit once, ``PYTHONPATH=
+../base/src python benchmarks/chains.py --write answers``, and pass the file: ``--against answers``.
 """
 
-import base64
-import hashlib
-import json
-import platform
+import argparse
+import collections
+import functools
+import os
+import pickle
 import random
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import reparax as rpx
 
-FIRST, LAST = 0, 30
-ROUNDED = (rpx.VarNoise, rpx.Gaussian, rpx.noise.VariationalDropout, rpx.SpectralNorm)
-NEAR = 1e-3
-"""How far an entry may be from the one on file, in units of the largest entry of its array."""
-STACK, ROWS = ".*layers/.*", ".*(enc|dec)/kernel"
+
+class SignFlip(rpx.Perturbation):
+    """Noise of a third party, whose mean is not the array."""
+
+    rate: float
+
+    def apply_leaf(self, w: jax.Array, key: jax.Array) -> jax.Array:
+        """The array with random signs."""
+        return jnp.where(jax.random.bernoulli(key, self.rate, w.shape), -w, w)
+
+    def mean_leaf(self, w: jax.Array) -> jax.Array:
+        """The mean over all keys."""
+        return ((1 - 2 * self.rate) * w).astype(w.dtype)
 
 
-def model() -> dict[str, Any]:
-    """Two layers of one shape, three stacked ones, and an output."""
-    k = jax.random.split(jax.random.key(0), 4)
-    return {
-        "enc": {"kernel": jax.random.normal(k[0], (4, 4)), "bias": jnp.arange(1.0, 5.0)},
-        "dec": {"kernel": jax.random.normal(k[1], (4, 4)), "bias": jnp.ones(4)},
-        "layers": {"kernel": jax.random.normal(k[2], (3, 4, 4)), "bias": jnp.ones((3, 4))},
-        "out": {"kernel": jax.random.normal(k[3], (4, 2))},
+class OutputGain(rpx.stage.Joint):
+    """A stage on several arrays: one gain for the weights of an output and its bias."""
+
+    raw_values: ClassVar[Any] = {"v": rpx.stage.main(), "log_gain": rpx.stage.aux()}
+
+    def init_leaves(self, arrays: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
+        """A gain of one."""
+        return {"w": {"v": arrays["w"], "log_gain": jnp.zeros_like(arrays["b"])}, "b": {"v": arrays["b"]}}
+
+    def apply_leaves(self, values: dict[str, dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Both arrays times the gain."""
+        gain = jnp.exp(values["w"]["log_gain"])
+        return {"w": gain[None] * values["w"]["v"], "b": gain * values["b"]["v"]}
+
+
+def model() -> dict[str, dict[str, jax.Array]]:
+    """Two dense layers of one shape, three stacked ones, a convolution, an output, half precision, and an LSTM."""
+    shapes = {"enc": (4, 4), "dec": (4, 4), "layers": (3, 4, 4), "conv": (2, 2, 3, 4), "out": (4, 2), "half": (4, 4)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), len(shapes)), strict=True))
+    tree = {name: {"kernel": jax.random.normal(keys[name], shape)} for name, shape in shapes.items()}
+    tree["half"]["kernel"] = tree["half"]["kernel"].astype(jnp.bfloat16)
+    biases = {"enc": jnp.arange(1.0, 5.0), "dec": jnp.ones(4), "layers": jnp.ones((3, 4))}
+    return {name: {**layer, "bias": biases[name]} if name in biases else layer for name, layer in tree.items()} | {
+        "lstm": {"weights": jnp.linspace(-1, 1, 56)}
     }
 
 
-def stages(pick: random.Random) -> Any:
-    """One random stage, with one of the selections that it takes."""
-    number = round(pick.uniform(0.05, 0.9), 3)
-    axis = pick.choice([0, -1])
-    square = {"where": pick.choice(["enc/kernel", "dec/kernel", ROWS])}
-    stacked = {"where": STACK.replace("/.*", "/kernel"), "stacked": 0}
-    some = pick.choice([{}, square, stacked, {"where": rpx.all_but("out/.*")}, {"where": lambda path, w: w.ndim > 1}])
-    matrices = pick.choice([square, stacked, {"where": "out/kernel"}])
-    quadratic = pick.choice([square, stacked])
-    noise = pick.choice([{}, square, stacked, {"where": ".*bias"}])
-    inside = {"outside": "project"}
-    return pick.choice(
-        [
-            lambda: rpx.VarNoise(number, **noise),
-            lambda: rpx.VarNoise(number, **noise),
-            lambda: rpx.VarNoise(number, relative="max", axis=axis, **matrices),
-            lambda: rpx.VarNoise({"enc/.*": number, "dec/kernel": 0.5}),
-            lambda: rpx.WeightDropout(number, **some),
-            lambda: rpx.WeightDropout(number, **some),
-            lambda: rpx.WeightDropout(number, broadcast=axis, **matrices),
-            lambda: rpx.WeightNorm(axis=axis, **some),
-            lambda: rpx.WeightNorm(axis=None, detach=True, **some),
-            lambda: rpx.norms.WeightStandardization(axis=axis, **some),
-            lambda: rpx.SpectralNorm(**matrices),
-            lambda: rpx.norms.Sphere(along=axis, **some),
-            lambda: rpx.norms.MaxNorm(1.0, axis=axis, **some),
-            lambda: rpx.norms.PoincareBall(along=axis, curvature=0.01, **some),
-            lambda: rpx.Positive(where="dec/bias"),
-            lambda: rpx.Bounded(-9, 9, **inside, **some),
-            lambda: rpx.Scale(number, **some),
-            lambda: rpx.matrices.Symmetric(**inside, **quadratic),
-            lambda: rpx.matrices.Triangular(**inside, **quadratic),
-            lambda: rpx.matrices.Circulant(**inside, **quadratic),
-            lambda: rpx.Orthogonal(pick.choice(["cayley", "expm"]), **inside, **quadratic),
-            lambda: rpx.LowRank(2, **matrices),
-            lambda: rpx.matrices.Kronecker((2, 2), **quadratic),
-            lambda: rpx.LoRA(2, **matrices),
-            lambda: rpx.LoRA(1, alpha=2.0, **matrices),
-            lambda: rpx.adapters.VeRA(3, **square),
-            lambda: rpx.adapters.Hadamard(**matrices),
-            lambda: rpx.Delta(**some),
-            lambda: rpx.Gain(axis=-1, **some),
-            lambda: rpx.Freeze(**some),
-            lambda: rpx.Freeze(where=".*bias"),
-            lambda: rpx.MagnitudePrune(number, **some),
-            lambda: rpx.sparse.GlobalPrune(number, **square),
-            lambda: rpx.sparse.RandomPrune(number, **some),
-            lambda: rpx.sparse.SET(number, **square),
-            lambda: rpx.Mask(**some),
-            lambda: rpx.Gaussian(number, **some),
-            lambda: rpx.noise.VariationalDropout(number / 2, **some),
-            lambda: rpx.noise.HardConcrete(axis=-1, **some),
-            lambda: rpx.Cast("bfloat16", **some),
-            lambda: rpx.Quantize("int8", axis=-1, **matrices),
-            lambda: rpx.Stored("int8", axis=-1, **matrices),
-            lambda: rpx.Tie({"dec/bias": ("enc/bias", jnp.flip)}, unequal="overwrite"),
-            lambda: rpx.shared.Split(
-                {"all": rpx.shared.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))}, at=pick.choice(["enc", "dec"])
-            ),
-            lambda: rpx.VarNoise(number, where=".*/(g|a|log_std)"),
-        ]
-    )()
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "one": {"where": "enc/kernel"},
+    "two": {"where": ".*(enc|dec)/kernel"},
+    "out": {"where": "out/kernel"},
+    "conv": {"where": "conv/kernel"},
+    "conv as matrix": {"where": "conv/kernel", "rows": (0, 1, 2), "columns": 3},
+    "stacked": {"where": "layers/kernel", "stacked": 0},
+    "stacked biases": {"where": "layers/.*", "stacked": 0},
+    "biases": {"where": ".*bias"},
+    "bias": {"where": "dec/bias"},
+    "half": {"where": "half/kernel"},
+    "but": {"where": rpx.all_but("out/.*|lstm/.*")},
+    "by rank": {"where": lambda path, w: w.ndim > 1},
+}
+ANY = ("", "", "two", "out", "conv", "stacked", "stacked biases", "biases", "half", "but", "by rank")
+AXES = ("", "two", "out", "conv", "stacked", "half", "by rank")
+MATRICES = ("one", "two", "out", "conv as matrix", "stacked", "half")
+WITHOUT_ROWS = ("one", "two", "out", "stacked", "half")
+SQUARE = ("one", "two", "stacked", "half")
+ONE = ("one", "two")
+AS_IT_IS = ("",)
+
+Seeds = tuple[int, int]
+Stage = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def digest(tree: Any) -> str:
-    """Eight bytes of a hash of all paths, types and numbers of a tree."""
-    found = hashlib.blake2b(digest_size=8)
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(x)
-        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode() + array.tobytes())
-    return found.hexdigest()
+def stage(name: str, *args: Any, **fields: Any) -> Stage:
+    """A row of the table: a stage by its name, so that commits with fewer classes can read the table."""
+    return name, args, fields
 
 
-def numbers(tree: Any) -> dict[str, str]:
-    """The bytes of each array, in float32."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): base64.b64encode(np.float32(x).tobytes()).decode() for path, x in leaves}
+INSIDE = {"outside": "project"}
+GATES = rpx.shared.Concat(("left: n h", "right: n h"), axis=1)
+BLOCK = rpx.shared.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))
+STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
+    (ANY, [stage("VarNoise", 0.1), stage("VarNoise", 0.5), stage("WeightDropout", 0.3), stage("WeightDropout", 0.6)]),
+    (ANY, [stage("Gaussian", 0.1), stage("noise.VariationalDropout", 0.3), stage("SignFlip", 0.2)]),
+    (AXES, [stage("VarNoise", 0.2, relative=of, axis=axis) for of, axis in (("max", 0), ("std", -1), ("norm", 0))]),
+    (AXES, [stage("WeightDropout", 0.4, broadcast=axis) for axis in (0, -1)]),
+    (AXES, [stage("noise.HardConcrete", 0.2, axis=-1), stage("Gaussian", 0.2, prior=2.0, axis=-1)]),
+    (WITHOUT_ROWS, [stage("Gaussian", 0.05, noise="factorized")]),
+    (AS_IT_IS, [stage("VarNoise", {"enc/.*": 0.3, "dec/kernel": 0.5}), stage("Scale", {".*kernel": 2.0})]),
+    (AXES, [(stage("VarNoise", 0.1, where=".*/g"), stage("WeightNorm"))]),
+    (AXES, [(stage("Positive", where=".*/rho", **INSIDE), stage("Gaussian", 0.2))]),
+    (ANY, [stage("Cast", "bfloat16"), stage("Cast", "float16"), stage("Freeze"), stage("Mask"), stage("Delta")]),
+    (
+        ANY,
+        [stage("Scale", 0.5), stage("Bounded", -9, 9, **INSIDE), stage("numbers.Elementwise", jnp.sinh, jnp.arcsinh)],
+    ),
+    (ANY, [stage("numbers.Simplex", along=-1, **INSIDE), stage("Delta", relative=True)]),
+    (("biases", "bias"), [stage("Positive", map, **INSIDE) for map in ("softplus", "exp", "square")]),
+    (AXES, [stage("WeightNorm"), stage("WeightNorm", axis=0), stage("WeightNorm", axis=None, detach=True)]),
+    (AXES, [stage("norms.WeightStandardization", axis=axis) for axis in (0, -1)]),
+    (AXES, [stage("norms.Sphere", along=0), stage("norms.Sphere", 2.0, along=-1)]),
+    (AXES, [stage("norms.MaxNorm", 1.0, axis=-1), stage("norms.PoincareBall", 0.01, along=-1)]),
+    (MATRICES, [stage("SpectralNorm"), stage("SpectralNorm", 3)]),
+    (("conv",), [stage("SpectralNorm", window=(4, 4))]),
+    (SQUARE, [stage(f"matrices.{name}", **INSIDE) for name in ("Symmetric", "Skew", "Triangular", "Diagonal")]),
+    (
+        SQUARE,
+        [stage(f"matrices.{name}", **INSIDE) for name in ("Circulant", "Toeplitz", "SpecialLinear", "Invertible")],
+    ),
+    (SQUARE, [stage("matrices.PositiveDefinite", map, **INSIDE) for map in ("cholesky", "expm")]),
+    (SQUARE, [stage("matrices.PositiveSemidefinite", 2, **INSIDE), stage("matrices.SpecialOrthogonal", **INSIDE)]),
+    (MATRICES, [stage("Orthogonal", map, **INSIDE) for map in ("cayley", "expm", "householder")]),
+    (MATRICES, [stage("matrices.Stiefel", **INSIDE)]),
+    (("out", "conv as matrix"), [stage("matrices.Grassmann", "householder", **INSIDE)]),
+    (MATRICES, [stage("matrices.FixedRank", 1, **INSIDE), stage("matrices.AlmostOrthogonal", 0.2, **INSIDE)]),
+    (MATRICES, [stage("LowRank", 2), stage("LowRank", 1)]),
+    (WITHOUT_ROWS, [stage("matrices.BlockDiagonal", 2, **INSIDE), stage("matrices.Kronecker", (2, 2))]),
+    (WITHOUT_ROWS, [stage("matrices.Fibration", jnp.transpose, jnp.transpose)]),
+    (AXES, [stage("MagnitudePrune", 0.5), stage("MagnitudePrune", 0.3, axis=-1), stage("sparse.RandomPrune", 0.4)]),
+    (AXES, [stage("sparse.SET", 0.5), stage("sparse.RigL", 0.5)]),
+    (("", "two", "but"), [stage("sparse.GlobalPrune", 0.5)]),
+    (ONE, [stage("sparse.NofM", 2, 4, along=along) for along in (0, 1)]),
+    (MATRICES, [stage("LoRA", 2), stage("LoRA", 1, alpha=2.0, divisor="sqrt")]),
+    (MATRICES, [stage("LoRA", 2, start="pissa"), stage("LoRA", 2, start="olora"), stage("adapters.VeRA", 3)]),
+    (WITHOUT_ROWS, [stage("adapters.Hadamard"), (stage("LowRank", 1), stage("adapters.Hadamard"), stage("Delta"))]),
+    (ONE, [(stage("adapters.CayleyNeumann", 3, stacked=0), stage("adapters.Rotated", 2))]),
+    (ONE, [(stage("Orthogonal", stacked=0), stage("adapters.Rotated", 2, shared=True))]),
+    (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("adapters.Slices", (0, 1), axis=-1)]),
+    (
+        WITHOUT_ROWS,
+        [stage("Stored", "int8", axis=-1), stage("Stored", "nf4", block=4), stage("Stored", "uint4", block=4)],
+    ),
+    (WITHOUT_ROWS, [stage("Stored", "int4", block=4, double_quant=True)]),
+    (WITHOUT_ROWS, [(stage("Freeze"), stage("Stored", "nf4", block=4), stage("LoRA", 1))]),
+    (WITHOUT_ROWS, [stage("Quantize", "int4", block=4, step="learned")]),
+    (AS_IT_IS, [stage("Tie", {"dec/bias": ("enc/bias", jnp.flip)}, unequal="overwrite")]),
+    (AS_IT_IS, [stage("Tie", {"dec/kernel": ("enc/kernel", jnp.transpose)}, unequal="overwrite")]),
+    (AS_IT_IS, [stage("shared.Split", {"all": BLOCK}, at="enc"), stage("shared.Pack", {"kernel": GATES}, at="dec")]),
+    (AS_IT_IS, [stage("shared.CudnnLSTM", 3, 2, biases=1)]),
+    (AS_IT_IS, [stage("OutputGain", {"w": "(enc|dec)/kernel", "b": "(enc|dec)/bias"})]),
+]
+ROWS = [(selections, row) for selections, rows in STAGES for row in rows]
 
 
-def tried(show: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
-    """What is shown of a result, or the kind of the error."""
-    try:
-        return show(call())
-    except (ValueError, TypeError) as error:
-        return type(error).__name__
+def build(row: Stage, selection: dict[str, Any]) -> rpx.Parametrization:
+    """The stage of a row; what the row says of axes stands above the selection."""
+    name, args, fields = row
+    *family, cls = name.split(".")
+    make = globals().get(cls) or getattr(functools.reduce(getattr, family, rpx), cls)
+    return make(*args, **{**selection, **fields})
 
 
-def chain(seed: int) -> rpx.Chain:
-    """The chain of a seed."""
+def drawn(seed: int) -> tuple[list[int], rpx.Parametrization]:
+    """The rows and the chain of a seed."""
     pick = random.Random(seed)
-    return rpx.Chain(tuple(stages(pick) for _ in range(pick.choice([1, 2, 2, 3, 3, 4]))))
+    numbers = [pick.randrange(len(ROWS)) for _ in range(pick.choice([1, 2, 2, 3, 3, 4]))]
+    stages = list[rpx.Parametrization]()
+    for selections, row in (ROWS[i] for i in numbers):
+        selection = SELECTIONS[pick.choice(selections)]
+        stages += [build(each, selection) for each in (row if isinstance(row[0], tuple) else (row,))]
+    return numbers, rpx.Chain(tuple(stages))
 
 
-def of_chain(seed: int) -> dict[str, Any]:
-    """What is kept of a chain; only the kind of the error if it does not take the model."""
-    p, params, key = chain(seed), model(), jax.random.key(seed)
+def tried(call: Callable[[], Any]) -> Any:
+    """The arrays of a result by their paths, or its text, or the error."""
     try:
-        raw = p.init(params, key)
+        result = call()
     except (ValueError, TypeError) as error:
-        return {"init": type(error).__name__}
-    show = numbers if any(isinstance(stage, ROUNDED) for stage in p) else digest
+        return f"{type(error).__name__}: {error}"
+    if isinstance(result, str | bytes):
+        return result
+    leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(result))
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def answers_of(seed: int) -> dict[str, Any]:
+    """What a commit makes of the chain of a seed; the error alone if it does not take the model."""
+    p, params, key = drawn(seed)[1], model(), jax.random.key(seed)
+    try:
+        raw = jax.jit(p.init)(params, key)
+    except (ValueError, TypeError) as error:
+        return {"init": f"{type(error).__name__}: {error}"}
+    grads = jax.tree.map(jnp.sin, params)
+    saved = flax.serialization.msgpack_serialize(jax.device_get(raw))
+    restored = flax.serialization.msgpack_restore(saved)
     return {
-        "init": digest(raw),
-        "apply": tried(show, lambda: p.apply(raw, key)),
-        "fold": tried(show, lambda: p.fold(raw)),
-        "update": tried(digest, lambda: p.update(raw, key)),
-        "rebase": tried(digest, lambda: p.rebase(raw)),
-        "json": tried(str, p.to_json),
+        "init": tried(lambda: raw),
+        "apply": tried(lambda: jax.jit(p.apply)(raw, key)),
+        "fold": tried(lambda: jax.jit(p.fold)(raw)),
+        "update": tried(lambda: jax.jit(p.update)(raw, jax.random.fold_in(key, 1), grads)),
+        "rebase": tried(lambda: jax.jit(p.rebase)(raw)),
+        "penalty": tried(lambda: jax.jit(p.penalty)(raw)),
+        "JSON": tried(p.to_json),
+        "JSON and back": tried(lambda: rpx.from_json(p.to_json()).to_json()),
+        "checkpoint": saved,
+        "checkpoint and back": tried(lambda: p.check(restored, params) or restored),
     }
 
 
-def distance(new: dict[str, str], old: dict[str, str]) -> float:
-    """The largest difference of two trees, in units of the largest entry of the array."""
+def answers(seeds: Seeds, step: int = 1) -> dict[int, Any]:
+    """What is made of the chains of these seeds."""
+    return {seed: answers_of(seed) for seed in range(*seeds)[::step]}
+
+
+def difference(new: Any, old: Any) -> str:
+    """In words how two answers differ; empty if they do not."""
+    if not isinstance(new, dict) or not isinstance(old, dict):
+        return "" if new == old else f"{old!r:.400} -> {new!r:.400}"
     if new.keys() != old.keys():
-        return float("inf")
-    found = [0.0]
-    for path in new:
-        a, b = (np.frombuffer(base64.b64decode(text[path]), np.float32) for text in (new, old))
-        if a.tobytes() != b.tobytes():  # zeros and NaN may be equal too
-            found.append(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) if a.shape == b.shape else float("inf"))
-    return max(found)
+        return f"without {sorted(old.keys() - new.keys())}, with {sorted(new.keys() - old.keys())}"
+    found: list[str] = []
+    for path, x in new.items():
+        y = old[path]
+        if (x.dtype, x.shape) != (y.dtype, y.shape):
+            found.append(f"{path} {y.dtype}{y.shape} -> {x.dtype}{x.shape}")
+        elif x.tobytes() != y.tobytes():
+            gap, size = np.abs(x.astype(np.float64) - y.astype(np.float64)), np.abs(y.astype(np.float64))
+            found.append(f"{path} by {np.max(gap):.1e} of {np.max(size):.1e}")
+    return "; ".join(found)
 
 
-def settings(text: str) -> Any:
-    """What the JSON of a chain says, in any order; or the error."""
-    return json.loads(text) if text.startswith("{") else text
+def from_other(source: Path, seeds: Seeds) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The answers of another commit, from its sources or its file, and those of this one."""
+    if source.is_file():
+        return pickle.loads(source.read_bytes()), answers(seeds)
+    if not (source / "reparax").is_dir():
+        raise SystemExit(f"{source} is neither a file of answers nor a folder with reparax.")
+    with tempfile.TemporaryDirectory() as folder:
+        # The other process begins with the last seed, so each compiles one half of the programs that are the same.
+        file, programs = Path(folder) / "answers", str(Path(folder) / "programs")
+        jax.config.update("jax_compilation_cache_dir", programs)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        shared = {"JAX_COMPILATION_CACHE_DIR": programs, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        command = [sys.executable, __file__, "--write", str(file), "--seeds", *map(str, seeds)]
+        with subprocess.Popen(command, env={**os.environ, **shared, "PYTHONPATH": str(source.resolve())}) as other:
+            here = answers(seeds)
+        if other.returncode:
+            raise SystemExit(f"{source} made no answers.")
+        return pickle.loads(file.read_bytes()), here
 
 
-def differing(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """For each method what is not as on file."""
-    new, old = ({**each, "json": settings(each.get("json", ""))} for each in (new, old))
-    pairs = {method: (new.get(method), old.get(method)) for method in {**new, **old}}
-    found: dict[str, Any] = {method: pair for method, pair in pairs.items() if pair[0] != pair[1]}
-    for method in ("apply", "fold"):
-        if all(isinstance(each, dict) for each in pairs.get(method, ())) and method in found:
-            found[method] = distance(*pairs[method])
-    return {method: what for method, what in found.items() if not (isinstance(what, float) and what <= NEAR)}
+def compare(source: Path, seeds: Seeds) -> bool:
+    """Prints how the answers differ; whether none does."""
+    (old, new), equal, answered = from_other(source, seeds), set[int](), collections.Counter[bool]()
+    differing = refused = 0
+    for seed, answer in new.items():
+        numbers, p = drawn(seed)
+        texts = {method: difference(answer.get(method), old[seed].get(method)) for method in {**old[seed], **answer}}
+        if lines := [f"\n  {method}: {text}" for method, text in texts.items() if text]:
+            differing += 1
+            print(seed, p, *lines)
+        elif len(answer) == 1:
+            refused += 1
+        else:
+            equal.update(numbers)
+            answered.update(isinstance(x, str) and x.startswith(("ValueError", "TypeError")) for x in answer.values())
+    print(f"{len(new)} chains: {len(new) - differing - refused} equal, {differing} differing, {refused} refused.")
+    print(f"The equal ones gave {answered[False]} equal answers, and {answered[True]} errors of the same text.")
+    print("Rows in none of them:", *(row for i, (_, row) in enumerate(ROWS) if i not in equal))
+    return not differing
 
 
-def main(file: Path, first: int = FIRST, last: int = LAST) -> None:
-    """Writes what is kept, or compares with what is on file."""
-    machine = f"jax {jax.__version__}, {platform.machine()}"
-    found = {str(seed): of_chain(seed) for seed in range(first, last)}
-    whole = sum(len(each) > 1 for each in found.values())
-    if not file.exists():
-        file.write_text(json.dumps({"machine": machine, "chains": found}, indent=0))
-        print(f"Wrote {len(found)} chains, of which {whole} have a raw tree, to {file}.")
-        return
-    old = json.loads(file.read_text())
-    differ = {seed: differing(each, old["chains"][seed]) for seed, each in found.items()}
-    differ = {seed: what for seed, what in differ.items() if what}
-    for seed, what in differ.items():
-        print(seed, chain(int(seed)), what)
-    print(f"{len(differ)} of {len(found)} chains differ, {whole} have a raw tree; {machine}, on file {old['machine']}.")
+def main() -> None:
+    """Compares with another commit, or writes what it is to be compared with."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--against", type=Path, help="the other commit's sources, or its answers in a file")
+    parser.add_argument("--write", type=Path, help="the file for the answers of the reparax that is imported")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 300), metavar=("FIRST", "END"))
+    given = parser.parse_args()
+    if given.write:
+        given.write.write_bytes(pickle.dumps(answers(given.seeds, -1)))
+    elif given.against:
+        sys.exit(not compare(given.against, tuple(given.seeds)))
+    else:
+        parser.error("pass --against or --write")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main()

@@ -13,6 +13,13 @@ from reparax._core.keys import key_of_use
 W = jnp.zeros((3, 2))
 
 
+def folded(key, text):
+    """The key of a text."""
+    for word in np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<u4"):
+        key = jax.random.fold_in(key, word)
+    return key
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
 def test_a_new_parameter_changes_no_other_draw(impl):
     key = jax.random.key(0, impl=impl)
@@ -30,15 +37,30 @@ def test_a_key_is_that_of_the_caller_with_64_bits_of_the_hashes_of_the_stage_and
         def apply_leaf(self, w, key):
             return w + jax.random.uniform(key, w.shape)
 
-    def folded(key, text):
-        for word in np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<u4"):
-            key = jax.random.fold_in(key, word)
-        return key
-
     key = jax.random.key(3, impl=impl)
     got = (Uniform() >> Uniform()).apply({"a": {"b": W}}, key)["a"]["b"]
     own = [folded(folded(key, f"{Uniform.kind}@{number}"), "a/b") for number in (1, 2)]
     np.testing.assert_array_equal(got, sum(jax.random.uniform(each, W.shape) for each in own))
+
+
+def test_an_update_draws_apart_from_the_start(key):
+    class Redrawn(rpx.Reparametrization):
+        raw_values = {"x": rpx.stage.main(), "drawn": rpx.stage.fixed()}
+
+        def draw_leaf(self, w, key):
+            return {"x": w, "drawn": jax.random.uniform(key, w.shape)}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+        def update_leaf(self, values, key):
+            return {"drawn": jax.random.uniform(key, values["x"].shape)}
+
+    p = Redrawn()
+    raw = p.init({"a": W}, key)
+    for tree, text in ((raw, "redrawn@1"), (p.update(raw, key), "redrawn.update@1")):
+        drawn = tree["a"]["@redrawn"]["@fixed"]["drawn"]
+        np.testing.assert_array_equal(drawn, jax.random.uniform(folded(folded(key, text), "a"), W.shape))
 
 
 def test_a_path_and_its_parts_are_drawn_apart(key):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from errors import raises, table
 
 import reparax as rpx
@@ -61,6 +62,33 @@ def test_a_chain_moves_to_another_one_with_its_values():
 
 def broken(**methods):
     return type("Broken", (UnitTogether,), methods)()
+
+
+@pytest.mark.parametrize(
+    ("verb", "formula", "text"),
+    [
+        (
+            "update",
+            lambda values: {place: {"n": held["n"].astype("float32")} for place, held in values.items()},
+            "update_arrays must return int32[] as 'n', like the raw value, but returns float32[]. Cast or reshape in "
+            "update_arrays.",
+        ),
+        (
+            "update",
+            lambda values: {"a": {"n": values["a"]["n"]}},
+            "update_arrays must return a dict with the new values of each of ['a', 'b', 'c'], but returns ['a'].",
+        ),
+        (
+            "penalty",
+            lambda values: values["b"]["x"],
+            "penalty_arrays must return one real number, but returns float32[2, 4]. Add up its entries.",
+        ),
+    ],
+)
+def test_what_a_method_returns_is_checked(verb, formula, text):
+    p = broken(**{f"{verb}_arrays": lambda self, values: formula(values)})
+    with raises(ValueError, f"Broken().{verb}: {text}"):
+        jax.eval_shape(lambda params: getattr(p, verb)(p.init(params)), PARAMS)
 
 
 def test_formulas_on_one_array_and_stacked_axes_are_refused():

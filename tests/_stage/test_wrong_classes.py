@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from errors import raises, table
 
 import reparax as rpx
@@ -128,6 +129,100 @@ def test_the_error_names_the_method_that_gave_the_values():
         "('bse',). Rename or add values in draw_leaf.",
     ):
         Misnamed().init({"w": jnp.ones(2)}, jax.random.key(0))
+
+
+class Counted(rpx.Reparametrization):
+    """Right as it is; the cases below write one of its methods wrongly."""
+
+    raw_values = {"x": rpx.stage.main(), "n": rpx.stage.fixed()}
+
+    def init_leaf(self, w):
+        return {"x": w, "n": jnp.zeros(2)}
+
+    def apply_leaf(self, values):
+        return values["x"]
+
+
+LIKE = "must return float32[2] as 'n', like the raw value, but returns"
+ONE = "must return one real number, but returns"
+DICT = "must return a dict of named arrays, but returns"
+OTHER = (
+    "must return values that the array has, ['n', 'x'], but returns 'm'. Let the start make that value, or correct the "
+    "name."
+)
+
+
+def shorter(values):
+    return {"n": values["n"][:1]}
+
+
+WRONG_RESULTS = {
+    "update_leaf, shape": (shorter, f"{LIKE} float32[1]. Cast or reshape in update_leaf."),
+    "update_leaf, dtype": (
+        lambda values: {"n": values["n"].astype("float16")},
+        f"{LIKE} float16[2]. Cast or reshape in update_leaf.",
+    ),
+    "update_leaf, number": (lambda values: {"n": 0.0}, f"{LIKE} float. Cast or reshape in update_leaf."),
+    "update_leaf, name": (lambda values: {"m": values["n"]}, OTHER),
+    "update_leaf, nothing": (lambda values: None, f"{DICT} NoneType."),
+    "rebase_leaf, shape": (shorter, f"{LIKE} float32[1]. Cast or reshape in rebase_leaf."),
+    "rebase_leaf, name": (lambda values: {"m": values["n"]}, OTHER),
+    "rebase_leaf, array": (lambda values: values["n"], f"{DICT} float32[2]."),
+    "penalty_leaf, shape": (lambda values: values["n"], f"{ONE} float32[2]. Add up its entries."),
+    "penalty_leaf, complex": (lambda values: jax.lax.complex(*values["n"]), f"{ONE} complex64[]. Add up its entries."),
+    "penalty_leaf, nothing": (lambda values: None, f"{ONE} NoneType. Add up its entries."),
+    "log_det_leaf, shape": (lambda values: values["n"], f"{ONE} float32[2]. Add up its entries."),
+}
+
+
+@pytest.mark.parametrize("stacked", [(), 0])
+@pytest.mark.parametrize("case", WRONG_RESULTS)
+def test_what_a_method_returns_is_checked(case, stacked):
+    method, formula, text = case.partition(",")[0], *WRONG_RESULTS[case]
+    cls = type("Miscounted", (Counted,), {method: lambda self, values: formula(values)})
+    p, verb = cls(stacked=stacked), method.removesuffix("_leaf")
+    where = "" if stacked == () else "stacked=0"
+    with raises(ValueError, f"Miscounted({where}).{verb} at 'w': {method} {text}"):
+        jax.eval_shape(lambda w: getattr(p, verb)(p.init({"w": w})), jnp.ones((3, 3)))
+
+
+def test_the_mean_is_checked_by_its_name():
+    class Jumps(Counted):
+        stochastic = True
+
+        def apply_leaf(self, values, key):
+            return values["x"]
+
+        def mean_leaf(self, values):
+            return values["x"][:1]
+
+    with raises(
+        ValueError,
+        "Jumps().init at 'w': mean_leaf must return float32[2, 3], like the model's array, but returns float32[1, 3]. "
+        "Cast or reshape in mean_leaf, or set `changes_type = True` in the class.",
+    ):
+        Jumps().init({"w": jnp.ones((2, 3))})
+
+
+def test_what_is_flat_is_said_for_each_number():
+    class Flat(rpx.stage.Constraint):
+        def init_leaf(self, w):
+            return {"x": w}
+
+        def apply_leaf(self, values):
+            return values["x"]
+
+        def flat_leaf(self, w):
+            return jnp.sum(w)
+
+    class FlatRows(Flat):
+        def flat_leaf(self, w):
+            return w[:, 0] > 0
+
+    text = "flat_leaf must return booleans in a shape that broadcasts to (2, 3), but returns"
+    for p, got in ((Flat(), "float32[]"), (FlatRows(), "bool[2]")):
+        with raises(ValueError, f"{p}.init at 'w': {text} {got}. Correct flat_leaf."):
+            p.init({"w": jnp.ones((2, 3))})
 
 
 def test_a_formula_of_matrices_on_a_vector():

@@ -1,5 +1,6 @@
 """Volumes: against the determinant of the Jacobian."""
 
+import dataclasses
 import doctest
 
 import jax
@@ -145,6 +146,144 @@ def test_gradients_are_those_of_the_formula():
     p = rpx.Positive("exp")
     grads = jax.grad(p.log_det)(p.init({"w": jnp.exp(normal(4))}))
     np.testing.assert_allclose(grads["w"]["@positive"]["x"], 1.0)
+
+
+# ---- pairs of stages
+
+ELEMENTWISE = {
+    "positive": rpx.Positive("exp"),
+    "bounded": rpx.Bounded(-2, 3),
+    "own functions": rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
+    "scale": rpx.Scale(-0.5),
+}
+WITH_DEPENDENT_ENTRIES = {
+    "simplex": rpx.numbers.Simplex(),
+    "definite": rpx.matrices.PositiveDefinite(),
+    "symmetric": rpx.matrices.Symmetric(),
+    "skew": rpx.matrices.Skew(),
+    "triangular": rpx.matrices.Triangular(),
+    "diagonal": rpx.matrices.Diagonal(),
+    "circulant": rpx.matrices.Circulant(),
+    "toeplitz": rpx.matrices.Toeplitz(),
+}
+
+
+def on_w(p, shape=(3, 3)):
+    """The stages of a pair on one matrix, and raw values of it."""
+    p = rpx.Chain(tuple(dataclasses.replace(stage, where="w") for stage in p))
+    types = jax.eval_shape(p.init, {"w": jax.ShapeDtypeStruct(shape, np.dtype(float))})
+    return p, jax.tree.map(lambda x: normal(*x.shape).astype(x.dtype), types)
+
+
+def distinct_rows(jacobian):
+    """One row for each free entry: neither zeros nor, up to its sign, a row that was there before."""
+    rows = np.asarray(jacobian).reshape(-1, jacobian.shape[-1])
+    signs = np.sign(rows[np.arange(len(rows)), (rows != 0).argmax(1)])
+    rows = (signs[:, None] * rows)[signs != 0]
+    return rows[np.unique(np.round(rows, 9), axis=0, return_index=True)[1]]
+
+
+def test_a_volume_of_two_stages_is_that_of_the_jacobian_to_the_free_entries():
+    pairs = {
+        (a, b): on_w(ELEMENTWISE[a] >> second)
+        for a in ELEMENTWISE
+        for b, second in (ELEMENTWISE | WITH_DEPENDENT_ENTRIES).items()
+    }
+
+    def volume_and_jacobian(p, raw):
+        (x,), treedef = jax.tree.flatten(raw)
+
+        def entries(flat):
+            raw = treedef.unflatten([flat.reshape(x.shape)])
+            w = p.fold(raw)["w"]
+            if not isinstance(p[1], rpx.numbers.Simplex):
+                return w
+            read = p[:1].fold({"w": raw["w"]["@simplex"]["x"]})["w"]
+            return jnp.concatenate([w[..., :-1], jax.nn.logsumexp(read, -1, keepdims=True)], -1)
+
+        unread = entries(x.reshape(-1))[..., -1] if isinstance(p[1], rpx.numbers.Simplex) else None
+        return p.log_det(raw), jax.jacobian(entries)(x.reshape(-1)), unread
+
+    with jax.enable_x64():
+        pairs = {name: (p, jax.tree.map(np.float64, raw)) for name, (p, raw) in pairs.items()}
+        found = jax.jit(lambda raws: {n: volume_and_jacobian(pairs[n][0], raw) for n, raw in raws.items()})(
+            {name: raw for name, (_, raw) in pairs.items()}
+        )
+    for name, (volume, jacobian, unread) in found.items():
+        density = 0 if unread is None else stats.norm.logpdf(unread).sum()
+        want = np.linalg.slogdet(distinct_rows(jacobian))[1] + density
+        np.testing.assert_allclose(volume, want, rtol=1e-9, atol=1e-9, err_msg=str(name))
+
+
+@pytest.mark.parametrize("a", WITH_DEPENDENT_ENTRIES)
+def test_no_volume_counts_entries_that_follow_from_others(a):
+    first, refused = WITH_DEPENDENT_ENTRIES[a], set()
+    for b, second in (ELEMENTWISE | WITH_DEPENDENT_ENTRIES).items():
+        try:
+            p, raw = on_w(first >> second)
+        except ValueError:  # the raw values of the second stage are not what the first one makes
+            continue
+        with pytest.raises(ValueError, match=r"expected entries that are all free, but some of those that "):
+            jax.eval_shape(p.log_det, raw)
+        refused.add(b)
+    assert refused == {*ELEMENTWISE, *(WITH_DEPENDENT_ENTRIES if a == "simplex" else ["simplex"])}
+
+
+def test_stacked_matrices_follow_from_fewer_numbers_too_and_matrices_of_one_entry_do_not():
+    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.Scale(2.0), (2, 3, 3))
+    with pytest.raises(ValueError, match="all free"):
+        jax.eval_shape(p.log_det, raw)
+    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.Scale(2.0), (2, 1, 1))
+    np.testing.assert_allclose(p.log_det(raw), 2 * np.log(2), rtol=1e-6)
+
+
+def test_a_stage_on_frozen_entries_does_not_count():
+    p = rpx.Freeze(where="a") >> rpx.matrices.Symmetric(where="a") >> rpx.Scale(2.0)
+    raw = init(p, {"a": normal(3, 3), "b": normal(5)})
+    np.testing.assert_allclose(jax.jit(p.log_det)(raw), 5 * np.log(2), rtol=1e-6)
+
+
+class Embedded(rpx.Reparametrization):
+    """Complex numbers without imaginary parts."""
+
+    def init_leaf(self, w):
+        return {"x": w.real}
+
+    def apply_leaf(self, values):
+        return jax.lax.complex(values["x"], jnp.zeros_like(values["x"]))
+
+    def log_det_leaf(self, values):
+        return jnp.zeros(())
+
+
+class Polar(rpx.Reparametrization):
+    """Polar coordinates of pairs of numbers."""
+
+    raw_values = {"radius": rpx.stage.main(), "angle": rpx.stage.aux()}
+
+    def init_leaf(self, w):
+        return {"radius": jnp.hypot(w[0], w[1]), "angle": jnp.arctan2(w[1], w[0])}
+
+    def apply_leaf(self, values):
+        return values["radius"][None] * jnp.stack([jnp.cos(values["angle"]), jnp.sin(values["angle"])])
+
+    def log_det_leaf(self, values):
+        return jnp.sum(jnp.log(jnp.abs(values["radius"])))
+
+
+class Many(Polar):
+    """Polar coordinates of an author who forgot to add up."""
+
+    def log_det_leaf(self, values):
+        return jnp.log(jnp.abs(values["radius"]))
+
+
+def test_a_bijection_of_two_values_comes_before_another_stage():
+    p = rpx.Positive("exp", where="w") >> Polar(where="w") >> rpx.Scale(2.0, where="w")
+    raw = init(p, {"w": normal(2, 3)})
+    node = raw["w"]["@scale"]["x"]["@polar"]
+    want = 2 * np.sum(node["radius"]["@positive"]["x"]) + 6 * np.log(2)  # the slope of the exponential, and the radius
+    np.testing.assert_allclose(jax.jit(p.log_det)(raw), want, rtol=1e-5)
 
 
 def traced(p, params):

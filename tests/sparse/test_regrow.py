@@ -99,6 +99,24 @@ def test_set_drops_the_smallest_and_grows_at_random():
     np.testing.assert_allclose(counts, 32 / 224, atol=4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500))
 
 
+def test_set_grows_at_random_under_the_key_of_init_too():
+    p, w = rpx.sparse.SET(0.75, drop=0.5), normal(16, 16)
+
+    @jax.jit
+    @jax.vmap
+    def masks(key):
+        raw = p.init({"w": w}, key)
+        return tuple(each["w"]["@set"]["@fixed"]["mask"] != 0 for each in (raw, p.update(raw, key)))
+
+    first, second = map(np.asarray, masks(jax.random.split(jax.random.key(2), 500)))
+    sizes = np.where(first, np.abs(w), np.inf)
+    dropped = sizes <= np.sort(sizes.reshape(500, -1))[:, 31].reshape(-1, 1, 1)
+    np.testing.assert_array_equal(dropped.sum((1, 2)), 32)
+    # Of 224 places, 32 that were dropped and 192 that were empty, 32 grow: 500 draws, 4.5 standard errors.
+    share = second[dropped].mean()
+    assert abs(share - 32 / 224) < 4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500 / 32)
+
+
 def test_without_what_an_update_reads_the_mask_stays():
     for p, given in (
         (rpx.sparse.RigL(0.5), {"key": jax.random.key(1)}),
@@ -261,6 +279,50 @@ def test_errors():
         "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
     ):
         rpx.sparse.RigL(count=5).init({"w": np.ones((2, 2), np.float32)}, jax.random.key(0))
+
+
+class Halved(rpx.Perturbation):
+    """In place, and not by its mean the array."""
+
+    def apply_leaf(self, w, key):
+        return w * jax.random.bernoulli(key, 0.5, w.shape).astype(w.dtype)
+
+    def mean_leaf(self, w):
+        return w / 2
+
+
+@pytest.mark.parametrize("first", [rpx.Cast("bfloat16"), Halved(), rpx.norms.MaxNorm(1.0)], ids=lambda p: p.kind)
+@pytest.mark.parametrize(
+    ("later", "name"),
+    [(rpx.sparse.SET(0.5), "set/w"), (rpx.sparse.RigL(0.5), "rigl/w"), (rpx.Orthogonal(), "orthogonal/x")],
+    ids=["set", "rigl", "orthogonal"],
+)
+def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_tree(first, later, name):
+    """It would be cast, halved or shortened once more in each update."""
+    p, key = first >> later, jax.random.key(0)
+    verb = "rebase" if name == "orthogonal/x" else "update"
+
+    def advance(params):
+        raw = p.init(params, key)
+        return p.rebase(raw) if verb == "rebase" else p.update(raw, key, params)
+
+    with raises(
+        ValueError,
+        f"{verb} changed 'w/@{name}', but cannot write it to the raw tree: an earlier stage computes that value. Put "
+        f"that stage later in the chain.",
+    ):
+        jax.eval_shape(advance, {"w": np.ones((4, 4), np.float32)})
+
+
+@pytest.mark.parametrize(
+    "p",
+    [rpx.MagnitudePrune(0.5), rpx.MagnitudePrune(0.5, axis=-1), rpx.sparse.NofM(2, 4), rpx.sparse.GlobalPrune(0.5)],
+    ids=lambda p: repr(p),
+)
+def test_a_mask_keeps_its_dtype_where_the_weights_are_cast(p):
+    p = rpx.Cast("bfloat16") >> p
+    before, after = jax.eval_shape(lambda params: (p.init(params), p.update(p.init(params))), {"w": normal(4, 4)})
+    assert before == after
 
 
 @pytest.mark.parametrize(

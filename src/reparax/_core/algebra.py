@@ -136,7 +136,8 @@ class Parametrization(Static, ABC):
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
-          key: For stages that draw random numbers, such as :class:`SET`. Without a key they do nothing.
+          key: For stages that draw random numbers, such as :class:`SET`, a new one for each update; that of ``init`` or
+            ``apply`` gives other numbers here. Without a key they do nothing.
           grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
             effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
             Without ``grads`` these stages do nothing.
@@ -190,11 +191,13 @@ class Parametrization(Static, ABC):
         values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
         own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
         matrix. A symmetric matrix counts its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has
-        one raw value too many, adds the density of a number on which the weights do not depend. Noise is replaced by
-        its mean, and frozen values do not count.
+        one raw value too many, adds the density of a number on which the weights do not depend. A stage after one of
+        these would count entries that follow from others, so it is refused; before them it acts on free values. Noise
+        is replaced by its mean, and frozen values do not count.
 
         Raises:
-          ValueError: If a stage is not a bijection, or does not define its log-determinant; the error names it.
+          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that follow
+            from others, or if a part of its values is frozen; the error names it.
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx

@@ -1,7 +1,7 @@
 """Random keys: one for each random stage and each array. Only this file splits keys.
 
-A draw depends only on the key, the array's path, the stage's kind, and the stage's number among the stages of that
-kind on the array. It does not depend on how many arrays there are, or on what other stages do.
+A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
+the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
 """
 
 import functools

@@ -7,7 +7,7 @@ the raw values, the path by which it draws. The sites of one stage are a *layer*
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -215,7 +215,8 @@ class Layer:
             return tree
         seeds = [str(site.seed) for site in self.sites]
         numbers = keys.numbers(self.stage.kind, seeds) if "key" in reads else []
-        site_keys = keys.of_sites(self.stage.kind, list(zip(numbers, seeds, strict=False)))
+        # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
+        site_keys = keys.of_sites(f"{self.stage.kind}.update", list(zip(numbers, seeds, strict=False)))
         arrays = dict(tree.arrays)
         for i, site in enumerate(self.sites):
             with locate_errors(self.who_at(site)):
@@ -234,19 +235,18 @@ class Layer:
 
     def penalty(self, tree: Flat) -> Array:
         """The sum of the penalties."""
-        return self._total("penalty", tree, lambda _: True)
+        return self._total("penalty", tree)
 
-    def log_det(self, tree: Flat, is_free: Callable[[Names], bool]) -> Array:
-        """The sum of the log-determinants over the sites that hold values that train, by their places."""
-        return self._total("log_det", tree, is_free)
+    def log_det(self, tree: Flat) -> Array:
+        """The sum of the log-determinants."""
+        return self._total("log_det", tree)
 
-    def _total(self, formula: str, tree: Flat, counts: Callable[[Names], bool]) -> Array:
-        """The sum of a formula over the sites of which ``counts`` holds for the place of an array."""
+    def _total(self, formula: str, tree: Flat) -> Array:
+        """The sum of a formula over the sites."""
         totals: list[Array] = []
         for site in self.sites:
-            if any(counts(spot.place) for spot in site.spots.values()):
-                with locate_errors(self.who_at(site)):
-                    totals.append(jnp.sum(site.number_of(formula, site.values_at(tree.arrays))))
+            with locate_errors(self.who_at(site)):
+                totals.append(jnp.sum(site.number_of(formula, site.values_at(tree.arrays))))
         return add_up(totals)
 
 

@@ -20,6 +20,7 @@ from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._numerics.inlined import inlined
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.leaf import Reparametrization
+from reparax._tree.paths import describe, is_array
 
 
 def is_known(w: Array) -> bool:
@@ -52,6 +53,12 @@ def _within(x: Array, projection: Array, units: float | Array) -> Array:
 def _all_finite(w: Array) -> Array:
     """Whether no number is NaN or infinite."""
     return jnp.all(jnp.isfinite(w))
+
+
+def _broadcasts(flat: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an array is boolean, and its shape broadcasts to another one."""
+    is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
+    return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
 def _as_floating(w: Array) -> Array:
@@ -219,6 +226,11 @@ class Constraint(Reparametrization):
     def _refuse_flat(self, w: Array) -> str | None:
         """Why ``init`` refuses known numbers where the map is flat, or None."""
         flat = self.flat_leaf(w)
+        if not _broadcasts(flat, w.shape):
+            return (
+                f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
+                f"{describe(flat)}. Correct flat_leaf."
+            )
         if not is_known(flat) or not jnp.any(flat):
             return None
         count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))

@@ -21,14 +21,16 @@ from reparax._tree.paths import has_symbols
 def open_values(at: Arrangement, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array, after a check that the formulas fit each other."""
     values = call_once_per_type(_init_values, at, w, key)
-    require_named_arrays("draw_leaf" if at.stage._draws else "init_leaf", values, at.stage.raw_values)
+    start = "draw_leaf" if at.stage._draws else "init_leaf"
+    formula = "mean_leaf" if at.stage.stochastic else "apply_leaf"
+    require_named_arrays(start, values, at.stage.raw_values)
     try:
         effective = call_remembered(_closed_type, at, types_under(values))
     except KeyError as error:
         names = ", ".join(map(repr, values))
-        raise ValueError(f"apply_leaf reads a value {error}, but init_leaf returns only {names}.") from error
+        raise ValueError(f"{formula} reads a value {error}, but {start} returns only {names}.") from error
     if not at.stage.changes_type:
-        require_type("apply_leaf", effective, w)
+        require_type(formula, effective, w)
     return values
 
 

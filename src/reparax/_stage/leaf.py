@@ -126,6 +126,10 @@ class Reparametrization(Leafwise):
       {'bias': (12, 4), 'kernel': {'@weight_norm': {'g': (12, 1, 4), 'v': (12, 8, 4)}}}
     """
 
+    overcomplete: ClassVar[bool] = False
+    """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
+    ``Simplex``, which add up to 1."""
+
     _planner: ClassVar[type[Planner]] = OnArrays
     _update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update_leaf`` takes after the values: ``"grad"``, ``"key"``, both or none."""
@@ -195,15 +199,19 @@ class Reparametrization(Leafwise):
         raise TypeError(f"{type(self).__name__} is stochastic, but defines no mean_leaf(values). Define it.")
 
     def penalty_leaf(self, values: dict[str, Array]) -> Array:
-        """The penalty for the raw values of one array, such as a KL divergence from a prior, to add to the loss."""
+        """The penalty for the raw values of one array, such as a KL divergence from a prior, to add to the loss.
+
+        The result is one number.
+        """
         del values
         return jnp.zeros(())
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         r"""The logarithm of the absolute determinant of the derivative of ``apply_leaf``, if that is a bijection.
 
-        A stage that defines it has :meth:`Parametrization.log_det`, which samplers need. If entries of an array follow
-        from the others, as in a symmetric matrix, leave them out of the derivative.
+        A stage that defines it has :meth:`Parametrization.log_det`, which samplers need. The result is one number. If
+        entries of an array follow from the others, as in a symmetric matrix, leave them out of the derivative; no later
+        stage of the chain can then have a log-determinant.
 
         Example:
           The Cholesky factor L of a correlation matrix: its rows have length 1, so the entries below its diagonal are
@@ -243,7 +251,8 @@ class Reparametrization(Leafwise):
     def update_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The new fixed values after one training step, from the current values, as computed by earlier stages.
 
-        It must not return free values, unless the class sets ``moves_weights = True``.
+        It must not return free values, unless the class sets ``moves_weights = True``, and none of another shape or
+        dtype.
 
         The formula is ``update_leaf(values)``. It may also take ``grad``, the gradient of the loss with respect to the
         effective array, and ``key``: ``update_leaf(values, grad, key)``. Then it is called only if the caller passes
@@ -253,7 +262,7 @@ class Reparametrization(Leafwise):
         return {}
 
     def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        """Raw values of the same effective array, with the base, if there is one, at the current point."""
+        """Raw values of the same effective array and of the same types, with the base at the current point."""
         return values
 
     @property

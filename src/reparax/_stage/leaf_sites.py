@@ -12,7 +12,7 @@ from reparax._numerics.arithmetic import is_inexact, widened
 from reparax._stage.arrangement import Arrangement
 from reparax._stage.formulas import close_array, close_at_random, open_values
 from reparax._stage.remembered import call_once_per_type, inlined_per_type
-from reparax._stage.several import require_fixed
+from reparax._stage.several import require_kept, require_number, require_update
 from reparax._tree.markers import require_type
 
 
@@ -85,18 +85,29 @@ class FromValues(OneArray):
         names = stage._update_reads
 
         def update_one(values_of_one: dict[str, Array], *read_values: Any) -> dict[str, Array]:
-            return stage.update_leaf(values_of_one, **dict(zip(names, read_values, strict=True)))
+            new_values = stage.update_leaf(dict(values_of_one), **dict(zip(names, read_values, strict=True)))
+            require_update("update_leaf", stage, values_of_one, new_values)
+            return new_values
 
-        new = at.over(update_one)(values["w"], *(arguments[name] for name in names))
-        require_fixed("update_leaf", stage, {"w": new})
-        return {"w": new}
+        return {"w": at.over(update_one)(values["w"], *(arguments[name] for name in names))}
 
     def rebase(self, values: SiteValues) -> SiteValues:
-        return {"w": self.arrangement.over(self.stage.rebase_leaf)(values["w"])}
+        def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
+            new_values = self.stage.rebase_leaf(dict(values_of_one))
+            require_kept("rebase_leaf", values_of_one, new_values)
+            return new_values
+
+        return {"w": self.arrangement.over(rebase_one)(values["w"])}
 
     def number_of(self, formula: str, values: SiteValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
-        return self.arrangement.over(getattr(self.stage, f"{formula}_leaf"))(wide)
+
+        def number_of_one(values_of_one: dict[str, Array]) -> Array:
+            number = getattr(self.stage, f"{formula}_leaf")(values_of_one)
+            require_number(f"{formula}_leaf", number)
+            return number
+
+        return self.arrangement.over(number_of_one)(wide)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from reparax._tree.markers import require_named_arrays, require_type
+from reparax._tree.paths import describe, is_array
 from reparax._tree.values import value_of
 
 Leaves = dict[str, dict[str, Array]]
@@ -49,13 +51,36 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any])
         )
 
 
-def require_fixed(method: str, stage: Any, new_values: Leaves) -> None:
-    """Requires that only fixed values change in a training step, unless the stage moves weights."""
-    names = {name for values_of_one in new_values.values() for name in values_of_one}
-    free_names = sorted(name for name in names if not value_of(stage.raw_values, name).fixed)
+def require_kept(method: str, values: Mapping[str, Array], new_values: Any) -> None:
+    """Requires new values of one array under names that it has, each of the type that it had."""
+    if not isinstance(new_values, Mapping):
+        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(new_values)}.")
+    for name, new_value in new_values.items():
+        if name not in values:
+            raise ValueError(
+                f"{method} must return values that the array has, {sorted(values)}, but returns {name!r}. Let the "
+                f"start make that value, or correct the name."
+            )
+        if describe(new_value) != describe(values[name]):
+            raise ValueError(
+                f"{method} must return {describe(values[name])} as {name!r}, like the raw value, but returns "
+                f"{describe(new_value)}. Cast or reshape in {method}."
+            )
+
+
+def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
+    """Requires that only fixed values change in a training step, unless the stage moves weights, and no types."""
+    require_kept(method, values, new_values)
+    free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)
     if free_names and not stage.moves_weights:
         fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
         raise ValueError(
             f"{method} gives {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
             f"optimizer, or set `moves_weights = True`."
         )
+
+
+def require_number(method: str, number: Any) -> None:
+    """Requires one real number."""
+    if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
+        raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")

@@ -14,7 +14,7 @@ from reparax._core.layers import Layer, Site, SiteValues
 from reparax._core.planner import Planner, rewrites
 from reparax._stage.leaf import Reparametrization
 from reparax._stage.on_arrays import OnArrays
-from reparax._stage.several import Leaves, require_fixed, require_start
+from reparax._stage.several import Leaves, require_names, require_number, require_start, require_update
 from reparax._tree.flat import Flat
 from reparax._tree.paths import path_text
 
@@ -42,12 +42,18 @@ class _All(Site):
 
     def update(self, values: SiteValues, grads: Mapping[str, Any], key: Array | None) -> SiteValues:
         del grads, key
-        new_values = self.stage.update_arrays(values)
-        require_fixed("update_arrays", self.stage, new_values)
+        new_values = self.stage.update_arrays({place: dict(values_of_one) for place, values_of_one in values.items()})
+        require_names("update_arrays", "the new values of", new_values, values)
+        for place, new_values_of_one in new_values.items():
+            require_update("update_arrays", self.stage, values[place], new_values_of_one)
         return new_values
 
     def number_of(self, formula: str, values: SiteValues) -> Array:
-        return self.stage.penalty_arrays(values) if formula == "penalty" else super().number_of(formula, values)
+        if formula != "penalty":
+            return super().number_of(formula, values)
+        penalty = self.stage.penalty_arrays(values)
+        require_number("penalty_arrays", penalty)
+        return penalty
 
 
 class _OnAll(OnArrays):

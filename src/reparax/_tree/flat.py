@@ -99,7 +99,9 @@ def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool)
     old, new = old_tree.arrays, new_tree.arrays
     changed = {at: x for at, x in new.items() if at not in old or (x is not old[at] and not is_empty(x))}
     fresh = {at: x for at, x in changed.items() if free or FIXED in at}
-    if lost := sorted(fresh.keys() - raw.arrays.keys()):
+    # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
+    in_place = {at for at in fresh if FIXED not in at and at in raw.arrays and raw.arrays[at] is not old[at]}
+    if lost := sorted(in_place | (fresh.keys() - raw.arrays.keys())):
         raise ValueError(
             f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
             f"computes that value. Put that stage later in the chain."

@@ -57,6 +57,7 @@ class Simplex(Constraint):
     along: Axis = argument(check_one_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
+    overcomplete: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 1
     by_roles: ClassVar[Any] = {"along": VECTORS}
     dtypes: ClassVar[Any] = jnp.floating

@@ -73,15 +73,15 @@ class GlobalPrune(Together):
         return {place: apply_mask(masked) for place, masked in values.items()}
 
     def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
-        masks = self._find_masks([masked["w"] for masked in values.values()])
-        return {place: {"mask": mask} for place, mask in zip(values, masks, strict=True)}
+        kept = self._find_largest([masked["w"] for masked in values.values()])
+        masks = ((place, kept[i].astype(masked["mask"].dtype)) for i, (place, masked) in enumerate(values.items()))
+        return {place: {"mask": mask} for place, mask in masks}
 
-    def _find_masks(self, weights: list[Array]) -> list[Array]:
-        """Masks of the largest weights of all arrays; raises an error if there are too few weights."""
+    def _find_largest(self, weights: list[Array]) -> list[Array]:
+        """Which are the largest weights of all arrays; raises an error if there are too few weights."""
         scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
         if (wrong := _amount.count_error(self, scores.size)) is not None:
             raise ValueError(wrong)
         flags = largest(scores, _amount.count_left(self, scores.size))
         ends = np.cumsum([w.size for w in weights])
-        parts = [flags[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
-        return [mask_values(w, part)["mask"] for w, part in zip(weights, parts, strict=True)]
+        return [flags[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]

@@ -130,4 +130,4 @@ class NofM(Constraint):
         return apply_mask(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"mask": self.init_leaf(values["w"])["mask"]}
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}

@@ -106,7 +106,7 @@ class MagnitudePrune(_Prune):
         return self._masking(w, _slice_scores(w, self.axis, self.order))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        return {"mask": self.init_leaf(values["w"])["mask"]}
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
 
 class RandomPrune(_Prune):

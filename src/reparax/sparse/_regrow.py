@@ -71,7 +71,8 @@ class _Regrow(Constraint):
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
-        return mask_values(jnp.where(grown & ~active, jnp.zeros_like(w), w), survivors | grown)
+        mask = (survivors | grown).astype(values["mask"].dtype)
+        return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
 
 
 class RigL(_Regrow):
@@ -129,8 +130,8 @@ class SET(_Regrow):
     r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
     Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
-    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Without a key
-    the mask stays. Call it once per epoch, or about once in a hundred steps.
+    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each update
+    needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPrune`.
@@ -149,7 +150,7 @@ class SET(_Regrow):
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.sparse.SET(0.5, drop=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
-      >>> p.update(raw, jax.random.key(0))["w"]["@set"]["@fixed"]["mask"].sum()
+      >>> p.update(raw, jax.random.key(1))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)
 
     References:
