@@ -33,7 +33,8 @@ PROGRAMS = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", Path(sys.prefix) / "
 MOST_PROGRAMS = 50_000  # about five times what one version of the tests compiles, and 0.5 GB
 SIZE_OF_A_PROGRAM = 350_000
 MEMORY_OF_PROGRAMS = 500_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
-MOST_OF_A_TEST = 30  # three times what a test should need, as it depends on the order what others have left
+ENOUGH_FOR_A_TEST = 10  # programs
+MOST_OF_A_TEST = 60  # as it depends on the order how many operations without ``jit`` others have left
 WARM = 300  # programs, from which on that depends little on the order; and tests that are picked out have none
 YOUNG_OBJECTS = 100_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
@@ -99,14 +100,13 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield
     picked = item.config.getoption("keyword") or any("::" in each for each in item.config.args)
     if before >= WARM and not picked and item.get_closest_marker("thorough") is None:
-        mark = item.get_closest_marker("programs")
-        refuse_many(COMPILED.number - before, mark.args[0] if mark else MOST_OF_A_TEST)
+        refuse_many(COMPILED.number - before)
 
 
-def refuse_many(programs: int, most: int = MOST_OF_A_TEST) -> None:
-    if programs > most:
+def refuse_many(programs: int) -> None:
+    if programs > MOST_OF_A_TEST:
         pytest.fail(
-            f"This test compiled {programs} programs. A quick one takes {MOST_OF_A_TEST // 3}, and {MOST_OF_A_TEST} at "
+            f"This test compiled {programs} programs. A quick one takes {ENOUGH_FOR_A_TEST}, and {MOST_OF_A_TEST} at "
             "the most: pass arrays of numpy, put steps into one `jax.jit`, and many cases into one program, or mark it "
             "thorough.",
             pytrace=False,

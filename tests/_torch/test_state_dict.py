@@ -19,8 +19,6 @@ from grids import mostly_thorough
 
 import reparax as rpx
 
-pytestmark = pytest.mark.programs(50)  # files are read into numbers that are known
-
 
 def numbers(*shape, dtype=np.float32, start=1):
     return (start + np.arange(np.prod(shape, dtype=int))).reshape(shape).astype(dtype)

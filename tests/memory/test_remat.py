@@ -704,7 +704,9 @@ def checked(f, *args):
     return str(jax.jit(checkify.checkify(f, errors=CHECKS))(*args)[0].get())
 
 
-@pytest.mark.parametrize("f", CHECKED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "f", mostly_thorough(CHECKED, of_negative_weights, by_a_check, after_a_stage), ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("way", mostly_thorough(WAYS, "gradient"))
 def test_checkify_finds_what_it_finds_in_the_plain_function(way, f):
     args = normal(3, 3), normal(2, 3, seed=1)
