@@ -154,8 +154,9 @@ class NofM(Constraint):
         return apply_mask(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        mask = self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)
-        return {"mask": mask} if self.fit == "magnitude" else {}
+        if self.fit != "magnitude":
+            return {}
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
     def _keep_n_of_m(self, scores: Array) -> Array:
         """Which scores are among the n largest of their m."""

@@ -154,8 +154,9 @@ class MagnitudePrune(_Prune):
         return choose_better_start(self, read, w, from_data, self._masking(w, jnp.abs(widened(w))))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
-        mask = self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)
-        return {"mask": mask} if self.fit == "magnitude" else {}
+        if self.fit != "magnitude":
+            return {}
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
     def _keep_of_each_output(self, scores: Array, read: Read) -> Array:
         """Which scores are among the largest of their output."""
