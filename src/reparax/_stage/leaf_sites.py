@@ -94,7 +94,7 @@ class FromValues(OneArray):
     def rebase(self, values: SiteValues) -> SiteValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.stage.rebase_leaf(dict(values_of_one))
-            require_kept("rebase_leaf", values_of_one, new_values)
+            require_kept("rebase_leaf", self.stage, values_of_one, new_values)
             return new_values
 
         return {"w": self.arrangement.over(rebase_one)(values["w"])}

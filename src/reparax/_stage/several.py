@@ -51,11 +51,13 @@ def require_names(method: str, what: str, result: Any, names: Mapping[str, Any])
         )
 
 
-def require_kept(method: str, values: Mapping[str, Array], new_values: Any) -> None:
+def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires new values of one array under names that it has, each of the type that it had."""
     if not isinstance(new_values, Mapping):
         raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(new_values)}.")
     for name, new_value in new_values.items():
+        if name not in values and name in stage.raw_values:
+            raise KeyError(name)  # the raw tree lacks it
         if name not in values:
             raise ValueError(
                 f"{method} must return values that the array has, {sorted(values)}, but returns {name!r}. Let the "
@@ -70,7 +72,7 @@ def require_kept(method: str, values: Mapping[str, Array], new_values: Any) -> N
 
 def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires that only fixed values change in a training step, unless the stage moves weights, and no types."""
-    require_kept(method, values, new_values)
+    require_kept(method, stage, values, new_values)
     free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)
     if free_names and not stage.moves_weights:
         fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
