@@ -151,11 +151,11 @@ def test_noise_has_the_switch_of_dropout() -> None:
     plain = np.asarray(model()(X))
     assert np.abs(np.asarray(wrapped(X)) - plain).max() > 1e-2
     wrapped.eval()
-    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5)
+    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5, atol=1e-6)
     wrapped.train()
     assert np.abs(np.asarray(wrapped(X)) - plain).max() > 1e-2
     wrapped.deterministic = True
-    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5)
+    np.testing.assert_allclose(wrapped(X), plain, rtol=1e-5, atol=1e-6)
     assert wrapped.set_view(deterministic=False, rate=1) == {"rate": 1}
     assert not wrapped.deterministic
 
@@ -163,7 +163,9 @@ def test_noise_has_the_switch_of_dropout() -> None:
 def test_methods_and_attributes_are_those_of_the_model() -> None:
     wrapped = rpx.nnx.Parametrized(model(), mlp.P)
     w1, b1, _, _ = mlp.arrays()
-    np.testing.assert_allclose(wrapped.hidden(X), np.tanh(np.asarray(X) @ np.asarray(w1) + np.asarray(b1)), rtol=1e-5)
+    np.testing.assert_allclose(
+        wrapped.hidden(X), np.tanh(np.asarray(X) @ np.asarray(w1) + np.asarray(b1)), rtol=1e-5, atol=1e-6
+    )
     assert wrapped.sizes == (3, 4, 2)
     assert wrapped.width == 4
     np.testing.assert_allclose(wrapped.first, w1[0], rtol=1e-6)
@@ -181,9 +183,9 @@ def test_a_weight_that_is_set_for_reading_is_refused_as_it_would_be_lost() -> No
             "raw values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then.",
         ):
             layer.kernel[...] = jnp.zeros(layer.kernel.shape)
-    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1 + mlp.B1, rtol=1e-5)
+    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1 + mlp.B1, rtol=1e-5, atol=1e-6)
     wrapped.raw.l1.bias[...] = jnp.zeros(4)
-    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1, rtol=1e-5)
+    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1, rtol=1e-5, atol=1e-6)
 
 
 def test_a_part_without_parameters_is_that_of_the_raw_model() -> None:

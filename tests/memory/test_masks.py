@@ -121,7 +121,7 @@ def test_masks_of_sharded_weights(spec):
     with jax.set_mesh(mesh):
         slope = jax.jit(jax.grad(rpx.remat(loss, keep="masks")))(w, KEY)
         assert slope.sharding.spec == w.sharding.spec
-        np.testing.assert_allclose(slope, jax.jit(jax.grad(loss))(w, KEY), rtol=1e-6)
+        np.testing.assert_allclose(slope, jax.jit(jax.grad(loss))(w, KEY), rtol=1e-6, atol=1e-6)
         stored = kept(rpx.remat(loss, keep="masks"), w, KEY)
     assert sum(stored.values()) == (0 if spec == Spec("x", "y") else WIDTH * WIDTH // 8)
 
