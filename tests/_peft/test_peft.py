@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import fold, init, zeros
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from hypothesis import given
 from hypothesis import strategies as st
@@ -143,19 +143,6 @@ def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
     _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
-
-
-def test_what_peft_does_not_call_a_weight_needs_a_name():
-    params = {"cell": {"weight_ih": jnp.ones((6, 6)), "weight_hh": jnp.ones((6, 6))}}
-    p = rpx.Freeze() >> rpx.LoRA(2, rows=1, columns=0)
-    lines = [
-        f"\n  cell/{name}: PEFT adapts the weight of a module, such as 'dense.weight', but this is 'cell.{name}' in "
-        "torch. Name it by `names`"
-        for name in ("weight_hh", "weight_ih")
-    ]
-    text = f"to_peft: PEFT has no such adapter:{lines[0]}{lines[1]}\nMerge it with `p.fold(raw)`."
-    with raises(ValueError, text):
-        rpx.to_peft(p, zeros(p.init, params, KEY))
 
 
 def test_a_linear_layer_of_torch_is_no_table():
@@ -1062,3 +1049,8 @@ def test_a_model_of_many_layers_is_read_as_a_short_chain():
     assert repr(p) == "Freeze() >> LoRA(2, alpha=2.0, where='layers/.*/attn/.*/kernel')"
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["attn"]["v"]["kernel"], np.full((4, 3), 2.0))
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["up"]["kernel"], np.zeros((4, 3)))
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

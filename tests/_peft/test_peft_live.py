@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import table
 
 import reparax as rpx
 
@@ -69,24 +69,6 @@ def test_magnitudes_of_dora_and_tables():
     jax.tree.map(np.testing.assert_array_equal, p.fold(raw), q.fold(other))
 
 
-def test_names_that_are_not_there_are_told():
-    with raises(
-        ValueError, "from_peft takes one adapter, but the tensors hold 'first', 'second'. Give its name, `adapter=...`."
-    ):
-        folded(live())
-    with raises(
-        ValueError,
-        "from_peft got adapter='third', but the tensors hold adapters named 'first', 'second'. Correct `adapter`.",
-    ):
-        folded(live(), adapter="third")
-    with raises(
-        ValueError,
-        "from_peft got adapter='first', but the tensors hold no adapter's name, as in a file. Correct `adapter`.",
-    ):
-        folded(lora(1), adapter="first")
-    with raises(
-        ValueError,
-        f"from_peft takes the tensors of one adapter, but '{DENSE}.lora_A.weight' is that of a file, and "
-        f"'{DENSE}.lora_A.first.weight' of a model in memory. Read them one by one.",
-    ):
-        folded({**live(), **lora(1)}, adapter="first")
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import effective, fold, init, pulled
-from errors import raises
+from errors import raises, table
 from flax import linen as nn
 from grids import mostly_thorough
 
@@ -586,31 +586,6 @@ def test_slices_train_and_the_others_stay(axis):
     assert trains(stage, raw) == {"kernel/@slices/x"}
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (
-            lambda: rpx.adapters.Slices(()),
-            ValueError,
-            "Slices got index=(), but takes different numbers, at least one.",
-        ),
-        (
-            lambda: rpx.adapters.Slices((2, 2)),
-            ValueError,
-            "Slices got index=(2, 2), but takes different numbers, at least one.",
-        ),
-        (
-            lambda: rpx.adapters.Slices((-1,)),
-            TypeError,
-            "Slices takes whole numbers from 0 on as index, but got (-1,).",
-        ),
-        (
-            lambda: rpx.adapters.Slices((8,)).init({"w": jnp.ones((8, 2))}),
-            ValueError,
-            "Slices((8,)).init at 'w': expected slices below 8, the size of axis 0, got 8. Correct `index`.",
-        ),
-    ],
-)
-def test_what_these_adapters_do_not_take(make, error, text):
-    with raises(error, text):
-        make()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, table
 from geometry.networks import KV, NETWORKS, SIZE, normal
 from grids import mostly_thorough
 
@@ -136,14 +136,6 @@ def test_an_order_of_another_shape_is_refused():
         permute(PARAMS, steps, np.zeros((3, 2), int))
 
 
-def test_a_group_of_another_tree_is_refused():
-    text = "of which axis 1 has 4 indices, but got {}. Pass the tree from which the groups were read."
-    with raises(ValueError, "permute takes an array 'w' " + text.format("one of shape (3, 5)")):
-        permute({**PARAMS, "w": normal(3, 5)}, replace(GROUP, members=GROUP.members[::-1]), np.arange(4))
-    with raises(ValueError, "permute takes an array 'w' " + text.format("none")):
-        permute({"v": PARAMS["v"]}, GROUP, np.arange(4))
-
-
 def point(w):
     numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
     return jax.lax.gather(jnp.arange(9.0).reshape(3, 3), w.astype(int), numbers, (1, 1))
@@ -204,3 +196,8 @@ def test_what_has_no_order_has_a_group(name):
     groups = axis_groups(fun)({"w": normal(6)})
     assert len(groups) == 1
     check_groups(fun, {"w": normal(6)}, groups=groups)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from errors import raises
+from errors import raises, table
 from geometry.networks import NETWORKS
 from geometry.test_random_networks import TOKENS
 from geometry.test_random_networks import network as random_network
@@ -238,27 +238,6 @@ def test_the_state_of_an_optimizer_goes_along():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got, want)
 
 
-def test_a_stage_that_computes_with_the_whole_array_is_refused():
-    params, p = of_mlp(), rpx.WeightNorm(where="c") >> PRUNE
-    with raises(
-        ValueError,
-        f"shrink of {p!r} at 'c': expected the same weights "
-        "without the slices that contribute nothing, got others, because a stage computes with the whole array. Shrink "
-        "the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`.",
-    ):
-        shrink(p, p.init(params), axis_groups(mlp)(params, X))
-
-
-def test_a_raw_value_in_another_form_is_refused():
-    params, p = of_mlp(dead=[1, 4]), rpx.Stored("nf4", block=2, where="c")
-    with raises(
-        ValueError,
-        "shrink of Stored('nf4', block=2, where='c') at 'c/@stored/@fixed/q': expected an axis of 6 indices, as axis 0 "
-        "of 'c' has, got uint8[3, 2]. Shrink the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`.",
-    ):
-        shrink(p, p.init(params), axis_groups(mlp)(params, X))
-
-
 def test_other_errors():
     params = of_mlp(dead=[1])
     groups = axis_groups(mlp)(params, X)
@@ -332,3 +311,8 @@ def test_no_output_depends_on_a_dead_unit(name):
 def test_no_output_of_a_random_network_depends_on_a_dead_unit(seed):
     fun, params, _ = random_network(seed)
     assert all(far < 1e-4 for far in dead_units(fun, params, (TOKENS,), seed))
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, init
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -125,10 +125,6 @@ def test_what_is_not_finite_is_not_hidden(value):
         assert np.isnan(got[3, 1]), name
 
 
-def test_known_numbers_beyond_the_scales_of_a_file_are_refused():
-    text = (
-        "Stored('gguf:q4_0').init at 'w': expected numbers whose scales are at most 65504, as gguf:q4_0 stores scales "
-        "in float16, got 1.25e+06. Store it as int8, or leave it out with `where`."
-    )
-    with raises(ValueError, text):
-        rpx.Stored("gguf:q4_0").init({"w": jnp.full((32, 2), 1e7)})
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import fold, init, pulled, read, update
-from errors import raises
+from errors import table
 
 import reparax as rpx
 from reparax.sparse import _amount
@@ -273,123 +273,6 @@ def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest(
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (
-            lambda: rpx.MagnitudePrune(90),
-            ValueError,
-            "MagnitudePrune got sparsity=90, but takes a share of weights from 0 to 1. For a number of weights, write "
-            "`MagnitudePrune(count=...)`.",
-        ),
-        (
-            lambda: rpx.MagnitudePrune(1),  # torch's amount=1 is one weight
-            ValueError,
-            "MagnitudePrune got sparsity=1, which may be all weights or one of them. For all, write sparsity=1.0; for "
-            "one, `MagnitudePrune(count=1)`.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune((0.5, np.int32(1))),
-            ValueError,
-            "GlobalPrune got sparsity=1, which may be all weights or one of them. For all, write sparsity=1.0; for "
-            "one, `GlobalPrune(count=1)`.",
-        ),
-        (
-            lambda: rpx.sparse.RigL({"dense/.*": 1}),
-            ValueError,
-            "RigL got sparsity['dense/.*']=1, which may be all weights or one of them. For all, write "
-            "sparsity['dense/.*']=1.0; for one, `RigL(count=1)`.",
-        ),
-        (
-            lambda: jax.eval_shape(lambda share: rpx.sparse.SET(share).init({"w": normal(2, 2)}, jax.random.key(0)), 1),
-            TypeError,
-            "SET takes a share of weights as sparsity, but got a traced integer of dtype int32. Make it a floating "
-            "number, `jnp.float32(...)`; for a number of weights, write `SET(count=...)`.",
-        ),
-        (
-            lambda: rpx.sparse.RandomPrune((0.5, -0.1)),
-            ValueError,
-            "RandomPrune got sparsity=-0.1, but takes a share of weights from 0 to 1. For a number of weights, write "
-            "`RandomPrune(count=...)`.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune(count=-1),
-            ValueError,
-            "GlobalPrune got count=-1, but takes a number of weights that is at least 0.",
-        ),
-        (lambda: rpx.sparse.RigL(count=0.5), TypeError, "RigL takes an integer as count, but got 0.5."),
-        (
-            lambda: rpx.sparse.SET(),
-            TypeError,
-            "SET takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got neither.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune(0.5, count=3),
-            TypeError,
-            "GlobalPrune takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but got both.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune("half"),
-            TypeError,
-            "GlobalPrune takes a real number or a real scalar array as sparsity, but got 'half'.",
-        ),
-        (
-            lambda: rpx.MagnitudePrune(0.5, order=0),
-            ValueError,
-            "MagnitudePrune got order=0.0, but takes the order of a norm, greater than 0.",
-        ),
-        (
-            lambda: rpx.MagnitudePrune(count=7).init({"w": np.ones((3, 2), np.float32)}),
-            ValueError,
-            "MagnitudePrune(count=7).init at 'w': expected to prune at most 6, the number of weights or slices, got "
-            "count=7. Give a share, which fits arrays of every size, or narrow the stage with `where`.",
-        ),
-        (
-            lambda: rpx.MagnitudePrune(axis=-1, count=3).init({"w": np.ones((3, 2), np.float32)}),
-            ValueError,
-            "MagnitudePrune(axis=-1, count=3).init at 'w': expected to prune at most 2, the number of weights "
-            "or slices, got count=3. Give a share, which fits arrays of every size, or narrow the "
-            "stage with `where`.",
-        ),
-        (
-            lambda: rpx.sparse.RandomPrune(0.5, axis=0, where="w").init({"w": jnp.float32(1)}, jax.random.key(0)),
-            ValueError,
-            "RandomPrune(sparsity=0.5, axis=0, where='w').init at 'w': axis=0 is out of bounds for an array of shape "
-            "(). Leave it out with `where`, or use a separate stage for it.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune(count=13).init({name: np.ones((3, 2), np.float32) for name in "ac"}),
-            ValueError,
-            "GlobalPrune(count=13).init: expected to prune at most 12, the number of weights or slices, got count=13. "
-            "Give a share, which fits arrays of every size, or narrow the stage with `where`.",
-        ),
-        (
-            lambda: rpx.sparse.GlobalPrune(0.5).init(
-                {"a": np.ones((3, 2), np.float32), "c": jnp.array([[1.0, jnp.nan]])}
-            ),
-            ValueError,
-            "GlobalPrune(sparsity=0.5).init at 'c': expected finite numbers, got NaN or infinity. Correct the array, "
-            "or leave it out with `where`.",
-        ),
-        (
-            lambda: rpx.sparse.NofM(5, 4),
-            ValueError,
-            "NofM got n=5 and m=4, but keeps n of every m weights, 0 <= n <= m.",
-        ),
-        (
-            lambda: rpx.sparse.NofM(2, 4).init({"w": np.ones((4, 6), np.float32)}),
-            ValueError,
-            "NofM(2, 4).init at 'w': expected an axis -1 whose length is divisible by 4, got shape (4, 6). Leave it "
-            "out with `where`, or choose another axis.",
-        ),
-        (
-            lambda: rpx.sparse.NofM(2, 4, outside="refuse").init({"w": np.ones((4, 4), np.float32)}),
-            ValueError,
-            "NofM(2, 4, outside='refuse').init at 'w': expected a point of the image, got one outside. Start "
-            "from `stage.project(w)`, or pass outside='project'.",
-        ),
-    ],
-)
-def test_what_prunings_cannot_take(build, error, text):
-    with raises(error, text):
-        build()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

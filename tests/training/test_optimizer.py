@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import effective, init
-from errors import raises
+from errors import table
 from flax import nnx
 from flax.training.train_state import TrainState
 from grids import mostly_thorough
@@ -432,11 +432,6 @@ def test_a_train_state_of_flax_holds_it() -> None:
 # Errors. ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "name"), [(optax.adam, "function"), ({"w": 1}, "dict"), ((1, 2), "tuple")])
-def test_what_is_no_transformation_is_refused(value: Any, name: str) -> None:
-    with raises(
-        TypeError,
-        f"optimizer takes an optax transformation, but got a value of type '{name}'. "
-        f"Pass one, as in `rpx.optimizer(optax.adam(1e-3))`.",
-    ):
-        rpx.optimizer(value)
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

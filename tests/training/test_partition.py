@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, table
 from flax import linen as nn
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -154,11 +154,6 @@ def test_half_of_a_raw_tree_is_told_so():
     )
 
 
-def test_a_state_of_nnx_without_its_structure_is_told_so():
-    raw = {"w": {"@weight_norm": {"g": {"value": jnp.ones((1, 2))}, "v": {"value": jnp.ones((3, 2))}}}}
-    with raises(
-        ValueError,
-        "WeightNorm().apply at 'w': expected an array as 'g', got a tree with 'value': a state of nnx that was "
-        "restored without its structure. Restore it with a template, or save `nnx.to_pure_dict(raw)`.",
-    ):
-        rpx.WeightNorm().apply(raw)
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from compiled import fold, init
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from one_array import normal
 
@@ -187,19 +187,6 @@ def test_a_chain_that_cannot_start_at_the_weights_is_refused():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), rpx.Orthogonal().fold(moved), start)
     of_one = rpx.Orthogonal(where="c")
     assert_equal(rpx.transfer(rpx.VarNoise(0.1), of_one, params), of_one.init(params))
-
-
-def test_the_model_does_not_change_through_stages_of_which_each_could_start_anywhere_alone():
-    w = np.array([[3.0, 4.0], [0.0, 5.0]], np.float32)
-    with raises(
-        ValueError,
-        "transfer would change the model: Symmetric() >> WeightNorm() cannot start at the weights before. In units of "
-        "the largest entry of each array it would change 'w' by 0.33. Leave these arrays out with `where`, take stages "
-        "that can represent them, or pass `nearest=True` to start where `new.init(old.fold(raw))` does.",
-    ):
-        # A column of length 3 along that of the symmetric matrix, (3, 2): in place of 0 there is 6 / sqrt(13) = 1.66,
-        # and 5 is the largest entry.
-        rpx.transfer(rpx.Chain(), rpx.matrices.Symmetric() >> rpx.WeightNorm(), {"w": w})
 
 
 def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_is_new():
@@ -516,3 +503,8 @@ def test_trained_values_go_to_the_chain_without_randomness():
     got = rpx.transfer(p, p.deterministic, raw)
     assert jax.tree.structure(got) == jax.tree.structure(raw)
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(raw), strict=True))
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
