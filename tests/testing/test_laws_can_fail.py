@@ -333,16 +333,6 @@ class Counted(rpx.Reparametrization):
         return values
 
 
-class ShorterUpdate(Counted):
-    def update_leaf(self, values):
-        return {"count": values["count"][:1]}
-
-
-class CastUpdate(Counted):
-    def update_leaf(self, values):
-        return {"count": values["count"].astype(jnp.bfloat16)}
-
-
 class WeakUpdate(Counted):
     """A program that takes the updated tree is compiled anew."""
 
@@ -379,9 +369,12 @@ class Jumping(Counted):
         return {**values, "x": 2 * values["x"]}
 
 
-class CastRebase(Counted):
+class WeakRebase(WeakUpdate):
+    def update_leaf(self, values):
+        return {}
+
     def rebase_leaf(self, values):
-        return {**values, "count": values["count"].astype(jnp.bfloat16)}
+        return {**values, "count": jnp.asarray(1.0)}
 
 
 class Forgetful(Start):
@@ -494,11 +487,6 @@ BROKEN = {  # in the texts, # is a number
         gradients,
         "gradients: that of 'a/@dead_value/unused' is zero, so no optimizer moves it.",
     ),
-    "cast update": (
-        CastUpdate(),
-        update,
-        "update: it makes 'a/@cast_update/@fixed/count' bfloat16[2], but it was float32[2].",
-    ),
     "weak update": (
         WeakUpdate(),
         update,
@@ -512,10 +500,10 @@ BROKEN = {  # in the texts, # is a number
         "update: it gives PyTreeDef(CustomNode(OrderedDict[('a', 'b')], [*, *])), not PyTreeDef({'a': *, 'b': *}).",
     ),
     "jumping": (Jumping(), rebase, "rebase: the effective tree differs at 'a', by # of the largest entry."),
-    "cast rebase": (
-        CastRebase(),
+    "weak rebase": (
+        WeakRebase(),
         rebase,
-        "rebase: it makes 'a/@cast_rebase/@fixed/count' bfloat16[2], but it was float32[2].",
+        "rebase: it makes 'a/@weak_rebase/@fixed/count' weakly typed float32[], but it was float32[].",
     ),
     "redundant": (Redundant(), transfers, "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     "all auxiliary": (
@@ -549,17 +537,6 @@ def test_a_stage_breaks_no_other_law(broken, p, key):
     # A chain never calls what a class puts in place of its methods.
     left_out = (broken, in_chains) if any(name.startswith("whole_") for name in dir(p)) else (broken,)
     check_laws(p, params(), key, laws=[law for law in LAWS if law not in left_out])
-
-
-def test_an_update_of_another_shape_breaks_its_law_and_cannot_be_applied(key):
-    p = ShorterUpdate()
-    text = (
-        f"{p!r} breaks the law of update: it makes 'a/@shorter_update/@fixed/count' float32[1], but it was float32[2]."
-    )
-    with pytest.raises(AssertionError, match=f"^{re.escape(text)}$"):
-        update(p, params(), key)
-    with pytest.raises(ValueError, match="expected count of shape"):
-        p.apply(p.update(p.init(params())))
 
 
 def test_every_law_is_broken_by_one():
