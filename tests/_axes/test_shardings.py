@@ -215,6 +215,94 @@ def test_every_raw_array_can_be_put_where_its_sharding_says(name):
     assert len(jax.tree.leaves(placed, is_leaf=lambda x: isinstance(x, tuple))) == len(jax.tree.leaves(raw))
 
 
+def placed(types, shardings):
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), types, shardings)
+
+
+def on_explicit_mesh(name):
+    """A chain and its parameters, the explicit mesh on which they are cut as far as it goes, and shardings of both."""
+    p, params = CASES[name][0], jax.eval_shape(CASES[name][1])
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+    def cut(w):
+        left, entries = dict(mesh.shape), list[str | None]()
+        for n in w.shape:
+            entries.append(next((axis for axis, parts in left.items() if n % parts == 0), None))
+            left.pop(entries[-1], None)
+        return NamedSharding(mesh, P(*entries))
+
+    given = jax.tree.map(cut, params)
+    return p, params, mesh, given, p.shardings(given, mesh, like=params)
+
+
+def slope(f, raw, key):
+    """The gradient of the sum of what ``f`` gives, by the values that train."""
+    free, fixed = rpx.partition(raw)
+
+    def total(free):
+        return sum(jnp.sum(w.astype(jnp.float32)) for w in jax.tree.leaves(f(rpx.combine(free, fixed), key)))
+
+    return jax.eval_shape(jax.grad(total), free)
+
+
+def types_of(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+# The stages whose formulas JAX refuses where axes are explicit, such as a product over an axis that is split.
+ASK_FOR_AUTOMATIC_AXES = {
+    "init": {
+        *("low rank", "spectral norm", "maps of numbers", "joint norm", "rows and columns", "orthogonal", "definite"),
+        *("singular values", "linear spaces", "adapters", "differences", "slices", "split", "low rank twice"),
+        *("weight norm >> low rank >> noise", "low rank >> weight norm", "noise >> spectral norm", "noise on factors"),
+        *("positive >> weight norm >> low rank", "weight norm >> split >> noise"),
+    },
+    "apply": {
+        *("spectral norm", "joint norm", "rows and columns", "orthogonal", "singular values", "linear spaces"),
+        *("definite", "rotated", "slices", "noise >> spectral norm", "pack", "dropout >> pack >> pack"),
+    },
+    "update": {"spectral norm", "noise >> spectral norm"},
+}
+# Those that select among weights, masks and numbers of their own.
+SELECTING = ["masks", "prunings", "regrown masks", "standardization with a gain"]
+
+
+@pytest.mark.parametrize("name", mostly_thorough(CASES, *SELECTING, "spectral norm"))
+def test_every_stage_runs_on_an_explicit_mesh_or_says_how(name):
+    p, params, mesh, given, shardings = on_explicit_mesh(name)
+    types, key = jax.eval_shape(p.init, params, jax.random.key(0)), jax.random.key(0)
+    raw, weights = placed(types, shardings), placed(params, given)
+    calls = {
+        "init": (p.init, (weights, key), shardings, types),
+        "apply": (p.apply, (raw, key), given, jax.eval_shape(p.apply, types, key)),
+        "update": (p.update, (raw, key, weights), shardings, types),
+    }
+    with jax.set_mesh(mesh):
+        for verb, (f, args, out, wanted) in calls.items():
+            if name in ASK_FOR_AUTOMATIC_AXES[verb]:
+                with pytest.raises(ValueError, match="auto_axes"):
+                    jax.eval_shape(f, *args)
+                f = jax.sharding.auto_axes(f, out_sharding=out)
+            assert types_of(jax.eval_shape(f, *args)) == types_of(wanted)
+            if verb == "apply":
+                assert types_of(slope(f, raw, key)) == types_of(rpx.partition(types)[0])
+
+
+@pytest.mark.parametrize("name", mostly_thorough(SELECTING, "prunings"))
+def test_masks_and_standardized_weights_are_the_same_on_an_explicit_mesh(name):
+    p, _, mesh, given, shardings = on_explicit_mesh(name)
+    params, key = jax.jit(CASES[name][1])(), jax.random.key(0)
+
+    def values(params):
+        raw = p.init(params, key)
+        return raw, p.update(raw, jax.random.key(1), params)
+
+    wanted = jax.jit(values)(params)
+    with jax.set_mesh(mesh):
+        got = jax.jit(values, out_shardings=(shardings, shardings))(jax.device_put(params, given))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 # Training. --------------------------------------------------------------------------------------------------------
 
 CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
@@ -363,6 +451,18 @@ def test_parts_of_an_axis_are_of_one_size():
         f" at 'w': {SPEC}(('data', 'model'),) shards axis 0 of float32[12, 16] into 8 parts of unequal size. Do not "
         f"shard that axis.",
     )
+
+
+def test_a_formula_that_needs_automatic_axes_says_how_to_run_it():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, BOTH))
+    text = (
+        "SpectralNorm().init at 'w': with explicit axes, JAX cannot tell how results of the formula lie on the mesh. "
+        "Run `init` and `update` as `jax.sharding.auto_axes(p.init, out_sharding=p.shardings(params, mesh))(params, "
+        "key)`, and `apply` and `fold` so with the shardings of the parameters."
+    )
+    with raises(ValueError, text):
+        jax.eval_shape(rpx.SpectralNorm().init, {"w": w})
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,18 @@ from grids import mostly_thorough
 import reparax as rpx
 
 RNG = np.random.default_rng(0)
-LIKE = {
-    "dense": {"kernel": jax.ShapeDtypeStruct((64, 16), np.float32), "bias": jax.ShapeDtypeStruct((16,), np.float32)}
-}
+
+
+def like(inputs):
+    kernel, bias = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((inputs, 16), (16,)))
+    return {"dense": {"kernel": kernel, "bias": bias}}
+
+
+LIKE = like(64)
+CORRECT = (
+    "Correct `like`, `names` or `layouts`. If they fit, quantize the model again, without the layers whose form is not "
+    "read."
+)
 BIAS = {"dense.bias": np.arange(16, dtype=np.float32)}
 
 
@@ -27,39 +36,50 @@ def read(tensors, config, like=LIKE, **how):
     return np.asarray(got["kernel"]).T
 
 
-def gptq(first=1):
-    """Words of eight codes along the inputs, as AutoGPTQ packs and reads them."""
-    codes, zeros = RNG.integers(0, 16, (64, 16)), RNG.integers(1, 16, (2, 16))
-    scales = RNG.uniform(0.01, 0.1, (2, 16)).astype(np.float16)
+def gptq(first=1, size=32):
+    """Words of eight codes along the inputs, as AutoGPTQ packs and reads them; the last group may be short."""
+    count = -(-64 // size)
+    codes, zeros = RNG.integers(0, 16, (64, 16)), RNG.integers(1, 16, (count, 16))
+    scales = RNG.uniform(0.01, 0.1, (count, 16)).astype(np.float16)
     shifts = 4 * np.arange(8)
     qweight = np.sum(codes.reshape(8, 8, 16) << shifts[None, :, None], axis=1).astype(np.uint32).view(np.int32)
-    qzeros = np.sum((zeros - first).reshape(2, 2, 8) << shifts, axis=2).astype(np.uint32).view(np.int32)
-    names = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": np.arange(64, dtype=np.int32) // 32}
-    group = np.arange(64) // 32
+    qzeros = np.sum((zeros - first).reshape(count, 2, 8) << shifts, axis=2).astype(np.uint32).view(np.int32)
+    names = {"qweight": qweight, "qzeros": qzeros, "scales": scales, "g_idx": np.arange(64, dtype=np.int32) // size}
+    group = np.arange(64) // size
     return {f"dense.{name}": x for name, x in names.items()}, (scales[group] * (codes - zeros[group])).T
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 
 
-@pytest.mark.parametrize(("config", "first"), [(GPTQ, 1), ({**GPTQ, "checkpoint_format": "gptq_v2"}, 0)])
-def test_gptq(config, first):
-    tensors, want = gptq(first)
-    got = read(tensors, config)
+@pytest.mark.parametrize(
+    ("said", "first", "size"),
+    [
+        ({}, 1, 32),
+        ({"checkpoint_format": "gptq_v2"}, 0, 32),
+        ({"group_size": 48}, 1, 48),
+        ({"group_size": 128}, 1, 128),
+    ],
+)
+def test_gptq(said, first, size):
+    tensors, want = gptq(first, size)
+    got = read(tensors, {**GPTQ, **said})
     assert got.dtype == np.float16
     np.testing.assert_array_equal(got, want.astype(np.float16))
 
 
-def test_gptq_by_importance():
-    tensors, _ = gptq()
-    plain = read(tensors, GPTQ)
+@pytest.mark.parametrize("size", [32, 48])
+def test_gptq_by_importance(size):
+    tensors, _ = gptq(size=size)
+    config = {**GPTQ, "group_size": size}
+    plain = read(tensors, config)
     order = np.random.default_rng(3).permutation(64)
     words = tensors["dense.qweight"].view(np.uint32)
     codes = ((words[:, None] >> (4 * np.arange(8, dtype=np.uint32))[:, None]) & 15).reshape(64, 16)[order]
     packed = np.sum(codes.reshape(8, 8, 16) << (4 * np.arange(8))[None, :, None], axis=1).astype(np.uint32)
     changed = {"dense.qweight": packed.view(np.int32), "dense.g_idx": tensors["dense.g_idx"][order]}
-    p, raw = rpx.torch.from_quantized({**BIAS, **tensors, **changed}, {**GPTQ, "desc_act": True}, LIKE)
-    assert np.ptp(changed["dense.g_idx"][:3]) == 1  # blocks alone do not tell them
+    p, raw = rpx.torch.from_quantized({**BIAS, **tensors, **changed}, {**config, "desc_act": True}, LIKE)
+    assert np.ptp(changed["dense.g_idx"][:8]) == 1  # blocks alone do not tell them
     np.testing.assert_array_equal(np.asarray(effective(p, raw)["dense"]["kernel"]).T, plain[:, order])
     tuned = p >> rpx.LoRA(2, where="dense/kernel")
     kept = rpx.transfer(p, tuned, raw)
@@ -131,7 +151,7 @@ def test_experts_in_mxfp4_that_do_not_fit_are_told_in_a_sentence():
     up = "layers.0.experts.up"
 
     def told(text, changes, **how):
-        said = f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+        said = f"from_quantized: the file does not fit this model:\n  {text}\n{CORRECT}"
         with raises(ValueError, said):
             rpx.torch.from_quantized({**tensors, **changes}, MXFP4, EXPERTS, **{**OF_EXPERTS, **how})
 
@@ -152,7 +172,7 @@ def test_experts_in_mxfp4_that_do_not_fit_are_told_in_a_sentence():
     rest = {f"layers.{i}.experts.up{end}" for i in range(2) for end in ("_scales", "_bias")}
     said = "from_quantized: the file does not fit this model:\n  "
     said += "\n  ".join(f"layers.{i}.experts.up: there is no 'up_blocks'" for i in range(2))
-    with raises(ValueError, f"{said}\nCorrect `like`, `names` or `layouts`."):
+    with raises(ValueError, f"{said}\n{CORRECT}"):
         rpx.torch.from_quantized({name: tensors[name] for name in rest}, MXFP4, EXPERTS, **OF_EXPERTS)
 
 
@@ -269,27 +289,29 @@ def test_other_weights_are_rounded_and_read_back(kind):
     np.testing.assert_array_equal(got["layers"]["up"]["kernel"], want["layers"]["up"]["kernel"])
 
 
-def nf4(**said):
+def nf4(inputs=64, **said):
+    """Blocks of 64 over the flat matrix, as bitsandbytes reads them; they may go over the ends of rows."""
     levels = np.asarray(rpx.quantized._formats.NF4, np.float32)
-    codes = RNG.integers(0, 16, (16, 64)).astype(np.uint8)
+    codes = RNG.integers(0, 16, (16, inputs)).astype(np.uint8)
     pairs = codes.reshape(-1, 2)
-    facts = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [16, 64], **said}
-    absmax = RNG.uniform(0.5, 1, 16).astype(np.float32)
+    facts = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [16, inputs], **said}
+    absmax = RNG.uniform(0.5, 1, -(-codes.size // 64)).astype(np.float32)
     tensors = {
         "dense.weight": (pairs[:, 0] << 4 | pairs[:, 1])[:, None],
         "dense.weight.absmax": absmax,
         "dense.weight.quant_map": levels,
         "dense.weight.quant_state.bitsandbytes__nf4": np.frombuffer(json.dumps(facts).encode(), np.uint8),
     }
-    return tensors, levels[codes] * absmax[:, None]
+    return tensors, levels[codes] * absmax[np.arange(codes.size) // 64].reshape(codes.shape)
 
 
 BITSANDBYTES = {"quant_method": "bitsandbytes"}
 
 
-def test_bitsandbytes():
-    tensors, want = nf4()
-    np.testing.assert_array_equal(read(tensors, BITSANDBYTES), want)
+@pytest.mark.parametrize("inputs", [64, 32, 48, 42])
+def test_bitsandbytes(inputs):
+    tensors, want = nf4(inputs)
+    np.testing.assert_array_equal(read(tensors, BITSANDBYTES, like(inputs)), want)
 
 
 def broken(make, **changes):

@@ -1,10 +1,12 @@
 """The largest of many numbers, without sorting them."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -16,18 +18,37 @@ def largest(scores: Array, count: Any) -> Array:
     the range of their indices. Each step compares and counts, so a sharded array stays where it is. On a CPU, all steps
     together take 30 ns for a score, where sorting takes 600.
     """
-    keys = _integers_in_order(scores)
+    return _largest_of_all([scores], count)[0]
+
+
+@jax.jit
+def largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
+    """As :func:`largest`, of the scores of all arrays together, which have one dtype."""
+    return _largest_of_all(scores, count)
+
+
+def _largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
+    """For each array, where its scores are among the largest of all."""
+    keys = [_integers_in_order(x) for x in scores]
     n = jnp.asarray(count).astype(jnp.int32)
-    limits = jnp.iinfo(keys.dtype)
-    low, high = jnp.min(keys, initial=limits.max), jnp.max(keys, initial=limits.min)
-    edge = _smallest_where(low, high, lambda least: _count_true(keys > least) < n)
-    above, at = keys > edge, keys == edge
+    limits = jnp.iinfo(keys[0].dtype)
+    low = functools.reduce(jnp.minimum, [jnp.min(x, initial=limits.max) for x in keys])
+    high = functools.reduce(jnp.maximum, [jnp.max(x, initial=limits.min) for x in keys])
+    edge = _smallest_where(low, high, lambda least: _count_true([x > least for x in keys]) < n)
+    above, at = [x > edge for x in keys], [x == edge for x in keys]
     missing = n - _count_true(above)
-    index = jnp.arange(keys.size, dtype=jnp.int32).reshape(keys.shape)
-    last_index = jnp.max(jnp.where(at, index + 1, jnp.zeros_like(index)), initial=0)
+    starts = np.cumsum([0, *(x.size for x in keys)])
+    index = [jnp.arange(a, a + x.size, dtype=jnp.int32).reshape(x.shape) for a, x in zip(starts, keys, strict=False)]
+    # A product, as JAX selects only among arrays that lie on a mesh alike.
+    ends = [jnp.max((i + 1) * flags.astype(jnp.int32), initial=0) for i, flags in zip(index, at, strict=True)]
+    last_index = functools.reduce(jnp.maximum, ends)
+
+    def among_first(stop: Array) -> list[Array]:
+        return [flags & (i < stop) for i, flags in zip(index, at, strict=True)]
+
     start = jnp.where(_count_true(at) > missing, jnp.zeros_like(last_index), last_index)
-    end = _smallest_where(start, last_index, lambda stop: _count_true(at & (index < stop)) >= missing)
-    return above | (at & (index < end))
+    end = _smallest_where(start, last_index, lambda stop: _count_true(among_first(stop)) >= missing)
+    return [flags | others for flags, others in zip(above, among_first(end), strict=True)]
 
 
 def _integers_in_order(x: Array) -> Array:
@@ -39,9 +60,9 @@ def _integers_in_order(x: Array) -> Array:
     return jnp.where(jnp.isnan(x), jnp.full_like(keys, limits.min), keys)
 
 
-def _count_true(flags: Array) -> Array:
-    """How many flags are true, in int32."""
-    return jnp.sum(flags, dtype=jnp.int32)
+def _count_true(arrays: Sequence[Array]) -> Array:
+    """How many flags are true in all arrays, in int32."""
+    return functools.reduce(jnp.add, [jnp.sum(flags, dtype=jnp.int32) for flags in arrays])
 
 
 def _smallest_where(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:

@@ -55,7 +55,8 @@ def from_quantized(
     Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
     nvfp4 and mxfp4; all others get the dtype of ``like``. Inputs that a file has ordered by importance (``desc_act``,
     ``actorder``) are stored in the order of their scales, and ``order`` gives the place of each one. Settings for
-    rounding activations are ignored.
+    rounding activations are ignored. The last group of GPTQ may be short. Blocks of bitsandbytes may go over the ends
+    of rows: their scales are then repeated, so that weights with 4304 inputs in blocks of 64 take 6 bits each, not 4.5.
 
     Experts of GPT-OSS are ``(experts, in, out)`` in torch, and ``..._blocks`` and ``..._scales`` in the file. Name them
     without these endings, ``model.layers.{i}.mlp.experts.gate_up_proj``, and give their layout: ``"experts:conv1d"``
@@ -117,7 +118,8 @@ def from_quantized(
     if lines or not stages:
         text = "\n  ".join(lines or ["it holds no quantized weight"])
         raise ValueError(
-            f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`."
+            f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`. If "
+            f"they fit, quantize the model again, without the layers whose form is not read."
         )
     p = _chain_of_stages(stages, {entry.path for entry in entries})
     shapes = jax.eval_shape(p.init, like)

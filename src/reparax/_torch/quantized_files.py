@@ -5,6 +5,7 @@ shape, before it reads them. A file's own sizes are compared with the model's, a
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -89,20 +90,23 @@ def _is_size(x: Any) -> TypeGuard[int]:
 
 
 def _group_size(config: Mapping[str, Any], inputs: int) -> int:
-    """The size of groups in a configuration; -1 stands for all inputs."""
+    """The size of groups in a configuration, at most all inputs; -1 stands for these."""
     size = config.get("group_size", 128)
-    if type(size) is not int:
-        raise ValueError(f"expected a whole number as group_size in the configuration, got {shown(size)}")
-    return inputs if size == -1 else size
+    if not _is_size(size) and not (type(size) is int and size == -1):
+        raise ValueError(f"expected group_size of at least 1, or -1, in the configuration, got {shown(size)}")
+    return inputs if size == -1 else min(size, inputs)
 
 
 def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
-    """GPTQ: words of codes along the inputs; zeros are one less than they are, except in the second format."""
+    """GPTQ: words of codes along the inputs; zeros are one less than they are, except in the second format.
+
+    The last group may be short.
+    """
     if "qweight" not in tensors:
         return None
     (outputs, inputs), bits = shape, _require_setting(config, "bits", 2, 3, 4, 8)
     size = _group_size(config, inputs)
-    groups = count_whole_parts(inputs, size, "group_size")
+    groups = -(-inputs // max(size, 1))
     codes = numbers_in_words(
         take_tensor(tensors, "qweight", (_count_words(inputs, bits, "inputs"), outputs), "int32"), bits, 0
     )
@@ -152,7 +156,11 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
 
 
 def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
-    """bitsandbytes: NF4 by blocks of the flat matrix, whose scales may be rounded too; or int8 by rows."""
+    """bitsandbytes: NF4 by blocks of the flat matrix, whose scales may be rounded too; or int8 by rows.
+
+    Blocks may go over the ends of rows, and the last one may be short. Their scales are then repeated, one for each run
+    of inputs that lies in one block wherever its row begins.
+    """
     del config
     (outputs, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
     if "SCB" in tensors:
@@ -168,14 +176,17 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     if not _is_size(size) or quant_state.get("shape") != list(shape):
         found_values = f"{shown(size)} and {shown(quant_state.get('shape'))}"
         raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {found_values}")
-    blocks = outputs * count_whole_parts(inputs, size, "blocksize")
+    if inputs % 2:
+        raise ValueError(f"its {inputs} inputs are an odd number, and two numbers of nf4 along the inputs share a byte")
+    blocks, run = -(-outputs * inputs // size), math.gcd(inputs, size)
+    block_of_run = (np.arange(outputs * inputs // max(run, 1)) * run // size).reshape(outputs, -1)
     if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
         raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
     pairs = take_tensor(tensors, "weight", (outputs * inputs // 2, 1), "uint8")[:, 0]
     codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(shape)
     if "weight.nested_absmax" not in tensors:
         scale = take_tensor(tensors, "weight.absmax", (blocks,), "float32")
-        return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(outputs, -1)})
+        return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
     many, offset = quant_state.get("nested_blocksize"), quant_state.get("nested_offset")
     if not _is_size(many) or offset is None or not is_number(offset):
         found_values = f"{shown(many)} and {shown(offset)}"
@@ -185,7 +196,7 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     absmax = table[take_tensor(tensors, "weight.absmax", (blocks,), "uint8")]
     unit = units[np.arange(blocks) // min(many, max(blocks, 1))]
     scale = absmax * unit + np.float32(offset)
-    return Matrix("nf4", size, {"q": codes, "scale": scale.reshape(outputs, -1)})
+    return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
 
 
 def _read_json(x: np.ndarray) -> dict[str, Any]:

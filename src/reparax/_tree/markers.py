@@ -93,6 +93,12 @@ def locate_errors(who: str) -> Generator[None]:
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
     except Exception as error:
+        if type(error).__name__ == "ShardingTypeError":  # JAX does not export it
+            raise ValueError(
+                f"{who}: with explicit axes, JAX cannot tell how results of the formula lie on the mesh. Run `init` "
+                f"and `update` as `jax.sharding.auto_axes(p.init, out_sharding=p.shardings(params, mesh))(params, "
+                f"key)`, and `apply` and `fold` so with the shardings of the parameters."
+            ) from error
         error.add_note(f"This happened in {who}.")
         raise
 

@@ -71,10 +71,13 @@ class WeightStandardization(Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         axes = other_axes(self.axis, w)
-        first_slice = w[tuple(slice(1) if axis in axes else slice(None) for axis in range(w.ndim))]
         sizes = [size if axis in axes else 1 for axis, size in enumerate(w.shape)]
         ramp = jnp.linspace(-1, 1, self._count(w), dtype=w.dtype).reshape(sizes)
-        return {"v": jnp.where(jnp.all(w == first_slice, axis=axes, keepdims=True), ramp, w)}
+        if w.size == 0:
+            return {"v": w}
+        is_constant = jnp.all(w == jnp.max(w, axis=axes, keepdims=True), axis=axes, keepdims=True)
+        # Of the shape of w, as JAX selects only among arrays that lie on a mesh alike.
+        return {"v": jnp.where(is_constant & jnp.ones_like(w, bool), ramp + jnp.zeros_like(w), w)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from reparax._core.value import argument
 from reparax._numerics.arguments import optional
 from reparax._numerics.arithmetic import widened
-from reparax._numerics.select import largest
+from reparax._numerics.select import largest_of_all
 from reparax._stage.constraint import why_infinite
 from reparax._stage.together import Together
 from reparax._stage.varied import Number
@@ -79,9 +78,7 @@ class GlobalPrune(Together):
 
     def _find_largest(self, weights: list[Array]) -> list[Array]:
         """Which are the largest weights of all arrays; raises an error if there are too few weights."""
-        scores = jnp.concatenate([jnp.abs(widened(w)).astype(float).reshape(-1) for w in weights])
-        if (wrong := _amount.count_error(self, scores.size)) is not None:
+        size = sum(w.size for w in weights)
+        if (wrong := _amount.count_error(self, size)) is not None:
             raise ValueError(wrong)
-        flags = largest(scores, _amount.count_left(self, scores.size))
-        ends = np.cumsum([w.size for w in weights])
-        return [flags[end - w.size : end].reshape(w.shape) for w, end in zip(weights, ends, strict=True)]
+        return largest_of_all([jnp.abs(widened(w)).astype(float) for w in weights], _amount.count_left(self, size))

@@ -148,7 +148,7 @@ class RandomPrune(_Prune):
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         scores = _slice_scores(w, self.axis, math.inf)
         noise = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
-        return self._masking(w, jnp.where(scores == 0, noise - 0.5, noise))  # zeros first, in random order
+        return self._masking(w, noise - (scores == 0).astype(noise.dtype) / 2)  # zeros first, in random order
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:

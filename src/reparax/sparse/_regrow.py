@@ -50,7 +50,7 @@ class _Regrow(Constraint):
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         noise = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
-        return self._masking(w, jnp.where(w == 0, noise - 0.5, noise))  # zeros first
+        return self._masking(w, noise - (w == 0).astype(noise.dtype) / 2)  # zeros first
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return apply_mask(values)
@@ -67,6 +67,7 @@ class _Regrow(Constraint):
         # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
         count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
