@@ -99,7 +99,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     before = COMPILED.number
     yield
     picked = item.config.getoption("keyword") or any("::" in each for each in item.config.args)
-    if before >= WARM and not picked and item.get_closest_marker("thorough") is None:
+    of_peers = "peers" in item.path.parts  # which a part of its own runs
+    if before >= WARM and not picked and not of_peers and item.get_closest_marker("thorough") is None:
         refuse_many(COMPILED.number - before)
 
 

@@ -456,7 +456,7 @@ SHOWN = [
     ("p", "own"),
     [
         (rpx.WeightNorm(), ["axis", "detach", "stacked", "where"]),
-        (rpx.VarNoise(0.1), ["axis", "rank", "relative", "stacked", "std", "where"]),
+        (rpx.VarNoise(0.1), ["axis", "relative", "stacked", "std", "where"]),
         (rpx.norms.Sphere(), ["along", "contains", "outside", "project", "radius", "sample", "stacked", "where"]),
         (rpx.Chain(), ["stages"]),
         (WithHelp(), ["explain", "rate", "stacked", "where"]),

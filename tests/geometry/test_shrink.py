@@ -225,6 +225,7 @@ def test_the_state_of_an_optimizer_goes_along():
     raw = PRUNE.init(params)
     groups = axis_groups(mlp)(params, X)
 
+    @jax.jit
     def step(raw, state):
         grads = jax.grad(lambda raw: jnp.sum(mlp(PRUNE.apply(raw), X) ** 2), allow_int=True)(raw)
         updates, state = tx.update(grads, state, raw)
