@@ -244,7 +244,8 @@ def models() -> dict[str, Any]:
 
 def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
     """The paths on which a stage acts."""
-    return sorted({row.path for row in rpx.summary(stage, params).rows if row.stages})
+    types = eqx.filter_eval_shape(lambda: params)  # so that nothing is computed
+    return sorted({row.path for row in rpx.summary(stage, types).rows if row.stages})
 
 
 def of_layers(stage: Any, name: str) -> Any:
