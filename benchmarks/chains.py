@@ -299,7 +299,7 @@ def compare(source: Path, seeds: Seeds) -> bool:
     whole = len(new) - differing - meant - refused
     print(f"{len(new)} chains: {whole} equal, {differing} differing, {meant} changed on purpose, {refused} refused.")
     print(f"The equal ones gave {answered[False]} equal answers, and {answered[True]} errors of the same text.")
-    print("Rows in none of them:", *(row for i, (_, row) in enumerate(ROWS) if i not in equal))
+    print(f"They hold {len(equal)} of the {len(ROWS)} rows of the table.")
     return not differing
 
 
