@@ -181,6 +181,52 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
     )
 
 
+HEADS = {"w": jnp.ones((8, 4, 3)), "a": jnp.ones((4, 3)), "out": jnp.ones((12, 5))}
+
+
+def graph_attention(params, x):
+    """A vector for each head, which is no matrix."""
+    h = jnp.einsum("nd,dhk->nhk", x, params["w"])
+    score = jnp.einsum("nhk,hk->nh", h, params["a"])
+    alpha = jax.nn.softmax(score[:, None] + score[None, :], 1)
+    return jnp.einsum("nmh,mhk->nhk", alpha, h).reshape(x.shape[0], -1) @ params["out"]
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (rpx.WeightNorm(), "WeightNorm(axis={'out': -1, 'w': (-2, -1)})"),
+        (rpx.SpectralNorm(), "SpectralNorm(columns={'out': -1, 'w': (-2, -1)})"),
+        (rpx.LoRA(1), "LoRA(1, columns={'out': -1, 'w': (-2, -1)})"),
+        (rpx.LoRA(1, where="out"), "LoRA(1, columns=-1, where='out')"),
+        (rpx.MagnitudePrune(0.5), "MagnitudePrune(sparsity=0.5, stacked={'out|w': ()})"),
+        (rpx.Stored("int8"), "Stored('int8', stacked={'out|w': ()})"),
+        (rpx.MagnitudePrune({"out": 0.5, "w": 0.1}), "MagnitudePrune(sparsity={'out': 0.5, 'w': 0.1})"),
+    ],
+    ids=repr,
+)
+def test_axes_are_written_for_the_arrays_that_the_stage_takes(p, text):
+    found = rpx.roles(graph_attention)(HEADS, jnp.ones((6, 8)))
+    assert (found["a"].inputs, found["a"].stacked) == ((1,), (0,))
+    q = p.on(found)
+    assert repr(q) == text
+    assert q.on(found) == q
+    q.check(q.init(HEADS, jax.random.key(0)), HEADS)
+
+
+def test_stacked_axes_of_what_where_leaves_out_are_not_written():
+    def queries(params, x):
+        q = (params["latent"] @ params["q"]).reshape(3, 4, 3)
+        return jnp.einsum("lhk,bshk->bhls", q, (x @ params["k"]).reshape(-1, 5, 4, 3))
+
+    params = {"latent": jnp.ones((3, 6)), "q": jnp.ones((6, 12)), "k": jnp.ones((8, 12))}
+    found = rpx.roles(queries)(params, jnp.ones((2, 5, 8)))
+    assert found["q"].stacked
+    assert found["q"].ambiguous
+    for where in ("k", rpx.selected({"k": True}), lambda path, array: path == "k"):
+        assert rpx.LoRA(1, where=where).on(found) == rpx.LoRA(1, columns=-1, where=where)
+
+
 def test_what_the_network_does_not_say_is_asked_for():
     def tied(params, tokens):
         x = params["embed"][tokens] + params["place"]

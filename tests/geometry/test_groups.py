@@ -152,6 +152,15 @@ FROZEN = {
     "cumsum": lambda w: jnp.cumsum(w),
     "roll": lambda w: jnp.roll(w, 1),
     "rev": lambda w: w[::-1],
+    "every other": lambda w: w[::2],
+    "every third, from the second": lambda w: jnp.max(w[1::3]),
+    "every other, and halves": lambda w: w[::2] @ w[:3] + w[::2] @ w[3:],
+    "every other, backwards": lambda w: w[::-2],
+    "another order by constants": lambda w: w[np.array([2, 0, 1, 5, 3, 4])] @ w,
+    "a product with a constant order": lambda w: (np.eye(6, dtype=np.float32)[[2, 0, 1, 5, 3, 4]] @ w) @ w,
+    "parts of other sizes": lambda w: jnp.concatenate([w[2:], w[:2]]) @ w,
+    "even ones first": lambda w: jnp.concatenate([w[::2], w[1::2]]) @ w,
+    "a part from a number on": lambda w: jax.lax.dynamic_slice_in_dim(w, 1, 3),
     "positions": lambda w: w * jnp.arange(6.0),
     "constant": lambda w: w * np.arange(6.0),
     "uneven parts": lambda w: w[:4] @ w[2:],
@@ -170,11 +179,22 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(FROZEN, "argmax", "cumsum", "positions", "random"))
+@pytest.mark.parametrize("name", mostly_thorough(FROZEN, "argmax", "cumsum", "positions", "random", "every other"))
 def test_what_has_an_order_has_no_group(name):
     groups = axis_groups(lambda params: jnp.sum(FROZEN[name](params["w"])))({"w": normal(6)})
     assert not len(groups)
     assert groups.frozen["w", 0]
+
+
+def test_units_of_which_every_other_is_read_have_the_order_of_that_line():
+    def fun(params, x):
+        h = jnp.tanh(x @ params["w"])
+        return h @ params["v"] + jnp.sum(h[:, ::2], 1, keepdims=True)
+
+    groups = axis_groups(fun)(PARAMS, X)
+    assert not len(groups)
+    for member in (("w", 1), ("v", 0)):
+        assert re.match(r"slice reads it: .*test_groups\.py:[0-9]+", groups.frozen[member])
 
 
 FREE = {

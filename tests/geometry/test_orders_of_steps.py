@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from geometry.networks import normal
 from grids import mostly_thorough
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from reparax.geometry import axis_groups, roles
+from reparax import Chain
+from reparax.geometry import axis_groups, prune_units, roles, shrink
 from reparax.testing import check_groups
 
 PARAMS = {"a": normal(4, 3, 5), "b": normal(4, 5, 3)}
@@ -38,6 +40,12 @@ MIXED = {
     "every other": lambda x, a, b: pairs(x, jnp.stack([a[::2], a[1::2]], 1), jnp.stack([b[::2], b[1::2]], 1)),
     "a sum over steps": lambda x, a, b: scan(x, a, b) + jnp.sum(jnp.tanh(jnp.sum(b, 0))),
     "chosen later": lambda x, a, b: scan(scan(x, a, b), a, b[jnp.array([1, 2, 3, 0])]),
+    "every other one again": lambda x, a, b: scan(scan(x, a, b), a[::2], b[:2]),
+    "each with each": lambda x, a, b: scan(x, a, b) + jnp.sum(jnp.tanh(jnp.einsum("lij,mjk->lmik", a, b))),
+    "each with each, entry by entry": lambda x, a, b: (
+        scan(x, a, b) + jnp.sum(jnp.tanh(jnp.sum(a[:, None] * b.swapaxes(1, 2)[None], 3)))
+    ),
+    "one with itself": lambda x, a, b: scan(x, a, b) + jnp.sum(jnp.tanh(jnp.einsum("lij,mij->lm", a, a))),
     "one that is chosen": lambda x, a, b: scan(x, a, b) @ a[0] @ b[1],
 }
 
@@ -48,7 +56,7 @@ def promotion():
         yield
 
 
-@pytest.mark.parametrize("name", mostly_thorough(MIXED, "two layers in a step"))
+@pytest.mark.parametrize("name", mostly_thorough(MIXED, "two layers in a step", "each with each"))
 def test_where_arrays_of_several_steps_meet_all_have_one_order(name):
     def fun(params, x):
         return MIXED[name](x, params["a"], params["b"])
@@ -56,6 +64,29 @@ def test_where_arrays_of_several_steps_meet_all_have_one_order(name):
     (group,) = groups = axis_groups(fun)(PARAMS, X)
     assert not group.by_step
     check_groups(fun, PARAMS, X, groups=groups)
+
+
+def test_products_of_the_arrays_of_each_step_alone_leave_steps_their_orders():
+    def fun(params, x):
+        products = jnp.einsum("lij,ljk->lik", params["a"], params["b"])
+        return scan(x, params["a"], params["b"]) + jnp.sum(jnp.tanh(products))
+
+    (group,) = groups = axis_groups(fun)(PARAMS, X)
+    assert group.by_step
+    check_groups(fun, PARAMS, X, groups=groups)
+
+
+def test_units_of_every_other_layer_are_cut_with_those_of_as_many_layers_of_another_array():
+    def fun(params, x):
+        return scan(x, params["a"][::2], params["b"])
+
+    params = {"a": normal(4, 3, 5), "b": normal(2, 5, 3)}
+    (group,) = groups = axis_groups(fun)(params, X)
+    assert not group.by_step
+    pruned = prune_units(params, groups, 0.4)
+    small = shrink(Chain(), pruned, groups)
+    assert jax.tree.map(jnp.shape, small) == {"a": (4, 3, 3), "b": (2, 3, 3)}
+    np.testing.assert_allclose(fun(small, X), fun(pruned, X), rtol=1e-5, atol=1e-5)
 
 
 def test_the_steps_of_scans_inside_of_scans_are_in_one_order():

@@ -41,6 +41,7 @@ W, V, ROW = (
 )
 LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), FLOAT), jax.ShapeDtypeStruct((5, 3), FLOAT)
 INDICES = jax.ShapeDtypeStruct((5,), jnp.int32)
+KEEP = np.array([0, 2])
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 BATCH = np.ones((5, 3), np.float32)
 DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
@@ -74,6 +75,72 @@ USES = {
         ([LAYERS], X, INDICES),
         [EACH],
     ),
+    "columns that constants choose": (
+        lambda p, x: jnp.tanh(x @ p[0][:, KEEP]) @ p[1][KEEP],
+        ([W, V], X),
+        [DENSE, DENSE],
+    ),
+    "columns by jnp.take, filled, and by vmap": (
+        lambda p, x: (
+            (jnp.tanh(x @ jnp.take(p[0], KEEP, 1)) @ p[1].at[KEEP].get(mode="fill", fill_value=0.0))
+            @ jax.vmap(lambda i: p[2][:, i], out_axes=1)(jnp.arange(2))
+        ),
+        ([W, V, jax.ShapeDtypeStruct((2, 5), FLOAT)], X),
+        [DENSE, DENSE, DENSE],
+    ),
+    "halves of columns, one entry of each by turns": (
+        lambda p, x: x @ p[0][:, jnp.arange(4).reshape(2, 2).T.reshape(-1)],
+        ([W], X),
+        [DENSE],
+    ),
+    "columns in the order of their norms": (
+        lambda p, x: x @ p[0][:, jnp.argsort(jnp.linalg.norm(p[0], axis=0))],
+        ([W], X),
+        [DENSE],
+    ),
+    "one column of each row": (
+        lambda p, x: x @ jnp.take_along_axis(p[0], jnp.array([[0], [1], [2]]), 1),
+        ([W], X),
+        [DENSE],
+    ),
+    "rows that constants choose, turned": (lambda p, x: x @ p[0].T[KEEP].T, ([W], X), [DENSE]),
+    "heads that constants choose": (
+        lambda p, x: jnp.einsum("bd,dhk->bhk", x, p[0][:, :, KEEP][:, KEEP]),
+        ([jax.ShapeDtypeStruct((3, 4, 5), FLOAT)], X),
+        [((0,), (1, 2), ())],
+    ),
+    "layers that constants choose": (
+        lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p[0][np.array([1, 0, 1])])[0],
+        ([LAYERS], X),
+        [EACH],
+    ),
+    "columns of a layer": (lambda p, x: x @ p[0][1][:, KEEP], ([LAYERS], X), [EACH]),
+    "every other column": (lambda p, x: jnp.tanh(x @ p[0][:, ::2]) @ p[1][::-2], ([W, V], X), [DENSE, DENSE]),
+    "a penalty on chosen columns": (
+        lambda p, x: jnp.sum(x @ p[0][:, KEEP]) + jnp.sum(p[0][KEEP] ** 2),
+        ([W], X),
+        [DENSE],
+    ),
+    "places": (
+        lambda p, x: (x + 2 * p[0][jnp.arange(5)]) @ p[1],
+        ([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X),
+        [DENSE, DENSE],
+    ),
+    "a network of places": (
+        lambda p, x: x + jnp.tanh(p[0][jnp.arange(5)] @ p[1]) @ p[2],
+        ([jax.ShapeDtypeStruct((9, 3), FLOAT), W, jax.ShapeDtypeStruct((4, 3), FLOAT)], X),
+        [DENSE, DENSE, DENSE],
+    ),
+    "distances, in buckets": (
+        lambda p, x: jax.nn.softmax(x @ x.T + p[0][np.arange(25).reshape(5, 5) % 7].transpose(2, 0, 1)),
+        ([jax.ShapeDtypeStruct((7, 2), FLOAT)], X),
+        [DENSE],
+    ),
+    "biases that constants choose": (
+        lambda p, x: x @ p[0][:, KEEP] + p[1][KEEP] + p[2][:, KEEP],
+        ([W, jax.ShapeDtypeStruct((4,), FLOAT), jax.ShapeDtypeStruct((1, 4), FLOAT)], X),
+        [DENSE, ((), (), ()), ((), (), ())],
+    ),
     "rolled rows": (lambda p, x: jnp.tanh(x @ p[0]) @ jnp.roll(p[1], 1, 0), ([W, V], X), [DENSE, DENSE]),
     "split layers": (
         lambda p, x: jnp.tanh(x @ jnp.split(p[0], 2)[0][0]) @ jnp.split(p[0], 2)[1][0],
@@ -104,10 +171,34 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "a multiple, entry by entry, by a part of data"))
+@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "places", "columns that constants choose"))
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
     assert list(map(axes, roles(fun)(*args))) == want
+
+
+def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
+    here = r"{} reads it: .*test_roles\.py:[0-9]+"
+    for fun in (
+        lambda p, x: x[:, :2] @ p[0][np.ix_(KEEP, KEEP)],  # which of both places is a row, only their values say
+        lambda p, x: x[:, :2] @ p[0][KEEP, KEEP],
+    ):
+        assert re.match(here.format("gather"), roles(fun)([W], X)[0].why)
+    (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0))([W], X)
+    assert re.match(here.format("scatter"), role.why)
+
+    def keys(p, x):  # rows of a table, or rows of the first of two factors
+        return (p[0][KEEP] @ p[1]) @ (x @ p[1]).T
+
+    table, w = roles(keys)([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X)
+    assert "gather reads it" in table.ambiguous
+    assert w.ambiguous
+
+
+def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a_weight():
+    (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T)([jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
+    assert axes(role) == ((0, 1), (0, 1), ())
+    assert [use.how for use in role.uses] == ["lookup", "product"]
 
 
 def every(x, up, down):

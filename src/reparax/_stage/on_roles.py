@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from reparax._axes.misfit import Misfit
 from reparax._axes.numbers import EACH, LAST, ONE_AXIS, Axis, are_words, find_axes, words_to_numbers
 from reparax._axes.roles import INPUTS, STACKED, Role, axes_by_word
-from reparax._axes.stacked import one_stacked
+from reparax._axes.stacked import AxisNumbers, one_stacked
 from reparax._core.algebra import compose
 from reparax._stage.selection import Selection
 from reparax._stage.varied import ByPath, by_path_or_one
@@ -20,14 +20,26 @@ from reparax._tree.raw import Slot
 Roles = Mapping[Names, Role]
 
 
+@dataclass(frozen=True)
 class OnRoles(Selection):
-    """A planner that knows the axes of its stage where a network says what they are."""
+    """A planner that knows the axes of its stage where a network says what they are.
+
+    Attributes:
+      stacks: The stacked axes at each place, as the network or the stage says; None for those of the stage.
+    """
+
+    stacks: Mapping[Names, Any] | None = None
+
+    def stacked_at(self, stage: Any, candidate: Candidate) -> AxisNumbers:
+        if self.stacks is None:
+            return super().stacked_at(stage, candidate)
+        return find_axes(self.stacks[candidate.place], candidate.names)
 
     def on(self, tree: Flat, roles: Roles) -> Any:
         stage, slots = self.stage, tree.slots(bases=self.stage._takes_base)
         paths = [slot.path for slot in slots.values()]
-        stacks = {slot.path: axes for at, slot in slots.items() if (axes := _stacked_axes(stage, slot, roles.get(at)))}
-        candidates = (_with_stacked(self, stacks, paths) if stacks else self).present("on", tree)
+        stacks = {place: _stacked_axes(stage, slot, roles.get(place)) for place, slot in slots.items()}
+        candidates = type(self)(stage, stacks).present("on", tree)
         axes_of_slots = [
             (candidate.slot, _axes_at(self, candidate, roles.get(candidate.place))) for candidate in candidates
         ]
@@ -83,12 +95,6 @@ def _stage_at(stage: Any, slots: Sequence[Slot]) -> Any:
     paths, fields_by_path = [slot.path for slot in slots], (stage._varied | stage._by_path).items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(slot.raw_path) for slot in slots), **numbers)
-
-
-def _with_stacked(planner: Selection, stacks: Mapping[str, Any], paths: Sequence[str]) -> Selection:
-    """The planner of the stage with these stacked axes, by path; with none for other paths."""
-    every = {path: stacks.get(path, ()) for path in paths}
-    return type(planner)(replace(planner.stage, stacked=by_path_or_one(every, paths, several=True)))
 
 
 def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:

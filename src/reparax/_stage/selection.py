@@ -7,7 +7,7 @@ from typing import Any
 
 from reparax._axes.names import AxisNames, names_of_places, require_names_fit
 from reparax._axes.numbers import find_axes, require_axes
-from reparax._axes.stacked import each_stacked, one_stacked, stacked_axes_error
+from reparax._axes.stacked import AxisNumbers, each_stacked, one_stacked, stacked_axes_error
 from reparax._core.planner import Planner
 from reparax._stage.arrangement import Arrangement, arrange
 from reparax._stage.varied import ByArray, ByPath, without_unmatched
@@ -86,8 +86,12 @@ class Selection(Planner):
         if (stage := self.stage.at_path(slot.path) if self._by_path else self.stage) is None:
             return False
         with locate_errors(f"{who} at {slot.path!r}"):
-            stacked = find_axes(stage.stacked, candidate.names)
+            stacked = self.stacked_at(stage, candidate)
         return stacked_axes_error(w, stacked) is None and self.stage.default(one_stacked(w, stacked))
+
+    def stacked_at(self, stage: Any, candidate: Candidate) -> AxisNumbers:
+        """The stacked axes of an array, for the stage there."""
+        return find_axes(stage.stacked, candidate.names)
 
     def group_key(self, path: str, names: AxisNames | None) -> object:
         """What arrays share whose axes have the same meaning for this stage."""

@@ -6,9 +6,7 @@ from dataclasses import replace
 from reparax._programs.equations.contractions import Conv, Dot, RaggedDot
 from reparax._programs.equations.view import View
 from reparax.geometry._labels import Labels
-from reparax.geometry._values import Axis, Labelled, Origin, Source
-
-Origins = frozenset[Origin]
+from reparax.geometry._values import Axis, Labelled, Origin, Origins, Source
 
 
 class Members:

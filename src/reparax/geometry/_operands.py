@@ -62,7 +62,7 @@ class Operands:
     def part(self, axis: Axis, n: int, start: int, stop: int, stride: int = 1) -> Axis:
         """Some of the ``n`` indices of an axis: one of several equal blocks has the order that the others have."""
         size = stop - start
-        if size == n:
+        if len(range(start, stop, stride)) == n:
             return axis
         if stride != 1 or size < 2 or n % size or start % size:
             return self.ordered(axis)

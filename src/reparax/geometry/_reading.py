@@ -1,7 +1,7 @@
 """Follows axes through a program, and through the programs inside it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from reparax.geometry._members import Members
 from reparax.geometry._operands import Operands
 from reparax.geometry._rules import axes_of
 from reparax.geometry._uses import Uses
-from reparax.geometry._values import NEVER, Axis, Labelled, Origin, Source
+from reparax.geometry._values import NEVER, Axis, DataProduct, Labelled, Origin, Origins, Source
 from reparax.geometry._zeros import AxisSum, Zeros, all_of
 
 
@@ -63,6 +63,7 @@ class Reading:
         self.parameters: dict[int, Parameter] = {}
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
+        self._across: list[tuple[list[Origins], list[Labelled]]] = []
         self._lines = lines_by_origin(traced.program)
         constants = len(traced.inputs) - len(arguments.places)
         # Without any data but keys among the arguments, they are closed over.
@@ -92,6 +93,10 @@ class Reading:
         # Where the arrays of several steps meet, or change their places, outside of the scan, all have one order.
         for value in (value for origin in self.steps for value in self._mixed.get(origin, ())):
             self._share_axes(value)
+        for places, values in self._across:
+            if _are_several(self.steps & of for of in places):
+                for value in values:
+                    self._share_axes(value)
 
     def _fixed_value(self, shape: Sequence[int], why: str, kind: Source) -> Labelled:
         """A value of which no axis can be permuted, and why."""
@@ -130,6 +135,10 @@ class Reading:
         zeros = Zeros(self.labels, view, operands)
         outs = list(map(zeros.with_zeros, itertools.count(), self.uses.outputs(view, operands, axes, line)))
         self.sums += zeros.sums(outs, line)
+        for out in outs if len(operands) > 1 else ():
+            places = [axis.of for axis in out.axes if axis.in_place and axis.of]
+            if len(places) > 1:
+                self._across.append((places, [*operands, out]))
         kept = _axes_in_place(outs)
         for value in operands:
             for origin in _axes_in_place([value]) - kept:
@@ -179,8 +188,10 @@ class Reading:
         made, mixed = (
             frozenset[Origin]().union(*each) for each in zip(*((v.made, v.mixed) for v in values), strict=True)
         )
-        stacked = stacked if worst is Source.WEIGHT else frozenset()
-        return Labelled(tuple(axes), worst, stacked, zero, made=made, mixed=mixed)
+        if worst is not Source.WEIGHT:
+            return Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
+        if_rows = frozenset[DataProduct]().union(*(value.if_rows for value in values))
+        return Labelled(tuple(axes), worst, stacked, zero, made=made, mixed=mixed, if_rows=if_rows)
 
     def _read_loop(
         self,
@@ -242,7 +253,14 @@ def _axes_in_place(values: Sequence[Labelled]) -> frozenset[Origin]:
     return frozenset[Origin]().union(*(axis.of for axis in axes))
 
 
+def _are_several(places: Iterable[Origins]) -> bool:
+    """Whether entries of a value are of several steps: those of arrays in one step are along the same axes."""
+    steps = [of for of in places if of]
+    owners = {frozenset(owner for owner, _ in of) for of in steps}
+    return len(owners) > 1 or sum(map(len, steps)) > len(frozenset().union(*steps))
+
+
 def _known_of(value: Labelled) -> tuple[object, ...]:
     """What is known of a value beside the labels of its axes."""
     axes = [(axis.of, axis.in_place) for axis in value.axes]
-    return value.kind, value.stacked, value.made, value.mixed, axes
+    return value.kind, value.stacked, value.made, value.mixed, value.if_rows, axes

@@ -13,7 +13,8 @@ from reparax._numerics.usage import shows_usage
 from reparax._programs.call import Arguments
 from reparax._tree.paths import PyTree
 from reparax.geometry._reading import Reading, one_argument
-from reparax.geometry._uses import Between, DataProduct, Origins, OtherRead
+from reparax.geometry._uses import Between, OtherRead
+from reparax.geometry._values import DataProduct, Origins
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -26,7 +27,8 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
     ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
     Weights are followed through transposes, reshapes, slices, casts, scales, norms and products with other weights,
     through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to products of
-    matrices, convolutions and table lookups.
+    matrices, convolutions and table lookups. What constant indices choose counts as a slice; where it is added to data,
+    as positions are, it is a lookup. A role of which the program leaves doubts is ambiguous, or unknown with a reason.
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.

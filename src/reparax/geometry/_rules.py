@@ -1,6 +1,7 @@
 """What each kind of equation says of the axes of its operands and of its outputs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -267,14 +268,17 @@ def _axes_of_top_k(view: reductions.TopK, operands: Operands) -> list[Axes]:
 def _axes_of_gather(view: contractions.Gather, operands: Operands) -> list[Axes]:
     """Axes that are taken as a whole stay, and so do those of the indices; of others the order counts."""
     numbers, sizes, (axes, indices) = view.dimension_numbers, operands.shapes[0], operands.axes
+    chosen = origins(axes[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
+    index_axes = [Axis(axis.label, chosen, in_place=False) for axis in indices[:-1]]
     # An index has a place for each axis of the operand in which it points.
     operands.ordered(*(axes[i] for i in numbers.collapsed_slice_dims), indices[-1])
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operands.joined((axes[i], indices[j]))
+        index_axes[j] = replace(index_axes[j], of=axes[i].of)
     kept = (i for i in range(len(axes)) if i not in view.gone)
     slices = [axes[i] if view.slice_sizes[i] == sizes[i] else operands.ordered(axes[i]) for i in kept]
-    places, batch = dict(zip(numbers.offset_dims, slices, strict=True)), iter(indices[:-1])
-    return [tuple(places[k] if k in places else Axis(next(batch).label) for k in range(len(view.type.shape)))]
+    places, batch = dict(zip(numbers.offset_dims, slices, strict=True)), iter(index_axes)
+    return [tuple(places[k] if k in places else next(batch) for k in range(len(view.type.shape)))]
 
 
 RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {

@@ -10,23 +10,10 @@ from reparax._programs.equations.moves import DynamicSlice, Slice, SplitAxis, Un
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._members import Members
-from reparax.geometry._values import Axis, Labelled, Origin, Source, origins
+from reparax.geometry._values import Axis, DataProduct, Labelled, Origins, Source, origins
 
-Origins = frozenset[Origin]
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
 """The axes of an operand that are contracted, that stay, and of which each index is an operand of its own."""
-
-
-@dataclass(frozen=True)
-class DataProduct:
-    """A product of weights with data: axes of parameters that it contracts, that stay, and that it keeps apart."""
-
-    inputs: Origins
-    outputs: Origins
-    stacked: Origins
-    line: str
-    how: str = PRODUCT
-    windows: Origins = frozenset()
 
 
 @dataclass(frozen=True)
@@ -78,34 +65,56 @@ class Uses(list[DataProduct | Between | OtherRead]):
         if kind is not Source.WEIGHT:
             outs = [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
             products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
-            if products:
-                made = Origins().union(*(product.outputs for product in products))
-                return [replace(out, made=made) for out in outs]
-            return [self.members.follow(view, operands, out) for out in outs]
+            made = Origins().union(*(product.outputs for product in products))
+            if not products or type(view) not in WAYS:
+                outs = [self.members.follow(view, operands, out) for out in outs]
+            return [replace(out, made=out.made | made) for out in outs]
+        for value in operands if type(view) is View else ():  # what it does to axes is not known
+            self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
+        if_rows = self._if_rows(view, operands, line)
         shapes = (type_of(v).shape for v in view.eqn.outvars)
-        outs = zip(axes, shapes, strict=True)
         return [
-            _with_stacked_axes(view, operands[0], Labelled(tuple(each), kind, stacked), shape) for each, shape in outs
+            _with_stacked_axes(view, operands, Labelled(tuple(each), kind, stacked, if_rows=if_rows), shape)
+            for each, shape in zip(axes, shapes, strict=True)
         ]
+
+    def _if_rows(self, view: View, operands: Sequence[Labelled], line: str) -> frozenset[DataProduct]:
+        """What look-ups and products were until here, if the entries of weights that constants chose are rows."""
+        found, read = frozenset[DataProduct]().union(*(value.if_rows for value in operands)), list[int]()
+        if isinstance(view, Gather) and _selects(view, operands[1]):
+            if len(view.cut) > 1:  # which axis of the places is which of these, only their values say
+                self._add_other_read(operands[0], line)
+            read = [0] if _gives_vectors(view) else []
+        elif found:
+            read = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
+        products = (_product(view, operands[i], i, line) for i in read)
+        return found | {product for product in products if product is not None}
 
     def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         """Adds what an equation with data does to each weight that it reads: a product, or another read."""
         for i, value in enumerate(operands):
             if value.kind is not Source.WEIGHT:
                 continue
-            way = WAYS.get(type(view))
-            if way is not None and (axes := way(view, value, i)) is not None:
-                inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
-                # Of an axis whose parts are put together again, one part may be a single index.
-                stacked |= value.stacked - inputs - outputs
-                self.append(DataProduct(inputs, outputs, stacked, line, *_name_and_window(view, value)))
+            if (product := _product(view, value, i, line)) is not None:
+                self.append(product)
                 if isinstance(view, Dot | RaggedDot | Conv):
                     self.members.read_product(view, value, operands[1 - i], 1 - i)
+                # What other weights made of entries that constants chose may be data, or a weight.
+                if any(use.how != LOOKUP for use in value.if_rows):
+                    self.extend(value.if_rows)
             else:
-                parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
-                self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
+                self._add_other_read(value, line)
+                sizes = zip(value.axes, view.operands[i].aval.shape, strict=True)
+                shown = origins(axis for axis, n in sizes if n > 1)
+                if any(use.outputs & shown for use in value.if_rows):  # rows, not a sum of their squares
+                    self.extend(value.if_rows)
+
+    def _add_other_read(self, value: Labelled, line: str) -> None:
+        """Adds that an equation, which is no product, reads a weight."""
+        parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
+        self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
     def _axes_of_weights(
         self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str
@@ -136,22 +145,24 @@ def _deciding_operands(view: View, operands: Sequence[Labelled]) -> Sequence[Lab
 
 
 def _is_table(view: Gather, indices: Labelled) -> bool:
-    """Whether indices choose vectors, or parts: several, or one that is data; the number of a layer is neither."""
-    apart = (*view.gone, *_single_axes(view))
-    long = [i for i in range(len(view.slice_sizes)) if i not in apart]
-    several = len(view.operands[1].aval.shape) > 1 or indices.kind is Source.DATA
-    return several and (len(long) < 2 or bool(set(long) & set(_cut_axes(view))))
+    """Whether data choose vectors, or parts."""
+    return indices.kind is Source.DATA and _gives_vectors(view)
 
 
-def _cut_axes(view: Gather | DynamicSlice) -> list[int]:
-    """The axes of the operand of which a slice is a part."""
-    sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)
-    return [i for i, (m, n) in enumerate(sizes) if m < n]
+def _selects(view: Gather, indices: Labelled) -> bool:
+    """Whether places that are no data choose entries along axes, as slices do; the number of a layer does not."""
+    return indices.kind is not Source.DATA and len(view.operands[1].aval.shape) > 1
+
+
+def _gives_vectors(view: Gather) -> bool:
+    """Whether each slice is a vector, or a part of an axis, as of a table; those of layers and experts are arrays."""
+    long = {i for i in range(len(view.slice_sizes)) if i not in (*view.gone, *_single_axes(view))}
+    return len(long) < 2 or bool(long.intersection(view.cut))
 
 
 def _single_axes(view: Gather) -> list[int]:
     """The axes of which slices keep a single index, as those of an index under ``vmap``."""
-    return [i for i in _cut_axes(view) if view.slice_sizes[i] == 1 and i not in view.gone]
+    return [i for i in view.cut if view.slice_sizes[i] == 1 and i not in view.gone]
 
 
 def _takes_whole_arrays(view: Gather | DynamicSlice) -> bool:
@@ -162,20 +173,22 @@ def _takes_whole_arrays(view: Gather | DynamicSlice) -> bool:
     return len(pairs) > 1 and all(m == n for m, n in pairs)
 
 
-def _with_stacked_axes(view: View, operand: Labelled, out: Labelled, sizes: Sequence[int]) -> Labelled:
+def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
+    old, axes, stacked = operands[0].axes if operands else (), out.axes, Origins()
     if isinstance(view, Slice | DynamicSlice | SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
-        return Labelled(axes, out.kind, out.stacked | (origins(out.axes) - origins(axes)))
-    if isinstance(view, Unstack):
-        return Labelled(out.axes, out.kind, out.stacked | operand.axes[view.axis].of)
-    if isinstance(view, Gather):
-        single, kept = _single_axes(view), [i for i in range(len(operand.axes)) if i not in view.gone]
-        places = {place for i, place in zip(kept, view.dimension_numbers.offset_dims, strict=True) if i in single}
-        axes = tuple(Axis(axis.label) if k in places else axis for k, axis in enumerate(out.axes))
-        return Labelled(axes, out.kind, out.stacked | origins(operand.axes[i] for i in (*view.gone, *single)))
-    return out
+        stacked = origins(out.axes) - origins(axes)
+    elif isinstance(view, Unstack):
+        stacked = old[view.axis].of
+    elif isinstance(view, Gather):
+        single, kept = _single_axes(view), [i for i in range(len(old)) if i not in view.gone]
+        offsets, selects = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True)), _selects(view, operands[1])
+        keeps = (offsets[k] not in single if k in offsets else selects for k in range(len(axes)))
+        axes = tuple(axis if keep else Axis(axis.label) for axis, keep in zip(axes, keeps, strict=True))
+        stacked = Origins() if selects else origins(old[i] for i in (*view.gone, *single))
+    return replace(out, axes=axes, stacked=out.stacked | stacked)
 
 
 def _other_axes(value: Labelled, taken: Collection[int]) -> list[int]:
@@ -205,15 +218,14 @@ def _ways_of_convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
 
 def _ways_of_gather(view: Gather, value: Labelled, i: int) -> Ways | None:
     """The axes of a table: those of its rows are contracted; None for indices, or if no axis is cut."""
-    numbers = view.dimension_numbers
-    batch = numbers.operand_batching_dims
-    rows = sorted({*numbers.collapsed_slice_dims, *_cut_axes(view)} - set(batch))
+    rows, batch = view.cut, view.dimension_numbers.operand_batching_dims
     return (rows, _other_axes(value, (*rows, *batch)), batch) if i == 0 and rows else None
 
 
 def _ways_of_dynamic_slice(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
     """The axes of a table: the one axis that is cut is that of its rows; None if there are several."""
-    rows = _cut_axes(view)
+    sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)
+    rows = [k for k, (m, n) in enumerate(sizes) if m < n]
     return (rows, _other_axes(value, rows), ()) if i == 0 and len(rows) == 1 else None
 
 
@@ -225,6 +237,17 @@ WAYS: dict[type[View], Callable[..., Ways | None]] = {
     DynamicSlice: _ways_of_dynamic_slice,
 }
 """For a product of an operand with data: what its axes are; None if it is no such product."""
+
+
+def _product(view: View, value: Labelled, i: int, line: str) -> DataProduct | None:
+    """The product of an operand with data, if the equation is one."""
+    way = WAYS.get(type(view))
+    if way is None or (axes := way(view, value, i)) is None:
+        return None
+    inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
+    # Of an axis whose parts are put together again, one part may be a single index.
+    stacked |= value.stacked - inputs - outputs
+    return DataProduct(inputs, outputs, stacked, line, *_name_and_window(view, value))
 
 
 def _name_and_window(view: View, value: Labelled) -> tuple[str, Origins]:

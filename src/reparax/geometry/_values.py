@@ -4,9 +4,12 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from reparax._axes.roles import PRODUCT
+
 Origin = tuple[int, int]
 """An axis of a parameter: the number of the parameter, and that of the axis."""
 
+Origins = frozenset[Origin]
 
 Conditions = frozenset[frozenset[Origin]]
 """Sets of axes of parameters: if the slices at an index of all of one set are zero, so is that of a value."""
@@ -21,6 +24,18 @@ class Source(enum.IntEnum):
     CONSTANT = 0
     WEIGHT = 1
     DATA = 2
+
+
+@dataclass(frozen=True)
+class DataProduct:
+    """A product of weights with data: axes of parameters that it contracts, that stay, and that it keeps apart."""
+
+    inputs: Origins
+    outputs: Origins
+    stacked: Origins
+    line: str
+    how: str = PRODUCT
+    windows: Origins = frozenset()
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,8 @@ class Labelled:
     ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
     ``equal`` says of each axis whether all entries along it are equal, or nothing where they may differ along each.
     Data are ``made`` of the outputs of products that no other product has read since; along those of them that are
-    ``mixed``, entries have met.
+    ``mixed``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what look-ups and products
+    were until here, if these are rows of a table.
     """
 
     axes: tuple[Axis, ...]
@@ -56,6 +72,12 @@ class Labelled:
     equal: tuple[bool, ...] = ()
     made: frozenset[Origin] = frozenset()
     mixed: frozenset[Origin] = frozenset()
+    if_rows: frozenset[DataProduct] = frozenset()
+
+    @property
+    def is_data(self) -> bool:
+        """Whether it is computed from data, or may be from rows of a table."""
+        return self.kind is Source.DATA or bool(self.if_rows)
 
     def varies(self, i: int) -> bool:
         """Whether entries may differ along an axis; a number is the same along all."""
@@ -66,6 +88,6 @@ class Labelled:
         return ALWAYS if self.is_zero else self.vanishing[i] if i < len(self.vanishing) else NEVER
 
 
-def origins(axes: Iterable[Axis]) -> frozenset[Origin]:
+def origins(axes: Iterable[Axis]) -> Origins:
     """The axes of parameters that several axes are."""
-    return frozenset[Origin]().union(*(axis.of for axis in axes))
+    return Origins().union(*(axis.of for axis in axes))

@@ -15,7 +15,7 @@ from reparax._programs.equations.contractions import Conv, Dot, Gather, RaggedDo
 from reparax._programs.equations.view import View
 from reparax._programs.jaxprs import type_of
 from reparax.geometry._labels import Labels
-from reparax.geometry._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Source
+from reparax.geometry._values import ALWAYS, NEVER, Axis, Conditions, Labelled
 
 MOST = 8
 """The most sets of one condition that are followed; those with the fewest axes stay."""
@@ -94,7 +94,7 @@ class Zeros:
         """A sum of products. What products of data with data are divided by often follows their size."""
         a, b = self.operands[:2]
         axis, size = b.axes[j], self.view.operands[1].aval.shape[j]
-        if a.kind is Source.DATA and b.kind is Source.DATA:
+        if a.is_data and b.is_data:
             return AxisSum(axis.label, size, NEVER, line)
         return AxisSum(axis.label, size, any_of([a.vanishes(i), b.vanishes(j)]), line)
 

@@ -150,6 +150,17 @@ class Gather(View):
         return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
 
     @property
+    def cut(self) -> tuple[int, ...]:
+        """The axes of the operand of which slices have a part, but for those of a batch."""
+        sizes = enumerate(zip(self.slice_sizes, self.operands[0].aval.shape, strict=True))
+        numbers = self.dimension_numbers
+        return tuple(
+            i
+            for i, (m, n) in sizes
+            if (m < n or i in numbers.collapsed_slice_dims) and i not in numbers.operand_batching_dims
+        )
+
+    @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
         numbers, sizes = self.dimension_numbers, self.slice_sizes
