@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init
-from errors import raises
+from errors import raises, table
 from grids import mostly_thorough
 from scipy import integrate, special, stats
 
@@ -389,45 +389,6 @@ def test_the_mean_of_a_stage_with_a_base_moves_its_base():
     assert not np.array_equal(rebased["w"]["@shifted_laplace"]["log_scale"], -3)
 
 
-ERRORS = {
-    "std": (
-        lambda: rpx.Gaussian(0.0),
-        ValueError,
-        "Gaussian got std=0.0, but takes a finite number greater than 0.",
-    ),
-    "rate": (
-        lambda: rpx.noise.HardConcrete(1.0),
-        ValueError,
-        "HardConcrete got rate=1.0, but takes a probability above 0 and below 0.68: `update` closes gates with "
-        "a larger one.",
-    ),
-    "no key": (
-        lambda: rpx.Gaussian().apply(rpx.Gaussian().init({"w": normal(2)})),
-        ValueError,
-        "Gaussian().apply draws random numbers, so it needs a key, but got key=None. Pass a key, or evaluate with "
-        "`p.deterministic`.",
-    ),
-    "never init": (
-        lambda: rpx.Gaussian().penalty({"w": normal(2)}),
-        ValueError,
-        "Gaussian().penalty got a tree that never went through init: it holds no '@gaussian'. Call `raw = "
-        "p.init(params)` once, with the whole chain, and pass `raw`.",
-    ),
-    "strength": (
-        lambda: rpx.Delta(strength=-1.0),
-        ValueError,
-        "Delta got strength=-1.0, but takes a finite number that is not negative.",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    call, error, text = ERRORS[case]
-    with raises(error, text):
-        call()
-
-
 def test_weights_of_little_signal_to_noise_are_pruned():
     """The lines of the page: what is below the threshold is masked, and stays zero."""
     mean, std = np.array([[1.0, -0.2], [0.05, -3.0]], np.float32), np.array([[0.5, 1.0], [0.05, 10.0]], np.float32)
@@ -442,3 +403,8 @@ def test_weights_of_little_signal_to_noise_are_pruned():
     sparse = rpx.Mask().init(jax.tree.map(pruned, raw, is_leaf=lambda x: isinstance(x, dict) and "@gaussian" in x))
     np.testing.assert_array_equal(sparse["w"]["@mask"]["@fixed"]["mask"], [[1, 0], [1, 0]])
     np.testing.assert_array_equal(rpx.Mask().fold(sparse)["w"], [[1, 0], [np.float32(0.05), 0]])
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

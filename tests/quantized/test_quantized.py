@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init, pulled
-from errors import raises
+from errors import table
 from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -325,135 +325,8 @@ NAMES = ", ".join(
         ],
     )
 )
-ERRORS = {
-    "bytes of several codes": (
-        lambda: rpx.Stored("int3").init({"w": normal(12, 6)}),
-        ValueError,
-        "Stored('int3').init at 'w': expected a multiple of 8 entries along axis 0, because 8 int3 numbers share 3 "
-        "bytes, got shape (12, 6). Store it as int8, or leave it out with `where`.",
-    ),
-    "double of rounded scales": (
-        lambda: rpx.Stored("mxfp4", double_quant=True),
-        ValueError,
-        "Stored got double_quant=True with mxfp4, whose scales are rounded anyway. Use it with int4 or nf4.",
-    ),
-    "axis and blocks": (
-        lambda: rpx.Stored("int8", axis=0, block=(2, 2)),
-        ValueError,
-        "Stored got axis=0 and block=(2, 2), which has a length for each axis already. Leave out axis, or give a "
-        "single number as block.",
-    ),
-    "blocks of other axes": (
-        lambda: rpx.Stored("int8", block=(2, 2)).init({"w": normal(2, 4, 6)}),
-        ValueError,
-        "Stored('int8', block=(2, 2)).init at 'w': expected an array of 2 dimensions, for block=(2, 2), got shape (2, "
-        "4, 6). Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`.",
-    ),
-    "reach of nothing": (
-        lambda: rpx.Stored("int8", reach=0),
-        ValueError,
-        "Stored got reach=0.0, but takes a finite number greater than 0.",
-    ),
-    "scales of another format": (
-        lambda: rpx.Stored("mxfp4").apply(init(rpx.Stored("nvfp4", block=32), {"w": normal(32, 6)})),
-        ValueError,
-        "Stored('mxfp4').apply at 'w': expected scale of uint8 for mxfp4, got float8_e4m3fn: another chain made this "
-        "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
-    ),
-    "odd": (
-        lambda: rpx.Stored("nf4").init({"w": normal(7, 6)}),
-        ValueError,
-        "Stored('nf4').init at 'w': expected a multiple of 2 entries along axis 0, because 2 nf4 numbers "
-        "share a byte, got shape (7, 6). Store it as int8, or leave it out with `where`.",
-    ),
-    "which axis": (
-        lambda: rpx.Stored("int8", block=4).init({"w": normal(8, 4, 2)}),
-        ValueError,
-        "Stored('int8', block=4).init at 'w': expected a matrix, got shape (8, 4, 2), whose blocks could lie "
-        "along any axis. Give the axes along which matrices are stacked (stacked=0), name all axes but the one to cut "
-        "with `axis`, or leave it out with `where`.",
-    ),
-    "no axis": (
-        lambda: rpx.Stored("int8", axis=2, block=4).init({"w": normal(8, 4, 2)}),
-        ValueError,
-        "Stored('int8', axis=2, block=4).init at 'w': expected one axis that is not among axis=2, to cut into blocks, "
-        "got shape (8, 4, 2). Name all axes but that one.",
-    ),
-    "format": (
-        lambda: rpx.Stored("int9"),
-        ValueError,
-        f"Stored takes format={NAMES} or 'gguf:q6_k', but got 'int9'.",
-    ),
-    "ternary is not stored": (
-        lambda: rpx.Stored("ternary"),
-        ValueError,
-        f"Stored takes format={NAMES} or 'gguf:q6_k', but got 'ternary'.",
-    ),
-    "double without blocks": (
-        lambda: rpx.Stored("nf4", double_quant=True),
-        ValueError,
-        "Stored got double_quant=True without a block, but it rounds the scales of blocks. Give a block, or "
-        "leave double_quant out.",
-    ),
-    "double of eight bits": (
-        lambda: rpx.Stored("int8", block=4, double_quant=True),
-        ValueError,
-        "Stored got double_quant=True with int8, whose numbers have no fewer bits than the rounded scales. Use "
-        "it with int4 or nf4.",
-    ),
-    "learned": (
-        lambda: rpx.Quantize("nf4", step="learned"),
-        ValueError,
-        "Quantize got step='learned' with nf4, but learns steps only for int2 to int8, without double_quant. "
-        "Use step='absmax'.",
-    ),
-    "learned twice": (
-        lambda: rpx.Quantize("int4", block=4, step="learned", double_quant=True),
-        ValueError,
-        "Quantize got step='learned' with int4 and double_quant=True, but learns steps only for int2 "
-        "to int8, without double_quant. Use step='absmax'.",
-    ),
-    "complex": (
-        lambda: rpx.Stored("int8", where="w").init({"w": normal(2, 2, dtype=np.complex64)}),
-        ValueError,
-        "Stored('int8', where='w').init at 'w': expected a floating array, got complex64. Leave it out with `where`.",
-    ),
-    "block of nothing": (
-        lambda: rpx.Stored("int8", block=0),
-        ValueError,
-        "Stored got block=0, but takes at least 1.",
-    ),
-    "another format": (
-        lambda: rpx.Stored("int8").apply(init(rpx.Stored("nf4"), {"w": normal(4, 6)})),
-        ValueError,
-        "Stored('int8').apply at 'w': expected q of int8 for int8, got uint8: another chain made this raw tree. Apply "
-        "the chain that made it; `p.check(raw, like=params)` lists every difference.",
-    ),
-    "scales that are rounded too": (
-        lambda: rpx.Stored("nf4", block=2).apply(
-            init(rpx.Stored("nf4", block=2, double_quant=True), {"w": normal(4, 6)})
-        ),
-        ValueError,
-        "Stored('nf4', block=2).apply at 'w': expected a floating scale, got int8: another chain made this raw tree. "
-        "Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
-    ),
-    "a number": (
-        lambda: rpx.Stored("nf4", where="w").init({"w": np.ones((), np.float32)}),
-        ValueError,
-        "Stored('nf4', where='w').init at 'w': expected an array of one or more dimensions, got shape (). Leave it out "
-        "with `where`.",
-    ),
-    "plain weights": (
-        lambda: rpx.Stored("int8").apply({"w": normal(2, 2)}),
-        ValueError,
-        "Stored('int8').apply got a tree that never went through init: it holds no '@stored'. Call `raw = "
-        "p.init(params)` once, with the whole chain, and pass `raw`.",
-    ),
-}
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case):
-    call, error, text = ERRORS[case]
-    with raises(error, text):
-        call()
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
