@@ -1,5 +1,9 @@
-"""Data that needs no network: handwritten digits, and a text in Python's own library."""
+"""Data that needs no network: handwritten digits, and two texts in Python's own library."""
 
+import argparse
+import inspect
+import tarfile
+import typing
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
@@ -39,7 +43,15 @@ class Text(NamedTuple):
 
 def text() -> Text:
     """The documentation of Python's language, in lower case; rare characters are one."""
+    return _numbered(" ".join(topics[name] for name in sorted(topics)))
+
+
+def source() -> Text:
+    """Some modules of Python's library, in the same numbers."""
+    return _numbered("\n".join(inspect.getsource(module) for module in (argparse, inspect, tarfile, typing)))
+
+
+def _numbered(whole: str) -> Text:
     letters = "\n abcdefghijklmnopqrstuvwxyz0123456789.,:;\"'()[]{}*_=+-/<>`#"
     place = {letter: number for number, letter in enumerate(letters)}
-    whole = " ".join(topics[name] for name in sorted(topics)).lower()
-    return Text(np.array([place.get(letter, len(letters)) for letter in whole], np.int32), len(letters) + 1)
+    return Text(np.array([place.get(letter, len(letters)) for letter in whole.lower()], np.int32), len(letters) + 1)

@@ -43,6 +43,8 @@ def test_what_older_commits_wrote(commit: str) -> None:
             "apply": p.apply(wrote["raw"], jax.random.key(2)),
             "updated": p.update(wrote["raw"], jax.random.key(3)),
         }
+        if any(isinstance(stage, rpx.sparse.SET) for stage in p):
+            del again["updated"]  # which draws otherwise than ``init`` since
         for what, tree in again.items():
             got, want = _by_path(tree), _by_path(wrote[what])
             assert got.keys() == want.keys(), (name, what)
