@@ -61,7 +61,7 @@ evidence: $(VENV)/evidence.stamp
 example: $(VENV)/examples.stamp
 	$(RUN) -m examples.smollm
 
-# A small mixture of experts, which is trained here: tuned, written for other programs, and compressed.
+# A small mixture of experts, which is trained here: tuned, written for other programs, rounded and pruned.
 example-experts: $(VENV)/examples.stamp
 	$(RUN) -m examples.experts
 

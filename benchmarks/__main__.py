@@ -96,7 +96,6 @@ TARGETS = (
             ("weight norm", "factored"),
         )
     ),
-    Target("tracing", "24 dense layers, no chain: ms to trace", "gradient", 2.0, "inputs"),
     *(
         Target("local", f"{network}, VarNoise, batch 128: temporary MiB", "apply", 1.3, "local")
         for network in ("MLP", "MLP of 1024 units", "convolution net", "transformer of 2 layers", "LSTM")

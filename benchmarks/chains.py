@@ -124,7 +124,7 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
         ANY,
         [stage("Scale", 0.5), stage("Bounded", -9, 9, **INSIDE), stage("numbers.Elementwise", jnp.sinh, jnp.arcsinh)],
     ),
-    (ANY, [stage("numbers.Simplex", along=-1, **INSIDE), stage("Delta", relative=True)]),
+    (ANY, [stage("numbers.Simplex", along=-1, **INSIDE)]),
     (("biases", "bias"), [stage("Positive", map, **INSIDE) for map in ("softplus", "exp", "square")]),
     (AXES, [stage("WeightNorm"), stage("WeightNorm", axis=0), stage("WeightNorm", axis=None, detach=True)]),
     (AXES, [stage("norms.WeightStandardization", axis=axis) for axis in (0, -1)]),

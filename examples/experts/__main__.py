@@ -1,4 +1,4 @@
-"""Trains a mixture of experts, tunes its experts in two ways, and compresses them; run: python -m examples.experts."""
+"""Trains a mixture of experts, tunes its experts, and rounds and prunes them; run: python -m examples.experts."""
 
 import argparse
 import inspect
@@ -54,7 +54,7 @@ def large() -> dict[str, dict[str, float]]:
 
 
 def compressed(weights: model.Params, held: np.ndarray) -> dict[str, float]:
-    """The loss with compressed experts."""
+    """The loss with experts that are rounded or pruned."""
     lost = jax.jit(lambda w: model.loss(w, held, CONFIG))
     found = {"as tuned": float(lost(weights))}
     for name, p in tuning.COMPRESSED.items():
@@ -63,7 +63,7 @@ def compressed(weights: model.Params, held: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    """Trains, tunes, writes, compresses, and puts the numbers on file."""
+    """Trains, tunes, writes, rounds and prunes, and puts the numbers on file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, nargs=2, default=(400, 60), help="of training and of tuning")
     first, steps = parser.parse_args().steps

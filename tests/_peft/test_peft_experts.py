@@ -123,7 +123,6 @@ def written(chain, **how):
     return rpx.to_peft(chain, chain.init(two(), jax.random.key(0)), **how)
 
 
-ONE_RULE = "experts.{0}"
 FIT = "from_peft: the adapter does not fit this model:\n  "
 CORRECT = "\nCorrect `like`, `names` or `layouts`."
 ORDER = (

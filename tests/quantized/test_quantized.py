@@ -305,28 +305,6 @@ def test_stored_experts_and_convolutions():
         np.testing.assert_array_equal(got[i], want)
 
 
-NAMES = ", ".join(
-    map(
-        repr,
-        [
-            *(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(8, 0, -1)),
-            *(
-                "nf4",
-                "float4_e2m1fn",
-                "float8_e4m3fn",
-                "float8_e5m2",
-                "mxfp8",
-                "mxfp4",
-                "nvfp4",
-                "nvfp4-pack",
-                "dynamic8",
-            ),
-            *(f"gguf:q{kind}" for kind in ("4_0", "4_1", "5_0", "5_1", "8_0", "4_k")),
-        ],
-    )
-)
-
-
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())

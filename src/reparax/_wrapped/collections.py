@@ -18,7 +18,7 @@ def split_collections(raw: PyTree) -> tuple[Dicts, Dicts]:
 
 
 def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> Dicts:
-    """The raw tree that :func:`parted` made two of."""
+    """The raw tree that :func:`split_collections` made two of."""
     both = {name: join_collections(free[name], fixed[name]) for name in free if name in fixed}
     return {**free, **fixed, **both}
 
