@@ -72,8 +72,10 @@ def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
 def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
     """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
     known = ("default", *ORTHOGONAL_MAPS)
-    rules = dict.fromkeys(paths, maps) if isinstance(maps, str) else maps or {}
-    given = {path: value for path, (_, _, value) in _match_rules(paths, rules, "orthogonal_map").items()}
+    if isinstance(maps, str):
+        given = dict.fromkeys(paths, maps)
+    else:
+        given = {path: value for path, (_, _, value) in _match_rules(paths, maps or {}, "orthogonal_map").items()}
     if wrong := [value for value in given.values() if value not in known]:
         raise ValueError(f"got {wrong[0]!r} as a map of torch, but takes one of {', '.join(map(repr, known))}.")
     return given
