@@ -30,7 +30,7 @@ test-thorough: $(VENV)/test.stamp
 
 # The numbers of the quick tests, as another processor rounds them: two programs may differ in the last bit there. XLA
 # compiles float16 from this instruction set on.
-NUMERIC := norms numbers matrices products memory draws noise sparse quantized adapters shared training _numerics
+NUMERIC := stages transforms training numerics
 test-avx2: $(VENV)/test.stamp
 	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=AVX2" $(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" \
 	  $(NUMERIC:%=tests/%)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from common.timing import Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax._numerics import threefry
+from reparax.numerics import threefry
 
 SHAPE = (6, 1024, 1024)
 STD, KEEP = 0.075, 0.9

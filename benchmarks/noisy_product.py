@@ -17,7 +17,7 @@ import numpy as np
 from common.timing import Calls, Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax._numerics import quantile, threefry
+from reparax.numerics import quantile, threefry
 
 WIDTH, ROWS, STD, TIMES = 4096, (64, 512, 4096), 0.075, 20
 BLOCKS = {"kernel, blocks of 32 columns": (32, 64, 8, 3), "kernel, blocks of 16 columns": (16, 128, 4, 2)}

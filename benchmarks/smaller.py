@@ -109,7 +109,7 @@ def measured(params: Any, state: Any, left: float, key: Array) -> dict[str, floa
     """Losses, the share of digits that are right, bytes, and the processor's time of a step beside masks."""
     train, _, test = digits()
     groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.why_whole]
-    masked = rpx.geometry.prune_units(params, groups, 1 - left, scores(params, train[0]))
+    masked = rpx.axes.prune_units(params, groups, 1 - left, scores(params, train[0]))
     small = rpx.shrink(rpx.Chain(), masked, groups)
     want, got = logits(masked, test[0]), logits(small, test[0])
     again, _ = trained(small, rpx.shrink(rpx.Chain(), state, groups, like=masked), key, train, MORE)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
-CORE = ("_tree", "_axes", "_core", "_stage")
+CORE = ("core",)
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

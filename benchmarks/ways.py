@@ -19,16 +19,22 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-ASKED = ("_core/lineage lineage_of", "_core/plan decide", "_core/planner Planner.plan")
-PLAN = (*ASKED, "_stage/on_arrays OnArrays.plan", "_core/planner Planner.layer", "_core/layers Layer")
-TIED = (*ASKED, "shared/_tie _Ties.plan", "shared/_tie _Ties._sites", "shared/_tie _Tied", "_core/layers Site")
+ASKED = ("core/chains/lineage lineage_of", "core/chains/plan decide", "core/chains/planner Planner.plan")
+PLAN = (*ASKED, "core/stages/on_arrays OnArrays.plan", "core/chains/planner Planner.layer", "core/chains/layers Layer")
+TIED = (
+    *ASKED,
+    "stages/shared/_tie _Ties.plan",
+    "stages/shared/_tie _Ties._sites",
+    "stages/shared/_tie _Tied",
+    "core/chains/layers Site",
+)
 WAYS = {
     "transfer": ("training/_transfer transfer", "training/_transfer _carry_over", "training/_transfer _Old", *PLAN),
     "summary": ("training/_summary summary", "training/_summary _acting_stages", *PLAN),
-    "owners": ("_core/algebra Parametrization.owners", *TIED),
-    "to_peft": ("_peft/write to_peft", *PLAN),
-    "to_torch": ("_torch/state_dict to_torch", "_torch/plan make_plan", *PLAN),
-    "to_quantized": ("_torch/quantized to_quantized", *PLAN),
+    "owners": ("core/chains/algebra Parametrization.owners", *TIED),
+    "to_peft": ("io/peft/write to_peft", *PLAN),
+    "to_torch": ("io/torch/state_dict to_torch", "io/torch/plan make_plan", *PLAN),
+    "to_quantized": ("io/torch/quantized to_quantized", *PLAN),
 }
 
 

@@ -18,7 +18,7 @@ def weights():
 
 def read(tensors, config, like=LIKE):
     """The effective weights of a file, as torch has them, and the bits for each weight."""
-    p, raw = rpx.torch.from_quantized(tensors, config, like)
+    p, raw = rpx.io.from_quantized(tensors, config, like)
     jitted = jax.jit(p.apply)(raw)["dense"]["kernel"]
     got = p.apply(raw)["dense"]["kernel"]
     np.testing.assert_array_equal(jitted, got)
@@ -54,7 +54,7 @@ def test_gguf_that_is_written(kind):
     gguf = pytest.importorskip("gguf")
     p = rpx.Stored(f"gguf:{kind.lower()}")
     raw = p.init({"dense": {"kernel": jnp.asarray(weights().T)}})
-    data = rpx.torch.to_quantized(p, raw, p.format)["dense.weight"]
+    data = rpx.io.to_quantized(p, raw, p.format)["dense.weight"]
     want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     np.testing.assert_array_equal(np.asarray(p.apply(raw)["dense"]["kernel"]).T, want)
 
@@ -81,7 +81,7 @@ def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
     data = gguf.quantize(w.astype(np.float32), type_)
     p, params = rpx.Stored(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
     for raw in (p.init(params), jax.jit(p.init)(params)):
-        np.testing.assert_array_equal(rpx.torch.to_quantized(p, raw, p.format)["dense.weight"], data)
+        np.testing.assert_array_equal(rpx.io.to_quantized(p, raw, p.format)["dense.weight"], data)
     want = jnp.asarray(gguf.dequantize(data, type_)).astype(dtype)
     for got in (p.apply(raw), rpx.Quantize(p.format).apply(params)):
         np.testing.assert_array_equal(np.asarray(got["dense"]["kernel"]).T, want)
@@ -169,7 +169,7 @@ def test_experts_of_gpt_oss_in_mxfp4():
     tensors = {"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales}
     like = {"down": jax.ShapeDtypeStruct((4, 64, 48), np.float32)}
     how = {"names": {"down": "experts.down_proj"}, "layouts": {"down": "experts:conv1d"}}
-    p, raw = rpx.torch.from_quantized(tensors, {"quant_method": "mxfp4"}, like, **how)
+    p, raw = rpx.io.from_quantized(tensors, {"quant_method": "mxfp4"}, like, **how)
     want = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
     for got in (p.apply(raw)["down"], jax.jit(p.apply)(raw)["down"]):
         np.testing.assert_array_equal(np.asarray(got).view(np.int16), want.view(torch.int16).numpy())

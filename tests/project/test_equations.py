@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import Primitive, primitives
 
 import reparax as rpx
-from reparax._programs.equations.kinds import KINDS
+from reparax.programs.equations.kinds import KINDS
 
 ROOT = Path(rpx.__file__).parent
 NAMES = {each.name for each in vars(primitives).values() if isinstance(each, Primitive)} | set(KINDS)
@@ -33,7 +33,7 @@ def looked_up(node: ast.AST) -> list[ast.expr | None]:
 def reads_programs(tree: ast.AST) -> bool:
     """Whether a file knows of equations: words such as ``max`` and ``sqrt`` are no primitives in others."""
     modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return any(module.startswith(("jax.extend.core", "reparax._programs")) for module in modules)
+    return any(module.startswith(("jax.extend.core", "reparax.programs")) for module in modules)
 
 
 def faults(source: str) -> list[str]:
@@ -55,7 +55,7 @@ def faults(source: str) -> list[str]:
 
 
 def test_only_programs_reads_equations_themselves():
-    files = [file for file in sorted(ROOT.rglob("*.py")) if file.relative_to(ROOT).parts[0] != "_programs"]
+    files = [file for file in sorted(ROOT.rglob("*.py")) if file.relative_to(ROOT).parts[0] != "programs"]
     found = {str(file.relative_to(ROOT)): faults(file.read_text()) for file in files}
     assert {file: lines for file, lines in found.items() if lines} == {}
 

@@ -15,25 +15,21 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-FLOORS = ["_tree", "_reports", "_numerics", "_axes", "_core", "_programs", "_weights", "_stage"]
-"""Each imports those before it alone."""
-FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
-"""Each imports the floors, and no other family."""
 ALLOWED = {
-    **{floor: set(FLOORS[:i]) for i, floor in enumerate(FLOORS)},
-    **{family: set(FLOORS) for family in FAMILIES},
-    "training": set(FLOORS),
-    "_programs": {"_tree", "_reports", "_numerics", "_core"},
-    "memory": {"_tree", "_reports", "_numerics", "_core", "_programs"},
-    "_weights": {"_tree", "_numerics", "_programs"},
-    "products": {"_tree", "_reports", "_numerics", "_programs", "_weights"},
-    "geometry": set(FLOORS),
-    "draws": {"_tree", "_reports", "_numerics", "_core", "_programs", "_weights", "memory"},
-    "testing": {*FLOORS, "training", "geometry"},
-    "_wrapped": {"_tree", "_numerics", "_core", "training"},
-    "_torch": {*FLOORS, *FAMILIES},
-    "_peft": {*FLOORS, *FAMILIES, "_torch"},
+    "numerics": {"core"},
+    "core": {"numerics"},
+    "stages": {"core", "numerics"},
+    "training": {"core", "numerics"},
+    "programs": {"core", "numerics"},
+    "transforms": {"core", "numerics", "programs"},
+    "axes": {"core", "numerics", "programs"},
+    "models": {"core", "numerics", "training"},
+    "io": {"core", "numerics", "stages"},
+    "testing": {"core", "numerics", "training", "axes"},
 }
+"""What each folder may import."""
+FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]
+"""The folders of stages: no family imports another."""
 
 
 @functools.cache
@@ -53,23 +49,18 @@ def files(wing: str) -> list[Path]:
     return sorted((ROOT / wing).rglob("*.py"))
 
 
-def test_every_folder_has_a_place_in_the_plan():
-    assert {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))} == set(ALLOWED)
-    assert {path.name for path in ROOT.glob("*.py")} == {
-        *("__init__.py", "demo.py", "peft.py", "stage.py", "torch.py"),
-        *(f"{name}.py" for name in public.WRAPPED),
-    }
+def test_the_house_has_at_most_twelve_rooms():
+    folders = {path.name for path in ROOT.iterdir() if any(path.glob("*.py"))}
+    alone = {path.name for path in ROOT.glob("*.py")}
+    assert folders == set(ALLOWED)
+    assert alone == {"__init__.py", "demo.py"}
+    assert len(folders | alone) <= 12
 
 
-@pytest.mark.parametrize("name", public.WRAPPED)
-def test_a_module_of_a_library_imports_the_core_and_what_wrapped_models_share(name):
-    found = {path[0] for path in imported(ROOT / f"{name}.py")}
-    assert found <= {"_tree", "_numerics", "_core", "training", "_wrapped"}
-
-
-def test_only_modules_of_libraries_import_what_wrapped_models_share():
-    others = [file for wing in ALLOWED if wing != "_wrapped" for file in files(wing)]
-    assert [file for file in others for path in imported(file) if path[0] == "_wrapped"] == []
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_of_stages_imports_another(family):
+    found = {path[1] for file in files(f"stages/{family}") for path in imported(file) if path[0] == "stages"}
+    assert found <= {family}
 
 
 @pytest.mark.parametrize("wing", ALLOWED)
@@ -78,15 +69,12 @@ def test_a_wing_imports_those_that_it_may(wing):
     assert [(file, other) for file, other in sorted(found) if other not in {wing, *ALLOWED[wing]}] == []
 
 
-def test_what_reads_programs_knows_of_the_core_by_one_name():
+def test_what_reads_programs_knows_of_chains_by_one_name():
+    rooms = ("programs", "transforms/memory")
     found = {
-        path
-        for wing in ("_programs", "memory")
-        for file in files(wing)
-        for path in imported(file)
-        if path[0] == "_core"
+        path for room in rooms for file in files(room) for path in imported(file) if path[:2] == ("core", "chains")
     }
-    assert {path[1] for path in found} == {"recompute"}
+    assert {path[2] for path in found} == {"recompute"}
 
 
 @pytest.mark.parametrize("wing", ALLOWED)
@@ -95,13 +83,12 @@ def test_nothing_private_to_a_wing_is_used_by_another(wing):
     found = {(file.parent.name, file.name, path) for file in others for path in imported(file) if path[0] == wing}
     private = [each for each in found if any(name.startswith("_") for name in each[2][1:])]
     assert [
-        each for each in private if each[0] not in ("_torch", "_peft")
+        each for each in private if each[0] not in ("torch", "peft")
     ] == []  # which read raw values of several families
 
 
 def test_the_public_modules_are_the_families_of_the_package():
-    folders = {name for name in ALLOWED if not name.startswith("_")}
-    assert {*public.FAMILIES} == {*folders, "peft", "stage", "torch"} - {"testing"}
+    assert {*public.FAMILIES} == {*FAMILIES, "stage", "training", "transforms", "axes", "io"}
 
 
 def definitions(kind: type[ast.stmt]) -> list[tuple[Path, ast.stmt]]:

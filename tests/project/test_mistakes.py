@@ -17,9 +17,9 @@ from errors import table
 from public import PUBLIC
 
 import reparax as rpx
-from reparax._core.names import OF_OTHERS, how_to_write
-from reparax._core.words import OF_OTHERS as ARGUMENTS
-from reparax._tree.raw import holds_markers
+from reparax.core.chains.names import OF_OTHERS, how_to_write
+from reparax.core.chains.words import OF_OTHERS as ARGUMENTS
+from reparax.core.tree.raw import holds_markers
 from reparax.testing import check_laws
 
 PARAMS = {

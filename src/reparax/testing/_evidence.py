@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._core.algebra import Chain, Parametrization
-from reparax._core.plan import close_raw, open_params
-from reparax._core.planner import planner_of
-from reparax._core.verbs import mean_stages
-from reparax._numerics.arithmetic import is_inexact, widened
-from reparax._stage.leaf import Perturbation, Reparametrization
-from reparax._stage.mean import Mean
-from reparax._tree.paths import PyTree, items, path_text
-from reparax._tree.values import Values, main
+from reparax.core.chains.algebra import Chain, Parametrization
+from reparax.core.chains.plan import close_raw, open_params
+from reparax.core.chains.planner import planner_of
+from reparax.core.chains.verbs import mean_stages
+from reparax.core.stages.leaf import Perturbation, Reparametrization
+from reparax.core.stages.mean import Mean
+from reparax.core.tree.paths import PyTree, items, path_text
+from reparax.core.tree.values import Values, main
+from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
 
 

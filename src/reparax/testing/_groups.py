@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax._tree.paths import PyTree, flatten_with_names, path_text
-from reparax.geometry import Group, permute
+from reparax.axes import Group, permute
+from reparax.core.tree.paths import PyTree, flatten_with_names, path_text
 
 Order = np.ndarray[Any, Any]
 

@@ -19,14 +19,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import require_chains
-from reparax._core.config import code
-from reparax._core.json import from_json
-from reparax._stage.where import all_but, selected
-from reparax._tree.markers import WrongType
-from reparax._tree.paths import PyTree, is_array
-from reparax._tree.raw import empty_nodes, flatten_slots, parameter_path
+from reparax.core.chains.algebra import Chain, Parametrization
+from reparax.core.chains.calls import require_chains
+from reparax.core.chains.config import code
+from reparax.core.chains.json import from_json
+from reparax.core.stages.where import all_but, selected
+from reparax.core.tree.markers import WrongType
+from reparax.core.tree.paths import PyTree, is_array
+from reparax.core.tree.raw import empty_nodes, flatten_slots, parameter_path
 from reparax.testing import _formats
 from reparax.testing._evidence import (
     Alone,

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from reparax._tree.differences import by_parameter
-from reparax._tree.paths import PyTree, is_array
+from reparax.core.tree.differences import by_parameter
+from reparax.core.tree.paths import PyTree, is_array
 from reparax.training._partition import partition
 
 Shapes = dict[str, tuple[int, ...]]

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import Names, PyTree, flatten_with_names, is_array, items
-from reparax._tree.raw import FIXED, is_aligned
+from reparax.core.tree.paths import Names, PyTree, flatten_with_names, is_array, items
+from reparax.core.tree.raw import FIXED, is_aligned
+from reparax.numerics.usage import shows_usage
 
 
 @shows_usage

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax._core.value import Static
-from reparax._numerics.usage import shows_usage
-from reparax._stage.where import is_bias_or_scale
-from reparax._tree.paths import PyTree, is_array, items, path_text, with_names
-from reparax._tree.raw import FIXED, flatten_slots
-from reparax._tree.state import state_flags
+from reparax.core.chains.value import Static
+from reparax.core.stages.where import is_bias_or_scale
+from reparax.core.tree.paths import PyTree, is_array, items, path_text, with_names
+from reparax.core.tree.raw import FIXED, flatten_slots
+from reparax.core.tree.state import state_flags
+from reparax.numerics.usage import shows_usage
 
 
 @shows_usage

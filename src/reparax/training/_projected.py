@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from reparax._core.algebra import Chain, Parametrization
-from reparax._core.calls import call_name, require_chains, with_any_key
-from reparax._core.plan import open_params
-from reparax._numerics.usage import shows_usage
-from reparax._tree.paths import PyTree
-from reparax._tree.raw import require_no_raw
-from reparax._tree.transformation import Transformation
+from reparax.core.chains.algebra import Chain, Parametrization
+from reparax.core.chains.calls import call_name, require_chains, with_any_key
+from reparax.core.chains.plan import open_params
+from reparax.core.tree.paths import PyTree
+from reparax.core.tree.raw import require_no_raw
+from reparax.core.tree.transformation import Transformation
+from reparax.numerics.usage import shows_usage
 from reparax.training._checked import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."

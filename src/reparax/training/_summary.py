@@ -8,14 +8,14 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from reparax._core.algebra import Parametrization
-from reparax._core.calls import require_chains, with_any_key
-from reparax._core.lineage import lineage_of
-from reparax._numerics.usage import shows_usage
-from reparax._reports.folding import Line, fold_lines
-from reparax._reports.sizes import readable_size, size_in_bytes
-from reparax._tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
-from reparax._tree.raw import parameter_path
+from reparax.core.chains.algebra import Parametrization
+from reparax.core.chains.calls import require_chains, with_any_key
+from reparax.core.chains.lineage import lineage_of
+from reparax.core.reports.folding import Line, fold_lines
+from reparax.core.reports.sizes import readable_size, size_in_bytes
+from reparax.core.tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
+from reparax.core.tree.raw import parameter_path
+from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
 

@@ -1,0 +1,63 @@
+"""Whether the axes of a chain fit a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reparax.axes._roles import roles
+from reparax.core.axes.misfit import Misfit, Misfits
+from reparax.core.axes.roles import Role
+from reparax.core.chains.algebra import Parametrization
+from reparax.core.chains.calls import require_chains
+from reparax.core.chains.over_roles import visit_with_roles
+from reparax.core.chains.planner import Planner
+from reparax.core.tree.flat import Flat
+from reparax.core.tree.paths import Names
+from reparax.numerics.usage import shows_usage
+
+
+@shows_usage
+def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Misfits]:
+    """A function of the same arguments as ``fun`` that lists the axes of ``p`` that do not fit the products of ``fun``.
+
+    A chain with such axes still runs, but does not do what its stages are meant for: one norm for all attention heads,
+    a spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, or norms of
+    inputs in a library whose weights have the shape ``(out, in)``. Each :class:`Misfit` shows what to write. Nothing is
+    computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and so are
+    arrays that the network uses in several ways, such as tied tables, as no axes fit all of their uses.
+
+    Args:
+      p: The chain.
+      fun: A loss, or any pure function of arrays, such as a forward pass.
+      argnums: The position of the argument that holds the parameters. Default: the first.
+
+    Raises:
+      TypeError: If ``p`` is not a chain, ``fun`` not a function, or ``argnums`` not the position of one argument.
+      ValueError: If ``init`` of the chain refuses the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):  # weights of the shape (out, in)
+      ...     return x @ params["w"].T
+      >>> params, x = {"w": jnp.ones((2, 3))}, jnp.ones((5, 3))
+      >>> found = rpx.axes.check_axes(rpx.WeightNorm(), forward)(params, x)
+      >>> [(each.path, each.field, each.got, each.expected) for each in found]
+      [('w', 'axis', (-1,), (-2,))]
+      >>> rpx.axes.check_axes(rpx.WeightNorm(axis=0), forward)(params, x)
+      All axes fit.
+    """
+    require_chains("geometry.check_axes(p, loss)", p)
+    read = roles(fun, argnums)
+
+    def checked(*args: Any, **kwargs: Any) -> Misfits:
+        found = list[Misfit]()
+
+        def visit(planner: Planner, tree: Flat, known: Mapping[Names, Role]) -> Any:
+            found[:0] = planner.misfits(tree, known)
+            return planner.stage
+
+        visit_with_roles("check_axes", tuple(p), read(*args, **kwargs), visit)
+        return Misfits(found)
+
+    return checked

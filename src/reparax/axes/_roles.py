@@ -1,0 +1,163 @@
+"""Which axes of each weight a network contracts with data, and which it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from reparax.axes._reading import Reading, one_argument
+from reparax.axes._uses import Between, OtherRead
+from reparax.axes._values import DataProduct, Origins
+from reparax.core.axes.roles import Numbers, Role, Use
+from reparax.core.tree.paths import PyTree
+from reparax.numerics.usage import shows_usage
+from reparax.programs.call import Arguments
+
+NO_WEIGHT = Role(why="it is not an array of floating numbers")
+
+
+@shows_usage
+def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., PyTree]:
+    """A function of the same arguments as ``fun`` that returns the role of each axis of each parameter.
+
+    The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
+    ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
+    Weights are followed through transposes, reshapes, slices, casts, scales, norms and products with other weights,
+    through ``jit``, ``scan``, ``cond``, ``while``, ``shard_map``, ``jax.checkpoint`` and ``vmap``, to products of
+    matrices, convolutions and table lookups. What constant indices choose counts as a slice; where it is added to data,
+    as positions are, it is a lookup. A role of which the program leaves doubts is ambiguous, or unknown with a reason.
+
+    Args:
+      fun: A loss, or any pure function of arrays, such as a forward pass.
+      argnums: The position of the argument that holds the parameters. Default: the first.
+
+    Raises:
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> def forward(params, x):
+      ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
+      >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
+      >>> found = rpx.roles(forward)(params, jnp.ones((5, 3)))
+      >>> found["w"].inputs, found["w"].outputs
+      ((0,), (1,))
+      >>> found["v"].inputs, found["v"].outputs
+      ((1,), (0,))
+      >>> found["b"].inputs, found["b"].outputs
+      ((), ())
+    """
+    who, position = one_argument("roles", fun, argnums)
+
+    def found(*args: Any, **kwargs: Any) -> PyTree:
+        arguments = Arguments.of(who, fun, position, args, kwargs)
+        reading = Reading(arguments)
+        products = [use for use in reading.uses if isinstance(use, DataProduct)]
+        products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
+        products = _with_members_apart(products, reading)
+        reads = [use for use in reading.uses if isinstance(use, OtherRead)]
+        of, each = _products_by_parameter(products), list[Role]()
+        for i, x in enumerate(arguments.arrays):
+            role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
+        return arguments.call(each, lambda *args, **_: args[position])
+
+    return found
+
+
+def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
+    """Products where axes that index members of an ensemble are stacked ones; what a product contracts is none."""
+
+    def atoms(of: Origins) -> frozenset[int]:
+        each = (reading.labels.atoms(reading.parameters[owner].labels[axis]) for owner, axis in of)
+        return frozenset[int]().union(*each)
+
+    contracted = frozenset[int]().union(*(atoms(product.inputs) for product in products))
+    members = frozenset(each for each in reading.members.found if not atoms(frozenset([each])) & contracted)
+    found = list[DataProduct]()
+    for product in products:
+        own = product.outputs & members
+        found.append(replace(product, outputs=product.outputs - own, stacked=product.stacked | own))
+    return found
+
+
+def _add_use(uses: list[Use], new: Use) -> None:
+    """Adds a use; one that says of further axes what they are completes one that says nothing of them."""
+    axes = {*new.inputs, *new.outputs, *new.stacked}
+    for i, old in enumerate(uses):
+        if replace(old, line="") == replace(new, line=""):
+            return
+        if not axes & {*old.inputs, *old.outputs}:
+            inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
+            stacked = _sorted_axes({*old.stacked, *new.stacked})
+            uses[i] = replace(old, inputs=_sorted_axes(inputs), outputs=_sorted_axes(outputs), stacked=stacked)
+            return
+    if axes:
+        uses.append(new)
+
+
+def _sorted_axes(axes: Iterable[int]) -> Numbers:
+    """Axes in order, each once."""
+    return tuple(sorted(set(axes)))
+
+
+def _products_by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
+    """The products of each parameter."""
+    found: dict[int, list[DataProduct]] = {}
+    for product in products:
+        for owner in {owner for owner, _ in product.inputs | product.outputs | product.stacked}:
+            found.setdefault(owner, []).append(product)
+    return found
+
+
+def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
+    """The role of a parameter in these products."""
+    uses = list[Use]()
+
+    def own(origins: Origins) -> Numbers:
+        return _sorted_axes(axis for owner, axis in origins if owner == parameter)
+
+    for product in products:
+        inputs, outputs, stacked = own(product.inputs), own(product.outputs), own(product.stacked)
+        _add_use(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
+    if not uses:
+        lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
+        return Role(why="; ".join(lines) or "no equation reads it together with data")
+    inputs = _sorted_axes(axis for use in uses for axis in use.inputs)
+    outputs = _sorted_axes(axis for use in uses for axis in use.outputs)
+    return Role(inputs, outputs, _sorted_axes(axis for use in uses for axis in use.stacked), "", tuple(uses))
+
+
+def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
+    """Products of two weights: the axis between them is an output of the one that data meet first.
+
+    Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
+    one another, as where weights are queries and keys, say both.
+    """
+    inputs = Origins().union(*(product.inputs for product in products))
+    outputs = Origins().union(*(product.outputs for product in products))
+    contracted, kept = inputs, outputs
+    found, left = list[tuple[DataProduct, Origins, Origins]](), between
+    while True:
+        unknown = list[Between]()
+        for each in left:
+            for (inner, rest), (other, others) in ((each.left, each.right), (each.right, each.left)):
+                if rest & (inputs | outputs):
+                    reads = rest & inputs  # data meet the inner one first
+                    first, second, ends = (inner, other, (rest, others)) if reads else (other, inner, (others, rest))
+                    if first & contracted or second & kept:
+                        continue  # as in a penalty: data do not meet one weight after the other
+                    inputs, outputs = inputs | second, outputs | first
+                    found.append((DataProduct(second, first, each.stacked, each.line), *ends))
+                    break
+            else:
+                unknown.append(each)
+        if len(unknown) == len(left):
+            break
+        left = unknown
+    both = [one for one, start, end in found if start & outputs or end & inputs]
+    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in both]
+    return [*(product for product, _, _ in found), *turned]

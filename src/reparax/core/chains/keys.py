@@ -1,0 +1,131 @@
+"""Random keys: one for each random stage and each array. Only this file splits keys.
+
+A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
+the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
+"""
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax.numerics.inlined import inlined
+
+
+class Keys:
+    """The keys of one call of a chain; counts which stages have acted on each array so far."""
+
+    def __init__(self, key: jax.Array | None) -> None:
+        self._key = key
+        self._arrays: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def has_key(self) -> bool:
+        """Whether there is a key to draw with."""
+        return self._key is not None
+
+    def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
+        """For each array at ``paths``, the number of the stage of ``kind`` that acts on it now."""
+        self._arrays.update((kind, path) for path in paths)
+        return [self._arrays[kind, path] for path in paths]
+
+    def of_arrays(self, kind: str, number: int, paths: Sequence[str]) -> jax.Array | None:
+        """A batch of keys, one for each array, for a stage of this kind and number; None without a key."""
+        if self._key is None or not paths:
+            return None
+        return _fold_texts(_fold_texts(self._key, [f"{kind}@{number}"])[0], paths)
+
+    def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
+        """A key for each pair of number and path; None for each without a key."""
+        key_of_site: dict[tuple[int, str], jax.Array] = {}
+        for number in {number for number, _ in sites}:
+            sites_of_number = [site for site in sites if site[0] == number]
+            batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
+            key_of_site |= {} if batch is None else dict(zip(sites_of_number, _each_key(batch), strict=True))
+        return [key_of_site.get(site) for site in sites]
+
+
+def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
+    """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
+    return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+
+
+def is_one_key(key: Any) -> bool:
+    """Whether ``key`` is a typed scalar key."""
+    return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
+    """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
+    is_typed = key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
+        size = jax.random.key_data(jax.random.key(0)).shape[-1]
+        is_typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
+    if not isinstance(is_typed, jax.Array) or not jnp.issubdtype(is_typed.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{who} needs a PRNG key, but got {_describe_key(key)}. Make one with `jax.random.key(seed)`.")
+    if is_typed.ndim > 0:
+        raise ValueError(
+            f"{who} takes one key, but got a batch of keys of shape {is_typed.shape}. Map over them: `{in_batches}`."
+        )
+    return is_typed
+
+
+def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of keys of this shape, whose draws are independent."""
+    return jax.random.split(key, shape)
+
+
+def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
+
+    It differs between shards along the mesh axes ``axes``.
+    """
+    for word in (number, *map(jax.lax.axis_index, axes)):
+        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
+    return key
+
+
+def _describe_key(value: Any) -> str:
+    """What came in place of a key: the dtype and shape of an array, else the type, and a plain value."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    number = isinstance(value, int | float | str | np.generic)
+    return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
+
+
+def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
+    if isinstance(key, Tracer):
+        return _fold_literals(key, tuple(map(tuple, words.tolist())))
+    return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
+
+
+@functools.partial(inlined, static_argnums=1)
+def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
+    """The keys of pairs of words, traced once for the same pairs.
+
+    The words are literals in the program: a constant array would become an input, and gradients would keep it.
+    """
+    columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
+    return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
+
+
+@inlined
+def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
+    """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
+
+    def fold_pair(high: Any, low: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        # Under vmap, a key of unsafe_rbg would depend on its neighbours.
+        return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
+    return jax.vmap(fold_pair)(high, low)

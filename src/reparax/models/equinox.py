@@ -1,0 +1,202 @@
+"""An equinox module that is a model and its chain: for loops that own the loss and call ``model(x)``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.chains.algebra import Parametrization
+from reparax.core.tree.paths import PyTree, is_array
+from reparax.models.attributes import find_attribute
+from reparax.models.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
+from reparax.numerics.imported import import_library
+from reparax.training import labels
+
+eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
+
+
+class Parametrized(eqx.Module):
+    """A model that reads the effective tree of a chain, while its arrays are raw values.
+
+    It is called like the model, by any method, and the loss does not change. Each call makes the effective tree once.
+    ``model.raw`` is the raw tree, as ``p.init(model)`` gives it, for ``p.check``. Values that do not train are stored
+    as integers of the same bits, so that ``eqx.is_inexact_array`` leaves them out: plain ``optax.adamw`` on
+    ``eqx.filter(model, eqx.is_inexact_array)`` keeps every bit of them. ``eqx.filter_grad``, ``eqx.partition``,
+    ``eqx.filter_vmap`` and ``eqx.tree_serialise_leaves`` treat it like any module.
+
+    ``eqx.is_array`` finds these integers, and optax refuses them, as for any module with integers: if values do not
+    train, filter by ``eqx.is_inexact_array``, including for averages and casts.
+
+    A chain with noise needs ``key``; if the model takes a key, by name or by position, it gets one too. Under
+    ``jax.vmap`` over examples, one key outside is one draw for all of them: ``jax.vmap(functools.partial(model,
+    key=key))(x)``. A key for each example is a draw, and a copy of the weights, for each. ``model.deterministic`` is
+    the model without noise; ``eqx.nn.inference_mode`` sets the flags of the model's own layers alone.
+
+    Attributes of the model are those of the effective one. If the chain draws, read them from ``model.raw``,
+    ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
+    value))``.
+
+    Args:
+      model: The model.
+      p: The chain.
+      key: A key for random starts.
+      raw: A result of ``p.init(model)``, instead of a new start.
+
+    Raises:
+      TypeError: If ``model`` is a chain, or ``p`` is not.
+      ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, or ``raw`` is not a raw
+        tree of the chain for it.
+
+    Example:
+      >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> p = rpx.Freeze(where="bias") >> rpx.WeightNorm(axis=0)
+      >>> model = rpx.equinox.Parametrized(eqx.nn.Linear(3, 2, key=jax.random.key(0)), p)
+      >>> tx = optax.sgd(0.1)
+      >>> state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+      >>> x = jnp.ones((4, 3))
+      >>> grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+      >>> updates, state = tx.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+      >>> model = eqx.apply_updates(model, updates)
+      >>> bool(jnp.allclose(jax.vmap(model)(x), jax.vmap(model.fold())(x)))
+      True
+    """
+
+    values: Any
+    """The raw tree, with integers in the place of values that do not train."""
+    p: Any = eqx.field(static=True)
+
+    def __init__(self, model: PyTree, p: Parametrization, *, key: Array | None = None, raw: PyTree = None) -> None:
+        """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
+        self.p = check_chain("rpx.equinox.Parametrized", model, p)
+        if p.random_start and key is None and raw is None:
+            raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
+        self.values = _hide_fixed(
+            p.init(model, key) if raw is None else _put_into_model(model, require_made_by(p, raw))
+        )
+
+    @property
+    def raw(self) -> Any:
+        """The raw tree, as ``p.init(model)`` gives it."""
+        return jax.tree.map(lambda x: x.unpacked() if isinstance(x, _Bits) else x, self.values, is_leaf=_is_bits)
+
+    def replace(self, raw: Any) -> Any:
+        """The same model with another raw tree, such as a restored one."""
+        return eqx.tree_at(lambda model: model.values, self, _hide_fixed(raw))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model."""
+        return self._call_method("__call__", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model, or a method that makes the effective tree when it is called."""
+        held = vars(self).get("values")
+        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._call_method, read=self.effective)
+
+    def effective(self, key: Array | None = None) -> Any:
+        """The model of one draw, to call it several times with the same noise.
+
+        Raises:
+          ValueError: If the chain draws random numbers, and there is no key.
+        """
+        if self.p.stochastic and key is None:
+            raise needs_stream_error(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
+        return self.p.apply(self.raw, key if self.p.stochastic else None)
+
+    def fold(self) -> Any:
+        """The plain model, without noise."""
+        return self.p.fold(self.raw)
+
+    def update(self, key: Array | None = None, grads: PyTree = None) -> Any:
+        """The same model with fixed values advanced by one training step; once per step, as ``p.update``."""
+        return self.replace(self.p.update(self.raw, key, grads))
+
+    @property
+    def deterministic(self) -> Any:
+        """The same model without noise."""
+        copy = object.__new__(type(self))
+        object.__setattr__(copy, "values", self.values)
+        object.__setattr__(copy, "p", self.p.deterministic)
+        return copy
+
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the effective model."""
+        key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
+        return getattr(self.effective(key), name)(*args, **passed)
+
+
+def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
+    """The model with the values of a raw tree in the place of its arrays; all else is the model's."""
+    leaves, treedef = jax.tree.flatten(model)
+    try:
+        parts = treedef.flatten_up_to(raw)
+    except ValueError as error:
+        raise ValueError(
+            "rpx.equinox.Parametrized takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
+            "another model, or of other static fields."
+        ) from error
+    return treedef.unflatten([part if is_array(x) else x for x, part in zip(leaves, parts, strict=True)])
+
+
+class _Bits(eqx.Module):
+    """An array that does not train, as integers of the same bits."""
+
+    bits: Array
+    dtype: Any = eqx.field(static=True)
+
+    def unpacked(self) -> Array:
+        """The array of these bits; raises an error if something has cast them."""
+        if not is_array(self.bits):
+            return self.bits  # `eqx.tree_at` looks for the place alone
+        if self.bits.dtype != _unsigned(self.dtype):
+            raise TypeError(
+                f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
+                f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
+                "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
+            )
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            real = jnp.finfo(self.dtype).dtype
+            return jax.lax.complex(*jnp.unstack(jax.lax.bitcast_convert_type(self.bits, real), axis=-1))
+        return jax.lax.bitcast_convert_type(self.bits, self.dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    """The integers that hold the bits of a number, or of each part of a complex one."""
+    return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
+def _has_arrays(x: PyTree) -> bool:
+    """Whether there is an array in a tree."""
+    return any(map(is_array, jax.tree.leaves(x)))
+
+
+def _is_bits(x: object) -> bool:
+    """Whether a node is the bits of a value that does not train."""
+    return isinstance(x, _Bits)
+
+
+def _hide_fixed(raw: PyTree) -> PyTree:
+    """The raw tree with integers in the place of floating values that do not train."""
+
+    def hidden(x: Any, label: str) -> Any:
+        if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
+        return _Bits(jax.lax.bitcast_convert_type(parts, _unsigned(parts.dtype)), jnp.dtype(x.dtype))
+
+    return jax.tree.map(hidden, raw, labels(raw))
+
+
+def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The key of a call, by name or by position, and the named arguments that the model takes."""
+    parameters = like.parameters.values()
+    takes = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
+    passed = kwargs if takes else {name: x for name, x in kwargs.items() if name != "key"}
+    try:
+        bound = like.bind_partial(*args, **passed).arguments
+    except TypeError:  # the call itself says which arguments the model takes
+        bound = {}
+    return {**bound, **kwargs}.get("key"), passed

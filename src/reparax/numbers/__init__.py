@@ -1,7 +1,0 @@
-"""Stages for single numbers, such as positive or bounded ones, and for probabilities along an axis."""
-
-from reparax.numbers._elementwise import Bounded as Bounded
-from reparax.numbers._elementwise import Elementwise as Elementwise
-from reparax.numbers._elementwise import Positive as Positive
-from reparax.numbers._elementwise import Scale as Scale
-from reparax.numbers._simplex import Simplex as Simplex

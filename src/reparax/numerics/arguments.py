@@ -1,0 +1,167 @@
+"""Checks of the arguments of stages. Traced scalars are allowed for numbers that may change during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax.core.tree.paths import is_array
+from reparax.numerics.shortest import shortest
+
+
+def describe_argument(value: Any) -> str:
+    """A value in an error: of an array its dtype and shape, of a tree of arrays its type, of all else the code."""
+    if is_array(value):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    holds_arrays = any(map(is_array, jax.tree.leaves(value)))
+    return f"a {type(value).__name__} of arrays" if holds_arrays else repr(value)
+
+
+def check_number(value: Any, who: str, name: str) -> Any:
+    """A float if the value is known, otherwise the traced scalar: a number may change during training.
+
+    Build your own checks for :func:`argument` on it, and compare only known numbers.
+
+    Args:
+      value: The value that a stage was given.
+      who: The name of the class, for errors.
+      name: The name of the field, for errors.
+
+    Raises:
+      TypeError: If it is not a real number.
+
+    Example:
+      >>> import reparax as rpx
+      >>> def check_rate(value, who, name):
+      ...     rate = rpx.stage.check_number(value, who, name)
+      ...     if isinstance(rate, float) and not 0 <= rate < 1:  # refuses nan too
+      ...         raise ValueError(f"{who} got {name}={rate}, but takes a number from 0 to below 1.")
+      ...     return rate
+      >>> check_rate(1.5, "SignFlip", "rate")
+      Traceback (most recent call last):
+        ...
+      ValueError: SignFlip got rate=1.5, but takes a number from 0 to below 1.
+    """
+    if type(value) in (int, float) or isinstance(value, np.integer):
+        return float(value)
+    if isinstance(value, np.floating):
+        return shortest(value)
+    if not is_array(value) or value.shape != () or not jnp.isrealobj(value):
+        if callable(value):
+            raise TypeError(
+                f"{who} takes a number as {name}, but got a function. Call the schedule in the training step: "
+                f"`{who}(schedule(step))`."
+            )
+        raise TypeError(
+            f"{who} takes a real number or a real scalar array as {name}, but got {describe_argument(value)}."
+        )
+    return value if isinstance(value, Tracer) else shortest(value)
+
+
+def check_known_number(value: Any, who: str, name: str) -> float:
+    """Like :func:`check_number`, for a number that must be known when the stage is built."""
+    number = check_number(value, who, name)
+    if isinstance(number, Tracer):
+        raise TypeError(
+            f"{who} takes a known number as {name}, but got a traced one of dtype {number.dtype}. Build the stage "
+            f"outside of the jitted function."
+        )
+    return number
+
+
+def check_positive_number(value: Any, who: str, name: str) -> Any:
+    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known.
+
+    Args:
+      value: The value that a stage was given.
+      who: The name of the class, for errors.
+      name: The name of the field, for errors.
+
+    Raises:
+      TypeError: If it is not a real number.
+      ValueError: If it is known, and zero, negative, infinite or not a number.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.stage.check_positive_number(2, "Tempered", "heat")
+      2.0
+    """
+    number = check_number(value, who, name)
+    if isinstance(number, float) and not 0 < number < float("inf"):
+        raise ValueError(f"{who} got {name}={number}, but takes a finite number greater than 0.")
+    return number
+
+
+def check_known_positive(value: Any, who: str, name: str) -> float:
+    """Like :func:`check_positive_number`, for a number that must be known when the stage is built."""
+    return check_positive_number(check_known_number(value, who, name), who, name)
+
+
+def check_flag(value: Any, who: str, name: str) -> bool:
+    """``value``, which must be True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{who} takes {name}=True or False, but got {describe_argument(value)}.")
+    return bool(value)
+
+
+def check_weight(value: Any, who: str, name: str) -> Any:
+    """Like :func:`check_number`, for a number that must be finite and not negative if it is known."""
+    number = check_number(value, who, name)
+    if isinstance(number, float) and not 0 <= number < float("inf"):
+        raise ValueError(f"{who} got {name}={number}, but takes a finite number that is not negative.")
+    return number
+
+
+def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:
+    """``value``, which must be a function."""
+    if not callable(value):
+        raise TypeError(f"{who} takes a function as {name}, but got {describe_argument(value)}.")
+    return value
+
+
+def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str], Any]:
+    """A check that accepts what ``check`` accepts, or None."""
+    return lambda value, who, name: None if value is None else check(value, who, name)
+
+
+def one_of(*words: str) -> Callable[[Any, str, str], str]:
+    """A check that accepts one of these words."""
+    *most, last = map(repr, words)
+
+    def check(value: Any, who: str, name: str) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {describe_argument(value)}.")
+        return value
+
+    return check
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is an integer, and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def check_whole(value: Any, who: str, name: str) -> int:
+    """``value``, which must be an integer."""
+    if not is_whole(value):
+        raise TypeError(f"{who} takes an integer as {name}, but got {describe_argument(value)}.")
+    return int(value)
+
+
+def check_positive_whole(value: Any, who: str, name: str) -> int:
+    """Like :func:`check_whole`, for a number of at least 1."""
+    if check_whole(value, who, name) < 1:
+        raise ValueError(f"{who} got {name}={value}, but takes at least 1.")
+    return int(value)
+
+
+def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
+    """``value``, which must be two integers of at least 1."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
+    return tuple(check_positive_whole(size, who, name) for size in value)

@@ -1,0 +1,177 @@
+"""Delays a computation: makes a value depend on another one, so that the compiler cannot compute it earlier.
+
+XLA chooses its own order, merges equal values, and drops optimization barriers on CPUs. It cannot drop a data
+dependence: on CPUs, ``tie`` combines the bits of a value with a zero computed from another value, and the compiler
+cannot know that it is zero. Accelerators find a good order without help, so there ``tie`` does nothing.
+
+But TPUs multiply in bfloat16, and their compiler converts the weights of all layers before the loop that reads them,
+into one more array. It does not move integer operations, so there ``read_in_step`` adds a zero to each entry's bits.
+
+XLA for CPUs copies cheap operations into each reader, and keeps their operands until the last one has read them;
+it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from reparax.numerics.series import has_series
+
+
+def tie(x: Array, barrier: Array) -> Array:
+    """``x`` itself; compilers for CPUs can neither compute it before ``barrier``, nor merge it with another ``x``."""
+    # On an explicit mesh, one entry of a sharded array has no sharding, so sharded arrays are left alone.
+    return x if _is_sharded(x) or _is_sharded(barrier) else _tie.bind(x, barrier)
+
+
+def _is_sharded(x: Array) -> bool:
+    """Whether an array is split over the devices of an explicit mesh."""
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def store_whole(x: Array) -> Array:
+    """``x`` itself; compilers for accelerators store it as an array, instead of fusing it into each of its uses."""
+    return _whole.bind(x)
+
+
+def compute_once(x: Array) -> Array:
+    """``x`` itself; compilers compute it once for all that reads it, also after the forward pass."""
+    return _once.bind(x)
+
+
+def pull_back_once(x: Array) -> Array:
+    """``x`` itself; compilers compute its cotangent once for all that reads it."""
+    return _once_back.bind(x)
+
+
+def read_in_step(x: Array) -> Array:
+    """``x`` itself, one step's weight in float32; compilers for TPUs convert it in the step that reads it."""
+    return _read.bind(x)
+
+
+def has_bits(x: Any) -> bool:
+    """Whether ``tie`` can make a value depend on ``x``."""
+    return (
+        all(isinstance(n, int) and n > 0 for n in x.shape)
+        and x.dtype != jax.dtypes.float0
+        and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    )
+
+
+class _Identity(Primitive):
+    """A primitive whose result is its first operand."""
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        """The first operand."""
+        return args[0] if has_series(args) else super().bind(*args, **params)
+
+
+_tie = _Identity("reparax_tie")
+_whole = _Identity("reparax_whole")
+_read = _Identity("reparax_read")
+_once = _Identity("reparax_once")
+_once_back = _Identity("reparax_once_back")
+
+
+def _tie_on_cpu(x: Array, barrier: Array) -> Array:
+    """``x``, plus a zero that is computed from ``barrier``."""
+    return _add_to_bits(x, _zero_from(barrier))
+
+
+def _zero_from(x: Array) -> Array:
+    """A uint32 zero that is computed from one entry."""
+    return _zero_from_bits(_bits_of_entry(x))
+
+
+def _bits_of_entry(x: Array) -> Array:
+    """The bits of the first entry, as a uint32."""
+    entry = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    if jnp.iscomplexobj(entry):
+        entry = lax.real(entry)
+    if jnp.issubdtype(entry.dtype, jnp.floating):
+        entry = lax.bitcast_convert_type(lax.convert_element_type(entry, jnp.float32), jnp.uint32)
+    return lax.convert_element_type(entry, jnp.uint32)
+
+
+def _zero_from_bits(bits: Array) -> Array:
+    """The counts of set bits, which are below 64, shifted right by 6: zeros, but not to a compiler."""
+    return lax.shift_right_logical(lax.population_count(bits), jnp.full_like(bits, 6))
+
+
+def by_integers(x: Array) -> Array:
+    """``x`` itself, in float32, by operations that compilers do not exchange with a cast."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(lax.add(bits, _zero_from_bits(bits)), x.dtype)
+
+
+def _add_to_bits(x: Array, zero: Array) -> Array:
+    """``x``, with a uint32 zero added to its bits; keys and complex numbers by their parts."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.random.wrap_key_data(_add_to_bits(jax.random.key_data(x), zero), impl=jax.random.key_impl(x))
+    if jnp.iscomplexobj(x):
+        return lax.complex(_add_to_bits(lax.real(x), zero), _add_to_bits(lax.imag(x), zero))
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize * 8 == jnp.finfo(x.dtype).bits:
+        bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+        return lax.bitcast_convert_type(_add_to_bits(lax.bitcast_convert_type(x, bits), zero), x.dtype)
+    if x.dtype == bool:
+        return lax.bitwise_xor(x, lax.broadcast(lax.ne(zero, jnp.uint32(0)), x.shape))
+    return lax.add(x, lax.broadcast(lax.convert_element_type(zero, x.dtype), x.shape))
+
+
+def _divide_by_ones(x: Array) -> Array:
+    """By ones that compilers for CPUs do not know: they copy cheap operations into each reader, but no division."""
+    wide = lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.uint32)
+    return lax.div(x, lax.add(lax.convert_element_type(_zero_from_bits(wide), x.dtype), jnp.ones_like(x)))
+
+
+def _batch_tie(args: Any, dims: Any) -> Any:
+    """The batching rule of ``tie``: one of a batch of ``barrier`` is enough; if that is sharded, ``x`` alone."""
+    (x, barrier), (place, batch) = args, dims
+    if batch is not None:
+        if _is_sharded(barrier):
+            return x, place
+        barrier = lax.index_in_dim(barrier, 0, batch, keepdims=False)
+    return _tie.bind(x, barrier), place
+
+
+def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
+    """Does not wait for an unknown value, because JAX transposes only functions whose weights are known before it."""
+    return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
+
+
+def _register_identity(primitive: Primitive) -> None:
+    """Registers the value, derivative and batching of a primitive whose result is its operand."""
+    primitive.def_impl(lambda x: x)
+    primitive.def_abstract_eval(lambda x: x)
+    ad.deflinear2(primitive, lambda ct, x: [ct])
+    batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
+
+
+_register_identity(_once_back)
+ad.deflinear2(_once_back, lambda ct, x: [compute_once(ct)])
+mlir.register_lowering(_once_back, lambda ctx, x: [x])
+
+_register_identity(_read)
+mlir.register_lowering(_read, lambda ctx, x: [x])
+mlir.register_lowering(_read, mlir.lower_fun(by_integers, multiple_results=False), platform="tpu")
+
+_register_identity(_whole)
+mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
+
+_register_identity(_once)
+mlir.register_lowering(_once, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
+mlir.register_lowering(_once, mlir.lower_fun(_divide_by_ones, multiple_results=False), platform="cpu")
+
+_tie.def_impl(lambda x, after: x)
+_tie.def_abstract_eval(lambda x, after: x)
+ad.primitive_jvps[_tie] = lambda primals, tangents: (_tie.bind(*primals), tangents[0])
+ad.primitive_transposes[_tie] = lambda ct, x, after: [ct, None]
+partial_eval.custom_partial_eval_rules[_tie] = _partly_evaluate_tie
+batching.primitive_batchers[_tie] = _batch_tie
+mlir.register_lowering(_tie, lambda ctx, x, after: [x])
+mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False), platform="cpu")

@@ -1,0 +1,171 @@
+"""The arguments of a user's function as flat arrays: which of them the user chose by ``argnums``, and their paths."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.extend.core import Jaxpr
+
+from reparax.core.tree.paths import describe, flatten_with_names, is_array, is_traceable, path_text
+from reparax.programs import jaxprs
+
+Argnums = int | Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call. Leaves that are not arrays, such as functions or Python flags, stay in place."""
+
+    fun: Callable[..., Any]
+    leaves: list[Any]
+    treedef: Any
+    places: list[int]
+    is_chosen: list[bool]
+
+    @classmethod
+    def of(cls, who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> "Arguments":
+        """The arguments of ``fun(*args, **kwargs)``; those at ``argnums`` are chosen."""
+        leaves, treedef = jax.tree.flatten((tuple(args), kwargs))
+        positions = _chosen_positions(who, argnums, args)
+        flags = [i in positions for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        flags += [False] * (len(leaves) - len(flags))
+        places = [i for i, leaf in enumerate(leaves) if is_traceable(leaf)]
+        return cls(fun, leaves, treedef, places, [flags[i] for i in places])
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays among the arguments."""
+        return [self.leaves[i] for i in self.places]
+
+    @property
+    def paths(self) -> list[str]:
+        """For each array, the name of its argument and its path in that argument."""
+        names = flatten_with_names(self.treedef.unflatten(self.leaves))[0]
+        try:
+            parameters = list(inspect.signature(self.fun).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+
+        def path(names: tuple[str, ...]) -> str:
+            group, name, *path_in_argument = names
+            i = int(name) if group == "0" else len(parameters)
+            return path_text((parameters[i] if i < len(parameters) else f"argument {name}", *path_in_argument))
+
+        return [path(names[i]) for i in self.places]
+
+    def call(self, arrays: Sequence[Any], fun: Callable[..., Any] | None = None) -> Any:
+        """The function's result for other arrays, or that of another function of the same arguments."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.places, arrays, strict=True):
+            leaves[i] = x
+        args, kwargs = self.treedef.unflatten(leaves)
+        return (fun or self.fun)(*args, **kwargs)
+
+    def trace(self) -> "Traced":
+        """Traces the function, once: its program gives the leaves of the result that are traced."""
+        results: list[_Result] = []
+
+        def of_arrays(*arrays: Any) -> list[Any]:
+            outs, treedef = jax.tree.flatten(self.call(arrays))
+            results.append(
+                _Result(treedef, {i: output for i, output in enumerate(outs) if not isinstance(output, Tracer)})
+            )
+            return [output for output in outs if isinstance(output, Tracer)]
+
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
+
+        return Traced(
+            program, [*consts, *self.arrays], [*(False for _ in consts), *self.is_chosen], results[-1].restored
+        )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a function returned while it was traced: the structure, and the leaves that are not traced."""
+
+    treedef: Any
+    untraced: dict[int, Any]
+
+    def restored(self, outputs: Sequence[Any]) -> Any:
+        """The whole result, with these values of the traced leaves."""
+        traced_leaves, n = iter(outputs), self.treedef.num_leaves
+        return self.treedef.unflatten(
+            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(n)]
+        )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The program of one call.
+
+    Attributes:
+      program: The program, with its constants as first inputs.
+      inputs: The value of each input.
+      is_chosen: Which inputs the user chose.
+      restore: Makes the whole result from the outputs.
+    """
+
+    program: Jaxpr
+    inputs: list[Any]
+    is_chosen: list[bool]
+    restore: Callable[[list[Any]], Any]
+
+
+def check_call(method: str, fun: Any, argnums: Any) -> str:
+    """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
+    if not callable(fun):
+        raise TypeError(
+            f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
+            f"such as the loss."
+        )
+    function = fun
+    while isinstance(function, functools.partial):
+        function = function.func
+    # Not its repr, which may hold arrays.
+    who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
+    several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
+        raise TypeError(
+            f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
+            f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."
+        )
+    return who
+
+
+_CONTAINERS = (dict, list, tuple)
+
+
+def _describe_arrays(x: Any) -> Any:
+    """``x`` as an error shows it: arrays as shape and dtype."""
+    return jax.tree.map(
+        lambda leaf: describe(leaf) if is_array(leaf) else leaf, x, is_leaf=lambda y: not isinstance(y, _CONTAINERS)
+    )
+
+
+def _chosen_positions(who: str, argnums: Argnums, args: Sequence[Any]) -> set[int]:
+    """The positions of the arguments that the user chose: by default the first, and all that are keys."""
+    if argnums is None:
+        return {i for i, arg in enumerate(args) if i == 0 or is_keys(arg)}
+    positions = {argnums} if isinstance(argnums, int) else set(argnums)
+    if missing := [i for i in sorted(positions) if i >= len(args)]:
+        raise TypeError(
+            f"{who} got argnums={argnums!r}, but was called with {len(args)} positional arguments, so there is no "
+            f"argument {missing[0]}. Pass the arguments that argnums names by position."
+        )
+    return positions
+
+
+def is_keys(arg: Any) -> bool:
+    """Whether an argument consists of PRNG keys, typed or legacy."""
+
+    def is_key(x: Any) -> bool:
+        is_typed_key = is_traceable(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return is_typed_key or (is_traceable(x) and x.dtype == jnp.uint32 and x.ndim > 0 and x.shape[-1] in (2, 4))
+
+    leaves = jax.tree.leaves(arg)
+    return bool(leaves) and all(map(is_key, leaves))

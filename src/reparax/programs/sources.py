@@ -1,0 +1,51 @@
+"""The source lines that made a value."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax.programs import jaxprs
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
+
+
+def lines_by_origin(program: Jaxpr, outside: str = "") -> dict[int, str]:
+    """For each equation, identified by its traceback, the user's line that made it or the program around it.
+
+    In a program inside an equation, JAX cuts tracebacks off where that program begins.
+    """
+    line_of_origin: dict[int, str] = {}
+    for eqn in program.eqns:
+        line = line_of(eqn) or outside
+        line_of_origin[jaxprs.origin(eqn)] = line
+        for inner_program in jaxprs.inner(eqn):
+            line_of_origin |= lines_by_origin(inner_program, line)
+    return line_of_origin
+
+
+def line_of(eqn: JaxprEqn) -> str:
+    """The innermost source line of an equation outside reparax, if known; in a notebook, the line in the cell."""
+    line = next((line for line in jaxprs.lines(eqn) if not line.startswith(_PACKAGE)), "")
+    return _CELL.sub("<cell>", line)
+
+
+def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> str:
+    """What reads a weight: an equation that does something, and its line; None is the end of a program."""
+    if eqn is None:
+        return "it is returned, or carried"
+    line = line_of_output(eqn, 0, lines)
+    return f"{eqn.primitive.name} {does}" + (f": {line}" if line else "")
+
+
+def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:
+    """The line that made the ``i``-th output of an equation; for a ``jit``, the line inside it, if known."""
+    for program in jaxprs.inner(eqn) if jaxprs.is_jit(eqn) else []:
+        v = program.outvars[i]
+        for inner_eqn in program.eqns:
+            if v in inner_eqn.outvars and (line := line_of_output(inner_eqn, inner_eqn.outvars.index(v), lines)):
+                return line
+    return line_of(eqn) or lines.get(jaxprs.origin(eqn), "")

@@ -1,0 +1,317 @@
+"""One step's part of a stacked value: the entries at one index of one axis, computed from the same parts of others.
+
+The axis stays, with size 1. So most equations compute a part of their output by the same operation on parts of their
+operands; where entries along the axis mix, the value is needed whole.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from reparax.core.reports.sizes import size_in_bytes
+from reparax.programs import dependence, jaxprs
+from reparax.programs.equations.bodies import CustomJvp, Jit
+from reparax.programs.equations.contractions import Dot, Gather
+from reparax.programs.equations.elementwise import Pointwise
+from reparax.programs.equations.kinds import view_of
+from reparax.programs.equations.moves import (
+    Broadcast,
+    Concatenate,
+    Iota,
+    Reshape,
+    Slice,
+    SplitAxis,
+    Squeeze,
+    Stack,
+    Transpose,
+)
+from reparax.programs.equations.reductions import Reduce, ReduceSum
+from reparax.programs.equations.view import View
+
+LARGE = 2**16
+"""Values of more bytes are not computed again at each step."""
+
+Axis = int | None
+Part = tuple[Var, Axis]
+"""A value, and the axis along which one step's part of it is read; None for the whole value."""
+PartRule = tuple[list[Axis], Callable[..., Any]]
+"""The axes of the operands, and a function of the step's number and of these parts."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How parts of values are computed.
+
+    Attributes:
+      parts: What is read: parts of inputs, and of values that cannot be computed by parts.
+      outputs: What is computed.
+      steps: The parts to compute in this order, each with the equation and its operands' axes and function.
+    """
+
+    parts: list[Part]
+    outputs: Sequence[Part]
+    steps: list[tuple[Part, JaxprEqn, PartRule]]
+
+    def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
+        """The parts ``outputs`` at step ``i``, from the parts that are read."""
+        env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
+        for part, eqn, (axes, function) in self.steps:
+            pairs = zip(eqn.invars, axes, strict=True)
+            operands = [v.val if isinstance(v, Literal) else env[v, axis] for v, axis in pairs]
+            with jaxprs.as_written_by(eqn):
+                env[part] = function(i, *operands)
+        return [env[part] for part in self.outputs]
+
+
+def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPlan:
+    """Follows wanted parts back through a program, as far as parts can be computed from parts.
+
+    ``moves`` says whether they may be differentiated.
+    """
+    needed_axes: dict[Var, list[Axis]] = {}
+    for v, axis in outputs:
+        needed_axes.setdefault(v, []).append(axis)
+    steps: list[tuple[Part, JaxprEqn, PartRule]] = []
+    parts_made = set[Part]()
+    for eqn in reversed(jaxpr.eqns):
+        pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed_axes.get(v, ())]
+        for i, v, axis in pairs:
+            if jaxprs.has_effects(eqn) or (rule := _rule_of_part(eqn, i, axis, moves=moves)) is None:
+                continue
+            steps.append(((v, axis), eqn, rule))
+            parts_made.add((v, axis))
+            for operand, operand_axis in zip(eqn.invars, rule[0], strict=True):
+                if not isinstance(operand, Literal) and operand_axis not in needed_axes.setdefault(operand, []):
+                    needed_axes[operand].append(operand_axis)
+    parts = [(v, axis) for v, axes in needed_axes.items() for axis in axes]
+    return StepPlan([part for part in parts if part not in parts_made], outputs, steps[::-1])
+
+
+def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule | None:
+    """How the part of the ``i``-th output is computed; None if it is read from the value."""
+    view = view_of(eqn)
+    if any(map(_is_sharded, eqn.outvars)):
+        return None
+    if axis is None:  # repeated numbers cost nothing
+        return ([None for _ in eqn.invars], _same_equation(view)) if isinstance(view, Broadcast | Iota) else None
+    if isinstance(view, SplitAxis):
+        run = _same_equation(view)
+        return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
+    if isinstance(view, CustomJvp) and moves:
+        return _part_of_custom_jvp(eqn, axis)
+    if isinstance(view, Jit | CustomJvp):
+        return _part_of_call(eqn, i, axis, moves=moves)
+    if isinstance(view, Pointwise):
+        return _part_of_elementwise(view, axis)
+    rule = _RULES.get(type(view))
+    return rule and rule(view, axis)
+
+
+def _is_sharded(v: Any) -> bool:
+    """Whether the type of a variable splits it over the devices of an explicit mesh."""
+    return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
+
+
+def _same_equation(view: View, **new_params: Any) -> Callable[..., Any]:
+    """The function of a rule that runs the equation itself on the parts, with some settings changed."""
+    return lambda _, *operands: view.bind(*operands, **new_params)
+
+
+def _with_one(sizes: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The sizes, with 1 at an axis."""
+    return tuple(1 if i == axis else n for i, n in enumerate(sizes))
+
+
+def _shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal, by its type."""
+    return jaxprs.type_of(v).shape
+
+
+def _part_of_elementwise(view: Pointwise, axis: int) -> PartRule | None:
+    """The same entries of all operands; what has one entry along the axis is read whole."""
+    shape = view.type.shape
+    if any(_shape_of(v) and len(_shape_of(v)) != len(shape) for v in view.operands):
+        return None
+    return [
+        axis if _shape_of(v) and _shape_of(v)[axis] == shape[axis] else None for v in view.operands
+    ], _same_equation(view)
+
+
+def _part_of_broadcast(view: Broadcast, axis: int) -> PartRule | None:
+    """The same entries of the operand, or all of it if it is repeated along the axis."""
+    shape, dimensions = view.shape, view.broadcast_dimensions
+    if len(view.operands) > 1:
+        return None
+    operand_axis = dimensions.index(axis) if axis in dimensions else None
+    if operand_axis is not None and _shape_of(view.operands[0])[operand_axis] == 1:
+        operand_axis = None
+    return [operand_axis], _same_equation(view, shape=_with_one(shape, axis))
+
+
+def _part_of_iota(view: Iota, axis: int) -> PartRule:
+    """The number of the step if the array counts along the axis, else a shorter array."""
+    shape, dtype = _with_one(view.shape, axis), view.type.dtype
+    if view.dimension == axis:
+        return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
+    return [], _same_equation(view, shape=shape)
+
+
+def _part_of_reshape(view: Reshape, axis: int) -> PartRule | None:
+    """The part along the axis that the reshape keeps as it is; None if it splits or merges the axis."""
+    old, new = _shape_of(view.operands[0]), view.new_sizes
+    if len(view.operands) > 1 or view.dimensions is not None:
+        return None
+    for operand_axis, size in enumerate(old):
+        if size == new[axis] and math.prod(old[:operand_axis]) == math.prod(new[:axis]):
+            return [operand_axis], _same_equation(view, new_sizes=_with_one(new, axis))
+    return None
+
+
+def _part_of_squeeze(view: Squeeze, axis: int) -> PartRule:
+    """The part along the axis that this one was before others went."""
+    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.dimensions]
+    return [other_axes[axis]], _same_equation(view)
+
+
+def _part_of_reduction(view: Reduce, axis: int) -> PartRule:
+    """The part along the axis that this one was before those that are reduced went."""
+    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.axes]
+    return [other_axes[axis]], _same_equation(view)
+
+
+def _part_of_transpose(view: Transpose, axis: int) -> PartRule:
+    """The part along the axis that stands here in the output."""
+    return [view.permutation[axis]], _same_equation(view)
+
+
+def _part_of_slice(view: Slice, axis: int) -> PartRule | None:
+    """The part along an axis that the slice leaves whole; None for one that it cuts."""
+    size, limits = _shape_of(view.operands[0])[axis], [limit for _, limit, _ in view.bounds]
+    if view.type.shape[axis] != size:
+        return None
+    return [axis], _same_equation(view, limit_indices=_with_one(limits, axis))
+
+
+def _part_of_concatenate(view: Concatenate, axis: int) -> PartRule | None:
+    """The same parts of all operands; None along the axis on which they follow each other."""
+    return None if view.dimension == axis else ([axis for _ in view.operands], _same_equation(view))
+
+
+def _part_of_stack(view: Stack, axis: int) -> PartRule | None:
+    """The same parts of all operands; None along the new axis."""
+    new = view.axis
+    return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same_equation(view))
+
+
+def _part_of_dot(view: Dot, axis: int) -> PartRule:
+    """Parts of both operands along an axis of the batch, else of the one operand that has the axis."""
+    contracting, batch = view.contracting, view.batch
+    if axis < len(batch[0]):
+        return [batch[0][axis], batch[1][axis]], _same_equation(view)
+    place = axis - len(batch[0])
+    for k, v in enumerate(view.operands):
+        free_axes = [i for i in range(len(_shape_of(v))) if i not in (*contracting[k], *batch[k])]
+        if place < len(free_axes):
+            return [free_axes[place] if k == j else None for j in range(2)], _same_equation(view)
+        place -= len(free_axes)
+    raise AssertionError
+
+
+def _part_of_gather(view: Gather, axis: int) -> PartRule | None:
+    """The part of a look-up in a table that is the same at each step."""
+    numbers = view.dimension_numbers
+    if numbers.operand_batching_dims or axis in numbers.offset_dims:
+        return None
+    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same_equation(view)
+
+
+def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
+    """The part of an output of a call, by parts of its operands through the whole body; else None."""
+    jaxpr, consts = jaxprs.body(eqn)
+    axes_and_run = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
+    if axes_and_run is None:
+        return None
+    axes, run = axes_and_run
+    return axes, lambda i, *operands: run(i, *consts, *operands)[0]
+
+
+def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
+    """The part of a function with a derivative of its own: the same function of parts."""
+    names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
+    own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    if (
+        value is None
+        or own_program.invars != eqn.invars
+        or not all(map(dependence.has_tangent, (*names, *eqn.outvars)))
+    ):
+        return None
+    types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in names]
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(lambda *args: jaxprs.evaluate(own_program, args), primals, tangents)
+
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(jvp)(types, types))
+
+    def slope(*, moves: bool) -> Any:
+        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(consts), moves=moves)
+
+    axes, run = value
+    # A derivative may call its own function, so it is followed further only where it is needed.
+    unmoved_slope = slope(moves=False)
+    if unmoved_slope is None or unmoved_slope[0] != axes * 2:
+        return None
+
+    def function(i: Any, *operands: Any) -> Any:
+        of_parts = jax.custom_jvp(lambda *parts: run(i, *parts))
+        of_parts.defjvp(lambda primals, tangents: tuple(slope(moves=True)[1](i, *consts, *primals, *tangents)))
+        return of_parts(*operands)
+
+    return axes, function
+
+
+def _parts_in_body(
+    jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, moves: bool
+) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
+    """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
+    if any(isinstance(v, Literal) for v, _ in outputs):
+        return None
+    body_plan = plan(jaxpr, outputs, moves=moves)
+    axes, whole_values = dict[Var, Axis](), list[Var]()
+    for v, axis in body_plan.parts:
+        if v not in jaxpr.invars:
+            whole_values.append(v)
+        elif axes.setdefault(v, axis) != axis:
+            return None
+    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in body_plan.parts if v in whole_values):
+        return None
+    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
+    if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *prefix.invars)):
+        return None
+
+    def run(i: Any, *inputs: Any) -> list[Any]:
+        env = dict(zip(jaxpr.invars, inputs, strict=True))
+        env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
+        return body_plan.run(i, jaxprs.values(env, [v for v, _ in body_plan.parts]))
+
+    return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
+
+
+_RULES: dict[type[View], Callable[..., PartRule | None]] = {
+    Broadcast: _part_of_broadcast,
+    Iota: _part_of_iota,
+    Reshape: _part_of_reshape,
+    Squeeze: _part_of_squeeze,
+    Transpose: _part_of_transpose,
+    Slice: _part_of_slice,
+    Concatenate: _part_of_concatenate,
+    Dot: _part_of_dot,
+    Gather: _part_of_gather,
+    Stack: _part_of_stack,
+    Reduce: _part_of_reduction,
+    ReduceSum: _part_of_reduction,
+}

@@ -1,8 +1,0 @@
-"""Quantized weights: stored in few bits, or rounded during training.
-
-A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Stored`` and ``Quantize``
-round with the same formula.
-"""
-
-from reparax.quantized._quantize import Quantize as Quantize
-from reparax.quantized._stored import Stored as Stored

@@ -1,0 +1,220 @@
+"""Matrices with orthonormal columns or rows."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.chains.value import argument
+from reparax.core.stages.constraint import Constraint
+from reparax.core.stages.matrices import RowsAndColumns
+from reparax.core.tree.values import Values, fixed, main
+from reparax.numerics.arguments import one_of
+from reparax.numerics.arithmetic import widened
+from reparax.numerics.linalg import adjoint, not_square_error, polar, product, without_reflection
+from reparax.stages.matrices._base_maps import cayley, exponential, householder
+
+_MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
+
+
+class _Orthonormal(RowsAndColumns, Constraint):
+    """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
+
+    map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
+
+    raw_values: ClassVar[Values] = {
+        "x": main(decays=False, axes=("rows", "columns")),
+        "base": fixed(axes=("rows", "columns")),
+    }
+
+    transposes: ClassVar[bool] = True
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if self.map == "householder" and jnp.iscomplexobj(w):
+            return (
+                f"expected a real array, because reflections do not reach every unitary matrix, got {w.dtype}. "
+                f"Choose map='cayley' or 'expm'."
+            )
+        return self.refuse_shape(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": jnp.zeros_like(w), "base": self.nearest(widened(w))}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self._point(values).astype(values["x"].dtype)
+
+    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
+
+    def _point(self, values: dict[str, Array]) -> Array:
+        """The matrix that the values stand for; a wide one is transposed, computed, and transposed back."""
+        base, x = widened(values["base"]), widened(values["x"])
+        wide = x.shape[-2] < x.shape[-1]
+        return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
+
+    def refuse_shape(self, w: Array) -> str | None:
+        """Why a matrix of this shape is refused, or None."""
+        del w
+        return None
+
+    def nearest(self, w: Array) -> Array:
+        """The point of the image nearest to ``w``."""
+        return polar(w)
+
+    def move(self, base: Array, x: Array) -> Array:
+        """The matrix that ``x`` reaches from ``base``; both have at least as many rows as columns."""
+        return _MAPS[self.map](base, x)
+
+
+class Orthogonal(_Orthonormal):
+    r"""Orthonormal columns, or rows if there are fewer rows: :math:`Q^H Q = I` or :math:`Q Q^H = I`.
+
+    Raw values: ``x`` (main), like ``w``; ``base`` (fixed), a point of the image in the shape of ``w``, in float32 for
+    half-precision weights. With :math:`A = X B^H - B X^H` for the base B, the maps are :math:`Q = (I - A/2)^{-1}
+    (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
+    X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
+    the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
+    base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
+    For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
+
+    Args:
+      map: ``"cayley"``, the cheapest, reaches all matrices except a set of measure zero; ``"expm"`` reaches all
+        matrices with the determinant of the base; so does ``"householder"``, but only for real matrices.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Orthogonal("expm")
+      >>> raw = p.init({"w": jnp.array([[0.0, -2.0], [2.0, 0.0]])})
+      >>> p.apply(raw)["w"]
+      Array([[ 0., -1.],
+             [ 1.,  0.]], dtype=float32)
+
+    References:
+      Lezcano-Casado, *Trivializations for Gradient-Based Optimization on Manifolds*, 2019. Wen and Yin, *A feasible
+      method for optimization with orthogonality constraints*, 2013 (tall matrices). Schreiber and Van Loan, *A
+      storage-efficient WY representation for products of Householder transformations*, 1989.
+    """
+
+
+class SpecialOrthogonal(_Orthonormal):
+    r"""Rotations: square matrices with :math:`Q^T Q = I` and :math:`\det Q = 1`.
+
+    Raw values and maps as for :class:`Orthogonal`. ``init`` is exact on the image; elsewhere it starts at the nearest
+    rotation: the polar factor, with the direction of the smallest singular value reversed if its determinant is -1.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.matrices.SpecialOrthogonal().project(jnp.diag(jnp.array([3.0, 2.0, -1.0])))
+      Array([[1., 0., 0.],
+             [0., 1., 0.],
+             [0., 0., 1.]], dtype=float32)
+
+    References:
+      Lezcano-Casado and Martínez-Rubio, *Cheap Orthogonal Constraints in Neural Networks*, 2019.
+    """
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def refuse_shape(self, w: Array) -> str | None:
+        return not_square_error(w)
+
+    def nearest(self, w: Array) -> Array:
+        u, _, vh = jnp.linalg.svd(w)
+        return product(without_reflection(u, vh), vh)
+
+
+class Stiefel(_Orthonormal):
+    r"""Orthonormal columns, :math:`Q^H Q = I`: frames of k vectors in a space of n dimensions, :math:`n \ge k`.
+
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, which also takes wide matrices.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.matrices.Stiefel().project(jnp.array([[3.0, 0.0], [0.0, 2.0], [0.0, 0.0]]))
+      Array([[1., 0.],
+             [0., 1.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
+    """
+
+    def refuse_shape(self, w: Array) -> str | None:
+        if w.shape[-2] >= w.shape[-1]:
+            return None
+        return (
+            f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
+            f"or use `Orthogonal`."
+        )
+
+
+class Grassmann(_Orthonormal):
+    r"""Subspaces of dimension k in n > k dimensions, each given by orthonormal columns Q that span it.
+
+    Raw values, maps and ``init`` as for :class:`Orthogonal`, but only the part of X orthogonal to the base counts,
+    :math:`X - B B^H X`: Q moves with its subspace and does not rotate within it. The output of your model should depend
+    only on the subspace, not on the choice of Q.
+
+    Args:
+      map: ``"cayley"``, ``"expm"`` or ``"householder"``.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LowRank`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.matrices.Grassmann()
+      >>> raw = p.init({"w": jnp.eye(3, 2)})
+      >>> raw["w"]["@grassmann"]["x"] = jnp.array([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0]])
+      >>> p.apply(raw)["w"]  # the base, because this X lies in its subspace
+      Array([[1., 0.],
+             [0., 1.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
+    """
+
+    def refuse_shape(self, w: Array) -> str | None:
+        if w.shape[-2] > w.shape[-1]:
+            return None
+        return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
+
+    def move(self, base: Array, x: Array) -> Array:
+        return super().move(base, x - product(base, product(adjoint(base), x)))

@@ -1,0 +1,315 @@
+"""Several parameters in one block, which either the model reads or the optimizer moves."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+from jax import Array
+
+from reparax.core.chains.algebra import Parametrization
+from reparax.core.chains.config import changed_arguments
+from reparax.core.chains.layers import Layer, Site, SiteValues, opened_spot
+from reparax.core.chains.planner import Planner
+from reparax.core.stages.nodes import own_nodes
+from reparax.core.stages.where import matches, nearest
+from reparax.core.tree.flat import Flat
+from reparax.core.tree.markers import locate_errors
+from reparax.core.tree.paths import Names, describe, is_array
+from reparax.core.tree.raw import OTHER_CHAIN, Slot
+from reparax.core.tree.values import OTHERS, Values, main
+from reparax.numerics.arguments import check_whole
+from reparax.stages.shared._block import Block, require_unique, value_names, value_texts
+from reparax.stages.shared._cells import blocks_of, is_optional, read_values, write_arrays
+
+PlacesByName = dict[str, Names]
+
+
+@dataclass(frozen=True, eq=False)
+class _Cell(Site):
+    """The arrays of one cell."""
+
+    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
+        del key
+        stage, sizes = self.stage, dict(self.stage.sizes)
+        raw_arrays = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
+        return {
+            path: {_label(name): raw_arrays[name] for name in raw_arrays if stage._home(name) == path}
+            for path in arrays
+        }
+
+    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
+        del key_or_draw
+        return self.stage._effective(values)
+
+
+class _Cells(Planner):
+    """The planner of both directions."""
+
+    def plan_init(self, tree: Flat) -> Layer:
+        slots = tree.slots()
+        cells = self.cells("init", _visible_arrays(slots, lambda place: is_array(tree.arrays[place])))
+        kind, sites = self.stage.kind, list[_Cell]()
+        for cell, places in cells.items():
+            spots = {path: opened_spot(kind, place, tree.arrays[place]) for path, place in places.items()}
+            sites.append(_Cell(self.stage, _quote_cell(cell), spots))
+        return self.layer("init", sites)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        who, sites = self.who(method), list[_Cell]()
+        nodes, model_tree = own_nodes(who, self.stage.kind, tree)
+        for cell, places in self.cells(method, _visible_arrays(model_tree.slots(), nodes.__contains__)).items():
+            cell_nodes = {path: nodes[place] for path, place in places.items()}
+            with locate_errors(_who_at(who, cell)):
+                for node in cell_nodes.values():
+                    if node.content_below is not None:  # some formats store an empty node so
+                        node.require_values()
+                types = jax.eval_shape(
+                    self.stage._effective, {path: node.content_below for path, node in cell_nodes.items()}
+                )
+            spots = {path: node.spot(types[path]) for path, node in cell_nodes.items()}
+            copies = {
+                _path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self.stage._copies.items()
+            }
+            sites.append(_Cell(self.stage, _quote_cell(cell), spots, copies=copies))
+        return self.layer(method, sites)
+
+    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
+        """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
+        candidates = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
+        cells_selected = {
+            match[0] for match in matches(self.stage.at, [cell for cell, _, _ in candidates if cell is not None])
+        }
+        cells: dict[str, PlacesByName] = {}
+        for cell, path, i in candidates:
+            if cell in cells_selected and cells.setdefault(cell, {}).setdefault(path, i) != i:
+                raise ValueError(
+                    f"{_who_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a "
+                    f"block. Put the stage that replaces it earlier in the chain."
+                )
+        if not cells:
+            path_of_first = _path_below(self.stage.at, next(iter(self.stage._model)))
+            raise ValueError(
+                f"{self.who(method)} found no array {path_of_first!r}; the nearest paths are "
+                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `at` or the layout."
+            )
+        return cells
+
+
+class _Rearranged(Parametrization):
+    """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
+
+    A raw array is stored at the place of the first model array that shares a value with it; the other places hold
+    empty nodes.
+    """
+
+    layout: Any
+    at: str = ""
+    sizes: Any = field(default=(), kw_only=True)
+
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
+    _planner: ClassVar[type[Planner]] = _Cells
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layout", _layout_as_field(self.layout))
+        object.__setattr__(self, "sizes", _check_sizes(self.sizes, type(self).__name__))
+        at: Any = self.at
+        if not isinstance(at, str):
+            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as `at`, but got {at!r}.")
+        model, raw = (
+            [name for block in b.values() for name in value_names(block)] for b in (self._model, self._stored)
+        )
+        require_unique(model, type(self).__name__)
+        require_unique([_label(path) for path in self._stored], type(self).__name__)
+        if lacking := sorted(set(model) ^ set(raw)):
+            raise ValueError(
+                f"{type(self).__name__} got two layouts, but only one of them holds {lacking[0]!r}. Choose two that "
+                f"hold the same values, or change the model's parameters with `convert` first."
+            )
+
+    def __repr__(self) -> str:
+        def text(value: Any) -> str:
+            return repr(dict(value) if isinstance(value, tuple) else value)
+
+        arguments = changed_arguments(self)
+        layout = text(arguments.pop("layout"))
+        return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
+
+    @property
+    @abstractmethod
+    def _model(self) -> dict[str, Block]:
+        """The arrays that the model reads."""
+
+    @property
+    @abstractmethod
+    def _stored(self) -> dict[str, Block]:
+        """The raw arrays."""
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        """For each array of the model that has no place of its own, the path of the raw array that holds it."""
+        return {}
+
+    def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
+        """The arrays of the model, from the values under the markers at their places."""
+        paths = {_label(path): path for path in self._stored}
+        raw_arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
+        for name, x in raw_arrays.items():
+            if name not in paths:
+                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
+        for name, path in paths.items():
+            if name not in raw_arrays and not is_optional(self._stored[path]):
+                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
+        sizes = dict(self.sizes)
+        effective = write_arrays(
+            self._model, read_values(self._stored, {paths[name]: x for name, x in raw_arrays.items()}, sizes), sizes
+        )
+        if lacking := sorted(effective.keys() ^ nodes.keys()):
+            raise ValueError(
+                f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
+                f"nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+            )
+        return effective
+
+    def _home(self, raw_path: str) -> str:
+        """The array of the model at whose place a raw array is stored."""
+        first_value = value_names(self._stored[raw_path])[0]
+        return next(path for path, block in self._model.items() if first_value in value_names(block))
+
+
+def _visible_arrays(slots: Mapping[Names, Slot], accepts: Callable[[Names], bool]) -> list[tuple[str, Names]]:
+    """The paths and places of the wanted arrays that stages may see."""
+    return [(slot.path, place) for place, slot in slots.items() if slot.visible and accepts(place)]
+
+
+def _quote_cell(cell: str) -> str:
+    """A cell as errors show it; empty if it is the whole tree."""
+    return repr(cell) if cell else ""
+
+
+def _who_at(who: str, cell: str) -> str:
+    """How errors name a call at a cell."""
+    return f"{who} at {cell!r}" if cell else who
+
+
+def _path_below(cell: str, path: str) -> str:
+    """The path of an array of a cell in the whole tree."""
+    return f"{cell}/{path}" if cell else path
+
+
+def _cell_above(path: str, full: str) -> str | None:
+    """The cell whose array at ``path`` has the full path, or None."""
+    if full == path:
+        return ""
+    return full.removesuffix(f"/{path}") if full.endswith(f"/{path}") else None
+
+
+def _label(path: str) -> str:
+    """The name of a raw array under a marker, where '/' and '.' are not allowed."""
+    return path.replace("/", "_").replace(".", "_")
+
+
+def _layout_as_field(layout: Any) -> str | tuple[tuple[str, Block], ...]:
+    """A layout as a field: its name, or its paths and blocks."""
+    blocks = blocks_of(layout)
+    return layout if isinstance(layout, str) else tuple(blocks.items())
+
+
+def _check_sizes(sizes: Any, who: str) -> tuple[tuple[str, int], ...]:
+    """Sizes as pairs of names and numbers; raises an error for anything else."""
+    if not isinstance(sizes, Mapping | tuple | list):
+        raise TypeError(f"{who} takes a dict of names and integers as sizes, but got {sizes!r}.")
+    return tuple(sorted((name, check_whole(size, who, name)) for name, size in dict(sizes).items()))
+
+
+def _one_array_each(layout: Mapping[str, Block]) -> dict[str, Block]:
+    """Each value of a layout as a separate array."""
+    return {value_names(text)[0]: text for block in layout.values() for text in value_texts(block)}
+
+
+class Pack(_Rearranged):
+    r"""Blocks that the model reads, assembled from parts: :math:`W = [W_i; W_f; W_g; W_o]`.
+
+    Raw values (main): the parts, ``input_i`` and so on, at the place of their array, each under its own path
+    (``lstm/weight_ih/input_i``), so that earlier stages can select single parts. The block is assembled once in each
+    ``apply``, outside any loop over time. ``init`` splits it. Both only move numbers, and are exact.
+
+    Args:
+      layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
+        blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
+      at: The path of the cell that holds these arrays, or a regular expression for several cells.
+      sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
+
+    Raises:
+      TypeError: If ``at`` is not a text, or if the layout or the sizes are of another form.
+      ValueError: If the layout is not known, or names a value twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.shared.Pack("haiku.lstm", at="lstm")
+      >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
+      >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
+      {'input_f': (3, 2), 'hidden_f': (2, 2)}
+      >>> dropped = rpx.WeightDropout(0.5, where="lstm/linear/w/hidden_.*") >> p  # hidden-to-hidden only
+    """
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return blocks_of(self.layout)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return _one_array_each(self._model)
+
+
+class Split(_Rearranged):
+    r"""Blocks that the optimizer moves, split into the arrays of the model: :math:`[W_i; W_h; b^T] = W`.
+
+    Raw values (main): the blocks, under the names in the layout. Each is stored at the place of its first part, with
+    the path of that place and its name (``cell/Wi/W``); the other places hold the empty node ``{"@split": {}}``.
+    Gradients and optimizer states have the shapes of the blocks. ``init`` joins the parts. Both only move numbers, and
+    are exact.
+
+    Args:
+      layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
+      at: The path of the cell that holds the parts, or a regular expression for several cells.
+      model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
+        blocks is an array, and its path is its name.
+      sizes: Sizes that the shapes of the raw arrays do not determine.
+
+    Raises:
+      TypeError: If ``at`` is not a text, or if a layout or the sizes are of another form.
+      ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.shared.Split({"W": rpx.shared.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
+      >>> raw = p.init({"cell": {"Wi": jnp.ones((3, 8)), "Wh": jnp.ones((2, 8)), "b": jnp.ones(8)}})
+      >>> jax.tree.map(jnp.shape, raw)
+      {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
+      >>> rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm")
+      Split('equinox.lstm', at='cell', model='flax.lstm')
+    """
+
+    model: Any = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", None if self.model is None else _layout_as_field(self.model))
+        super().__post_init__()
+
+    @property
+    def _model(self) -> dict[str, Block]:
+        return _one_array_each(self._stored) if self.model is None else blocks_of(self.model)
+
+    @property
+    def _stored(self) -> dict[str, Block]:
+        return blocks_of(self.layout)
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        holder = {name: raw_path for raw_path, block in self._stored.items() for name in value_names(block)}
+        raw_paths = {path: holder[value_names(block)[0]] for path, block in self._model.items()}
+        return {path: f"{self._home(raw_path)}/{_label(raw_path)}" for path, raw_path in raw_paths.items()}

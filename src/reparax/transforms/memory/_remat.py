@@ -1,0 +1,84 @@
+"""Gradients that recompute noise, masks and effective weights instead of storing them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from reparax.programs import jaxprs
+from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.transforms.memory._derivative import recomputing_function
+from reparax.transforms.memory._rehearsal import check_this_jax
+
+
+def remat(
+    fun: Callable[..., Any], argnums: Argnums = None, *, keep: Literal["masks"] | None = None
+) -> Callable[..., Any]:
+    """``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
+
+    The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
+    the key. Everything else, such as activations, is stored exactly as without ``remat``; no matmul of the network runs
+    twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in memory at
+    a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
+    ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.linear_transpose``,
+    ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside; and outside
+    with ``jax.experimental.jet``, as far as it supports what ``fun`` does. It has no rules for ``scan``,
+    ``jax.checkpoint`` and ``jax.custom_jvp``, and so none for ``apply`` without ``remat``, nor for most norms.
+
+    ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
+    weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
+    ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``. If ``fun`` itself takes gradients, as in meta-learning,
+    apply ``remat`` outermost.
+
+    Args:
+      fun: A loss, or any pure function of arrays. What it writes into an argument, as nnx modules write their
+        statistics, is lost. Leaves of its arguments that are not arrays are constants; such leaves of its result are
+        returned unchanged.
+      argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
+        change the noise. Default: the first argument, and those that hold only PRNG keys (or uint32 arrays whose last
+        axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from which they
+        are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun`` closes over
+        count as data.
+      keep: ``"masks"`` stores the random masks of dropout for the backward pass, instead of drawing them again: one bit
+        for each entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn once. This
+        holds for any array of bools that is made from a key, has 1024 entries or more, and has an axis whose size is a
+        multiple of 8 and that is not sharded by its type. Noise is drawn again, as it has no such bits.
+
+    Raises:
+      TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
+        argument that does not exist.
+      ValueError: If ``keep`` is neither ``"masks"`` nor None.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+      >>> raw = p.init({"w": jnp.ones((3, 2))})
+      >>> def loss(raw, key, x):
+      ...     return jnp.sum((x @ p.apply(raw, key)["w"]) ** 2)
+      >>> grads = jax.grad(rpx.remat(loss))(raw, jax.random.key(0), jnp.ones((4, 3)))
+      >>> jax.tree.map(jnp.shape, grads)
+      {'w': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}
+
+    References:
+      Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
+    """
+    who = check_call("remat", fun, argnums)
+    if keep not in ("masks", None):
+        raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        if jaxprs.has_refs(call.program):
+            raise TypeError(
+                f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+                f"function, and return its value together with the loss."
+            )
+        return call.restore(
+            recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
+        )
+
+    return function

@@ -1,0 +1,299 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+from geometry.networks import NETWORKS
+from grids import mostly_thorough
+
+from reparax.axes import Role, axis_groups, roles
+from reparax.core.tree.paths import flatten_with_names, path_text
+
+
+def axes(role):
+    return role.inputs, role.outputs, role.stacked
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", mostly_thorough(NETWORKS, "gemma", "attention", "equinox_attention", "haiku_resnet"))
+def test_each_axis_of_each_weight_has_its_role(name):
+    fun, params, args, table = NETWORKS[name]()
+    types = jax.eval_shape(lambda *args: args, params, *args)
+    paths, found, _ = flatten_with_names(roles(fun)(*types), lambda x: isinstance(x, Role))
+    for path, role in zip(map(path_text, paths), found, strict=True):
+        want = [axes for pattern, axes in table.items() if re.fullmatch(pattern, path)]
+        assert axes(role) == (want[0] if want else ((), (), ())), (path, role)
+        assert bool(role.why) == (not want)
+
+
+FLOAT = jnp.float32
+W, V, ROW = (
+    jax.ShapeDtypeStruct((3, 4), FLOAT),
+    jax.ShapeDtypeStruct((4, 2), FLOAT),
+    jax.ShapeDtypeStruct((), jnp.int32),
+)
+LAYERS, X = jax.ShapeDtypeStruct((2, 3, 3), FLOAT), jax.ShapeDtypeStruct((5, 3), FLOAT)
+INDICES = jax.ShapeDtypeStruct((5,), jnp.int32)
+KEEP = np.array([0, 2])
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+BATCH = np.ones((5, 3), np.float32)
+DENSE, EACH = ((0,), (1,), ()), ((1,), (2,), (0,))
+
+
+def noisy(w, key):
+    return w + jax.random.normal(key, w.shape)
+
+
+USES = {
+    "a row of a number that is data": (lambda p, i: jnp.tanh(p[0][i] @ p[1]), ([W, V], ROW), [DENSE, DENSE]),
+    "a row, filled": (lambda p, i: p[0].at[i].get(mode="fill") @ p[1], ([W, V], ROW), [DENSE, DENSE]),
+    "rows from a number on": (
+        lambda p, i: jax.lax.dynamic_slice(p[0], (i, 0), (2, 4)) @ p[1],
+        ([W, V], ROW),
+        [DENSE, DENSE],
+    ),
+    "an expert of a number that is data": (lambda p, x, i: jnp.tanh(x @ p[0][i]), ([LAYERS], X, ROW), [EACH]),
+    "a row of each index, by vmap": (
+        lambda p, i: jnp.tanh(jax.vmap(lambda i: p[0][i])(i) @ p[1]),
+        ([W, V], INDICES),
+        [DENSE, DENSE],
+    ),
+    "rows from each number on, by vmap": (
+        lambda p, i: jax.vmap(lambda i: jax.lax.dynamic_slice(p[0], (i, 0), (2, 4)))(i) @ p[1],
+        ([W, V], INDICES),
+        [DENSE, DENSE],
+    ),
+    "an expert for each row, by vmap": (
+        lambda p, x, i: jax.vmap(lambda x, i: jnp.tanh(x @ p[0][i]))(x, i),
+        ([LAYERS], X, INDICES),
+        [EACH],
+    ),
+    "columns that constants choose": (
+        lambda p, x: jnp.tanh(x @ p[0][:, KEEP]) @ p[1][KEEP],
+        ([W, V], X),
+        [DENSE, DENSE],
+    ),
+    "columns by jnp.take, filled, and by vmap": (
+        lambda p, x: (
+            (jnp.tanh(x @ jnp.take(p[0], KEEP, 1)) @ p[1].at[KEEP].get(mode="fill", fill_value=0.0))
+            @ jax.vmap(lambda i: p[2][:, i], out_axes=1)(jnp.arange(2))
+        ),
+        ([W, V, jax.ShapeDtypeStruct((2, 5), FLOAT)], X),
+        [DENSE, DENSE, DENSE],
+    ),
+    "halves of columns, one entry of each by turns": (
+        lambda p, x: x @ p[0][:, jnp.arange(4).reshape(2, 2).T.reshape(-1)],
+        ([W], X),
+        [DENSE],
+    ),
+    "columns in the order of their norms": (
+        lambda p, x: x @ p[0][:, jnp.argsort(jnp.linalg.norm(p[0], axis=0))],
+        ([W], X),
+        [DENSE],
+    ),
+    "one column of each row": (
+        lambda p, x: x @ jnp.take_along_axis(p[0], jnp.array([[0], [1], [2]]), 1),
+        ([W], X),
+        [DENSE],
+    ),
+    "rows that constants choose, turned": (lambda p, x: x @ p[0].T[KEEP].T, ([W], X), [DENSE]),
+    "heads that constants choose": (
+        lambda p, x: jnp.einsum("bd,dhk->bhk", x, p[0][:, :, KEEP][:, KEEP]),
+        ([jax.ShapeDtypeStruct((3, 4, 5), FLOAT)], X),
+        [((0,), (1, 2), ())],
+    ),
+    "layers that constants choose": (
+        lambda p, x: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p[0][np.array([1, 0, 1])])[0],
+        ([LAYERS], X),
+        [EACH],
+    ),
+    "columns of a layer": (lambda p, x: x @ p[0][1][:, KEEP], ([LAYERS], X), [EACH]),
+    "every other column": (lambda p, x: jnp.tanh(x @ p[0][:, ::2]) @ p[1][::-2], ([W, V], X), [DENSE, DENSE]),
+    "a penalty on chosen columns": (
+        lambda p, x: jnp.sum(x @ p[0][:, KEEP]) + jnp.sum(p[0][KEEP] ** 2),
+        ([W], X),
+        [DENSE],
+    ),
+    "places": (
+        lambda p, x: (x + 2 * p[0][jnp.arange(5)]) @ p[1],
+        ([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X),
+        [DENSE, DENSE],
+    ),
+    "a network of places": (
+        lambda p, x: x + jnp.tanh(p[0][jnp.arange(5)] @ p[1]) @ p[2],
+        ([jax.ShapeDtypeStruct((9, 3), FLOAT), W, jax.ShapeDtypeStruct((4, 3), FLOAT)], X),
+        [DENSE, DENSE, DENSE],
+    ),
+    "distances, in buckets": (
+        lambda p, x: jax.nn.softmax(x @ x.T + p[0][np.arange(25).reshape(5, 5) % 7].transpose(2, 0, 1)),
+        ([jax.ShapeDtypeStruct((7, 2), FLOAT)], X),
+        [DENSE],
+    ),
+    "biases that constants choose": (
+        lambda p, x: x @ p[0][:, KEEP] + p[1][KEEP] + p[2][:, KEEP],
+        ([W, jax.ShapeDtypeStruct((4,), FLOAT), jax.ShapeDtypeStruct((1, 4), FLOAT)], X),
+        [DENSE, ((), (), ()), ((), (), ())],
+    ),
+    "rolled rows": (lambda p, x: jnp.tanh(x @ p[0]) @ jnp.roll(p[1], 1, 0), ([W, V], X), [DENSE, DENSE]),
+    "split layers": (
+        lambda p, x: jnp.tanh(x @ jnp.split(p[0], 2)[0][0]) @ jnp.split(p[0], 2)[1][0],
+        ([LAYERS], X),
+        [EACH],
+    ),
+    "noise": (lambda p, x, key: jnp.tanh(x @ noisy(p[0], key)) @ p[1], ([W, V], X, KEY), [DENSE, DENSE]),
+    "closed-over data, and a key": (
+        lambda p, key: jnp.tanh(BATCH @ noisy(p[0], key)) @ p[1],
+        ([W, V], KEY),
+        [DENSE, DENSE],
+    ),
+    "a multiple by a number that is data": (
+        lambda p, x, i: jnp.tanh(x @ (p[0] * i)) @ (p[1] / jnp.sum(x)),
+        ([W, V], X, ROW),
+        [DENSE, DENSE],
+    ),
+    "a multiple, entry by entry, by a part of data": (
+        lambda p, x: jnp.tanh((p[0] * x[1:4]) @ p[1]) @ p[2],
+        ([jax.ShapeDtypeStruct((3,), FLOAT), W, V], jax.ShapeDtypeStruct((8,), FLOAT)),
+        [((), (), ()), DENSE, DENSE],
+    ),
+    "a penalty": (
+        lambda p, x: jnp.sum(jnp.tanh(x @ p[0]) @ p[1]) + jnp.sum((p[0].T @ p[0] - jnp.eye(4)) ** 2),
+        ([W, V], X),
+        [DENSE, DENSE],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "places", "columns that constants choose"))
+def test_uses_of_other_kinds_have_their_roles(name):
+    fun, args, want = USES[name]
+    assert list(map(axes, roles(fun)(*args))) == want
+
+
+def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
+    here = r"{} reads it: .*test_roles\.py:[0-9]+"
+    for fun in (
+        lambda p, x: x[:, :2] @ p[0][np.ix_(KEEP, KEEP)],  # which of both places is a row, only their values say
+        lambda p, x: x[:, :2] @ p[0][KEEP, KEEP],
+    ):
+        assert re.match(here.format("gather"), roles(fun)([W], X)[0].why)
+    (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0))([W], X)
+    assert re.match(here.format("scatter"), role.why)
+
+    def keys(p, x):  # rows of a table, or rows of the first of two factors
+        return (p[0][KEEP] @ p[1]) @ (x @ p[1]).T
+
+    table, w = roles(keys)([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X)
+    assert "gather reads it" in table.ambiguous
+    assert w.ambiguous
+
+
+def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a_weight():
+    (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T)([jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
+    assert axes(role) == ((0, 1), (0, 1), ())
+    assert [use.how for use in role.uses] == ["lookup", "product"]
+
+
+def every(x, up, down):
+    """What each expert, or each member of an ensemble, computes."""
+    return jax.vmap(lambda up, down, x: jnp.tanh(x @ up) @ down, in_axes=(0, 0, None if x.ndim == 2 else 0))(
+        up, down, x
+    )
+
+
+def routed(params, x):
+    return jnp.einsum("te,etd->td", jax.nn.softmax(x @ params["r"]), every(x, params["up"], params["down"]))
+
+
+def gated_before(params, x):
+    gates = jax.nn.softmax(x @ params["r"]).T[..., None]
+    return every(gates * x, params["up"], params["down"]).sum(0)
+
+
+def slots(params, x):
+    """Soft MoE: each expert has its slots, which are means of all tokens."""
+    scores = jnp.einsum("td,des->tes", x, params["r"])
+    outs = every(jnp.einsum("td,tes->esd", x, jax.nn.softmax(scores, 0)), params["up"], params["down"])
+    return jnp.einsum("esd,tes->td", outs, jax.nn.softmax(scores.reshape(len(x), -1)).reshape(scores.shape))
+
+
+def blocks(params, x):
+    """Heads that each have a matrix of their own, and that the last layer contracts as one axis."""
+    heads = jnp.einsum("td,des->tes", x, params["r"])
+    return jnp.tanh(jnp.einsum("tes,esf->tef", heads, params["up"])).reshape(len(x), -1) @ params["down"]
+
+
+def members(params, x):
+    return every(x, params["up"], params["down"]).mean(0)
+
+
+@pytest.mark.parametrize(
+    ("fun", "r"),
+    [
+        (routed, ((0,), (1,), ())),
+        (gated_before, ((0,), (1,), ())),
+        (slots, ((0,), (1, 2), ())),
+        (blocks, ((0,), (1, 2), ())),
+        (members, ((), (), ())),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_stacked(fun, r):
+    shapes = {
+        "r": (3, 4, 3) if fun in (slots, blocks) else (3, 4),
+        "up": (4, 3, 6),
+        "down": (24, 3) if fun is blocks else (4, 6, 3),
+    }
+    params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
+    found = roles(fun)(params, X)
+    assert axes(found["r"]) == r
+    assert axes(found["up"]) == EACH
+    assert axes(found["down"]) == (DENSE if fun is blocks else EACH)
+
+
+def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():
+    def attended(q, k, v):
+        return jax.nn.softmax(q @ k.T) @ v
+
+    def forward(params, x):
+        h = params["latent"]
+        h = h + attended(h @ params["q"], h @ params["k"], h @ params["v"])
+        return attended(h @ params["cross"], x @ params["seen"], x) @ params["last"]
+
+    shapes = {"latent": (2, 4), "last": (3, 5), "seen": (3, 4), **dict.fromkeys(("q", "k", "v", "cross"), (4, 4))}
+    found = roles(forward)({name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    assert (axes(found["seen"]), axes(found["last"])) == (DENSE, DENSE)
+    assert {name for name, role in found.items() if role.ambiguous} == {"latent", "q", "k"}
+
+
+@pytest.mark.parametrize("reader", [roles, axis_groups])
+def test_several_positions_are_refused(reader):
+    def loss(params, x):
+        return x @ params
+
+    text = "{}(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one argument, "
+    for several in [(0, 1), []]:
+        with raises(TypeError, text.format(reader.__name__, several) + "such as a tuple of trees."):
+            reader(loss, argnums=several)
+
+
+def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
+    found = roles(lambda params, x: x @ params["w"].astype(jnp.float32))(
+        {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
+    )
+    assert found["w"] == Role(why="it is not an array of floating numbers", shape=(3, 2), dtype=jnp.int8)
+
+
+def test_an_axis_of_whole_numbers_says_so_where_it_meets_a_weight():
+    params = {"q": jnp.ones((3, 4), jnp.int8), "s": jnp.ones(4)}
+    groups = axis_groups(lambda params, x: x @ (params["q"].astype(jnp.float32) * params["s"]))(
+        params, jnp.ones((5, 3))
+    )
+    assert groups.frozen == {("s", 0): "an axis of 'q', which has no floating numbers"}

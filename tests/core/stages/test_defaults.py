@@ -1,0 +1,445 @@
+"""Which arrays each stage takes where no ``where`` is given, in models of linen, nnx, equinox and haiku."""
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import PATTERNS
+from errors import raises
+from flax import nnx
+from grids import mostly_thorough
+from jax import Array
+from one_array import normal
+from public import PUBLIC
+
+import reparax as rpx
+from reparax.core.stages.matrices import RowsAndColumns
+from reparax.core.tree.paths import flatten_with_names, path_text
+
+X = jnp.ones((1, 3, 6))
+
+# Stages -----------------------------------------------------------------------------------------------------------
+
+OF_ALL = [
+    rpx.VarNoise(0.1),
+    rpx.Cast("bfloat16"),
+    rpx.Freeze(),
+    rpx.Scale(2.0),
+    rpx.Positive(outside="project"),
+    rpx.Bounded(-9.0, 9.0),
+    rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
+    rpx.numbers.Simplex(along=-1, outside="project"),
+    rpx.Gaussian(),
+]
+
+OF_KERNELS = [
+    rpx.WeightNorm(),
+    rpx.SpectralNorm(columns=-1),
+    rpx.norms.WeightStandardization(axis=-1),
+    rpx.norms.MaxNorm(1.0, axis=-1),
+    rpx.norms.Sphere(along=-1),
+    rpx.norms.PoincareBall(along=-1),
+    rpx.WeightDropout(0.5),
+    rpx.Mask(),
+    rpx.sparse.NofM(1, 3, along=-1),
+    rpx.MagnitudePrune(0.5),
+    rpx.sparse.RandomPrune(0.5),
+    rpx.sparse.RigL(0.5),
+    rpx.sparse.SET(0.5),
+    rpx.sparse.GlobalPrune(0.5),
+    rpx.noise.VariationalDropout(),
+    rpx.noise.HardConcrete(),
+    rpx.Delta(),
+    rpx.adapters.Slices((0,)),
+    rpx.adapters.Hadamard(),
+    rpx.Gain(),
+    rpx.Stored("int8"),
+    rpx.Quantize("int8"),
+]
+
+OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
+    rpx.LoRA(2),
+    rpx.adapters.VeRA(2),
+    rpx.adapters.Rotated(2),
+    rpx.adapters.CayleyNeumann(),
+    rpx.LowRank(2),
+    rpx.matrices.FixedRank(2),
+    rpx.Orthogonal(),
+    rpx.matrices.Stiefel(),
+    rpx.matrices.SpecialOrthogonal(),
+    rpx.matrices.AlmostOrthogonal(),
+    rpx.matrices.Invertible(),
+    rpx.matrices.SpecialLinear(),
+]
+
+OF_ONE_ROW_AND_COLUMN = [
+    rpx.matrices.Kronecker((2, 2)),
+    rpx.matrices.BlockDiagonal(2),
+    *PATTERNS,
+    rpx.matrices.PositiveDefinite(),
+]
+
+OF_MATRICES = [
+    *OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
+    *OF_ONE_ROW_AND_COLUMN,
+    rpx.matrices.PositiveSemidefinite(),  # of as many rows as columns, however many
+]
+
+OF_TALL_MATRICES = [rpx.matrices.Grassmann()]
+
+OF_OTHERS = {
+    rpx.shared.CudnnLSTM,
+    rpx.matrices.Fibration,
+}  # of one size, of functions
+NO_STAGES = {rpx.stage.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.stage.Together}
+
+
+def test_each_public_stage_with_a_default_is_tested_here() -> None:
+    stages = {x for x in PUBLIC.values() if inspect.isclass(x) and "where" in getattr(x, "__match_args__", ())}
+    stages |= {x for x in PUBLIC.values() if inspect.isclass(x) and hasattr(x, "min_ndim")}
+    tested = [type(stage) for stage in (*OF_ALL, *OF_KERNELS, *OF_MATRICES, *OF_TALL_MATRICES)]
+    assert len(tested) == len(set(tested))
+    assert stages - NO_STAGES == {*tested, *OF_OTHERS}
+    of_matrices = {x for x in stages if issubclass(x, RowsAndColumns)}
+    assert of_matrices == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
+
+
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block of a transformer, as the body of a scan."""
+
+    @nn.compact
+    def __call__(self, x: Array, _: None) -> tuple[Array, None]:
+        x = x + nn.MultiHeadDotProductAttention(2, name="attention")(nn.LayerNorm(name="norm")(x))
+        return x + nn.Dense(6, name="mlp")(nn.LayerNorm(name="mlp_norm")(x)), None
+
+
+def linen_attention() -> Any:
+    return nn.MultiHeadDotProductAttention(2, normalize_qk=True).init(jax.random.key(0), X)["params"]
+
+
+def nnx_attention() -> Any:
+    return nnx.state(nnx.MultiHeadAttention(2, 6, normalize_qk=True, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+def equinox_attention() -> Any:
+    biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+    return eqx.nn.MultiheadAttention(2, 6, **biases, key=jax.random.key(0))
+
+
+def linen_blocks() -> Any:
+    layers = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    return layers().init(jax.random.key(0), X, None)["params"]
+
+
+def equinox_blocks() -> Any:
+    def block(key: Array) -> Any:
+        return {"norm": eqx.nn.LayerNorm(6), "linear": eqx.nn.Linear(6, 6, key=key)}
+
+    return eqx.filter_vmap(block)(jax.random.split(jax.random.key(0), 3))
+
+
+def haiku_layers() -> Any:
+    layers = hk.transform(lambda x: hk.LayerNorm(-1, create_scale=True, create_offset=True)(hk.Linear(6)(x)))
+    return layers.init(jax.random.key(0), X)
+
+
+FLAX_ATTENTION = {
+    "key/bias": (2, 3),
+    "key/kernel": (6, 2, 3),
+    "key_ln/scale": (3,),
+    "out/bias": (6,),
+    "out/kernel": (2, 3, 6),
+    "query/bias": (2, 3),
+    "query/kernel": (6, 2, 3),
+    "query_ln/scale": (3,),
+    "value/bias": (2, 3),
+    "value/kernel": (6, 2, 3),
+}
+
+MODELS = {
+    "linen attention": linen_attention,
+    "nnx attention": nnx_attention,
+    "equinox attention": equinox_attention,
+    "scanned linen blocks": linen_blocks,
+    "scanned equinox blocks": equinox_blocks,
+    "haiku layers": haiku_layers,
+}
+
+ARRAYS = {
+    "linen attention": FLAX_ATTENTION,
+    "nnx attention": FLAX_ATTENTION,
+    "equinox attention": {
+        "key_proj/bias": (6,),
+        "key_proj/weight": (6, 6),
+        "output_proj/bias": (6,),
+        "output_proj/weight": (6, 6),
+        "query_proj/bias": (6,),
+        "query_proj/weight": (6, 6),
+        "value_proj/bias": (6,),
+        "value_proj/weight": (6, 6),
+    },
+    "scanned linen blocks": {
+        "attention/key/bias": (3, 2, 3),
+        "attention/key/kernel": (3, 6, 2, 3),
+        "attention/out/bias": (3, 6),
+        "attention/out/kernel": (3, 2, 3, 6),
+        "attention/query/bias": (3, 2, 3),
+        "attention/query/kernel": (3, 6, 2, 3),
+        "attention/value/bias": (3, 2, 3),
+        "attention/value/kernel": (3, 6, 2, 3),
+        "mlp/bias": (3, 6),
+        "mlp/kernel": (3, 6, 6),
+        "mlp_norm/bias": (3, 6),
+        "mlp_norm/scale": (3, 6),
+        "norm/bias": (3, 6),
+        "norm/scale": (3, 6),
+    },
+    "scanned equinox blocks": {
+        "linear/bias": (3, 6),
+        "linear/weight": (3, 6, 6),
+        "norm/bias": (3, 6),
+        "norm/weight": (3, 6),
+    },
+    "haiku layers": {"layer_norm/offset": (6,), "layer_norm/scale": (6,), "linear/b": (6,), "linear/w": (6, 6)},
+}
+
+FLAX_KERNELS = ["key/kernel", "out/kernel", "query/kernel", "value/kernel"]
+
+KERNELS = {
+    "linen attention": FLAX_KERNELS,
+    "nnx attention": FLAX_KERNELS,
+    "equinox attention": ["key_proj/weight", "output_proj/weight", "query_proj/weight", "value_proj/weight"],
+    "scanned linen blocks": [*[f"attention/{path}" for path in FLAX_KERNELS], "mlp/kernel"],
+    "scanned equinox blocks": ["linear/weight"],
+    "haiku layers": ["linear/w"],
+}
+
+
+class Made(dict[str, Any]):
+    """Models of random numbers, each traced when it is asked for: paths and types say which arrays a stage takes."""
+
+    def __missing__(self, name: str) -> Any:
+        return self.setdefault(name, jax.tree.map(drawn, eqx.filter_eval_shape(MODELS[name])))
+
+
+def drawn(x: Any) -> Any:
+    """Numbers for a type; what is none stays."""
+    return jnp.asarray(normal(*x.shape, dtype=x.dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return Made()
+
+
+def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
+    """The paths on which a stage acts."""
+    types = eqx.filter_eval_shape(lambda: params)  # so that nothing is computed
+    return sorted({row.path for row in rpx.summary(stage, types).rows if row.stages})
+
+
+def of_layers(stage: Any, name: str) -> Any:
+    """The stage for the layers of a model, which may be stacked; what ranks arrays together is not."""
+    return (
+        replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalPrune else stage
+    )
+
+
+# Tests ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_the_arrays_of_the_models(models: dict[str, Any], name: str) -> None:
+    paths, leaves, _ = flatten_with_names(models[name])
+    assert {path_text(path): x.shape for path, x in zip(paths, leaves, strict=True) if eqx.is_array(x)} == ARRAYS[name]
+
+
+@pytest.mark.parametrize("stage", OF_ALL, ids=repr)
+@pytest.mark.parametrize("name", mostly_thorough(MODELS, "scanned equinox blocks", "haiku layers"))
+def test_noise_casts_and_maps_of_numbers_take_all_arrays(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(stage, models[name]) == list(ARRAYS[name])
+    assert taken(of_layers(stage, name), models[name]) == list(ARRAYS[name])
+
+
+@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+@pytest.mark.parametrize(
+    "name", mostly_thorough([name for name in MODELS if name != "scanned equinox blocks"], "haiku layers")
+)
+def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    mostly_thorough(
+        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.sparse.GlobalPrune(0.5)
+    ),
+    ids=repr,
+)
+def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
+    models: dict[str, Any], stage: Any
+) -> None:
+    assert taken(stage, models["scanned linen blocks"]) == KERNELS["scanned linen blocks"]
+
+
+@pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
+def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
+    params = models["scanned equinox blocks"]
+    assert taken(stage, params) == ["linear/weight", "norm/weight"]
+    if type(stage) is not rpx.sparse.GlobalPrune:
+        assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
+
+
+@pytest.mark.parametrize("stage", OF_MATRICES, ids=repr)
+@pytest.mark.parametrize(
+    "name", mostly_thorough(["equinox attention", "scanned equinox blocks", "haiku layers"], "haiku layers")
+)
+def test_stages_of_matrices_take_matrices(models: dict[str, Any], name: str, stage: Any) -> None:
+    assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
+
+
+@pytest.mark.parametrize("stage", OF_TALL_MATRICES, ids=repr)
+def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
+    params = jax.tree.map(jnp.zeros, {"out": {"kernel": (6, 4), "bias": (4,)}}, is_leaf=lambda x: isinstance(x, tuple))
+    assert taken(stage, params) == ["out/kernel"]
+
+
+@pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
+@pytest.mark.parametrize("name", mostly_thorough(["linen attention", "nnx attention"], "linen attention"))
+def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
+    error = (
+        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are "
+        f"columns, such as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, "
+        f"or along which axes matrices are stacked (stacked=0), or leave it out with `where`."
+    )
+    with raises(ValueError, error):
+        stage.init(models[name], jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "stage",
+    mostly_thorough(
+        OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
+        rpx.LoRA(2),
+        rpx.LowRank(2),
+        rpx.Orthogonal(),
+    ),
+    ids=repr,
+)
+def test_stages_of_matrices_take_attention_with_rows_and_columns(models: dict[str, Any], stage: Any) -> None:
+    inner = replace(stage, rows=0, columns=(1, 2), where=rpx.all_but("out/.*"))
+    outer = replace(stage, rows=(0, 1), columns=2, where=rpx.all_but("(query|key|value)/.*"))
+    assert taken(inner, models["nnx attention"]) == ["key/kernel", "query/kernel", "value/kernel"]
+    assert taken(outer, models["linen attention"]) == ["out/kernel"]
+    stacked = replace(stage, stacked=0, rows=0, columns=(1, 2), where=rpx.all_but(".*/out/.*", "mlp/.*"))
+    assert taken(stacked, models["scanned linen blocks"]) == [
+        f"attention/{x}/kernel" for x in ("key", "query", "value")
+    ]
+    mlp = replace(stage, stacked=0, where=rpx.all_but("attention/.*"))
+    assert taken(mlp, models["scanned linen blocks"]) == ["mlp/kernel"]
+
+
+@pytest.mark.parametrize("stage", OF_ONE_ROW_AND_COLUMN, ids=repr)
+def test_other_stages_of_matrices_take_matrices_alone(models: dict[str, Any], stage: Any) -> None:
+    heads = replace(stage, rows=0, columns=(1, 2))
+    error = (
+        f"{heads!r}.init at 'key/kernel': expected one axis as rows and one as columns, got rows=0 and columns=(1, 2) "
+        "of shape (6, 2, 3). Leave the array out with `where`, or reshape it."
+    )
+    with raises(ValueError, error):
+        heads.init(models["linen attention"])
+
+
+def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
+    """That the arrays of two trees are the same, but at some paths, where none of them are."""
+    for path, x, y in zip(*flatten_with_names(want)[:2], flatten_with_names(got)[1], strict=True):
+        assert np.array_equal(x, y) == (path_text(path) not in paths), path_text(path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        (rpx.norms.MaxNorm(1.0), "axis"),
+        (rpx.norms.WeightStandardization(), "axis"),
+        (rpx.norms.Sphere(), "along"),
+        (rpx.norms.PoincareBall(), "along"),
+        (rpx.sparse.NofM(1, 3), "along"),
+        (rpx.numbers.Simplex(outside="project"), "along"),
+    ],
+    ids=repr,
+)
+def test_an_axis_that_nobody_named_is_the_last_one_of_matrices_alone(stage: Any, name: str) -> None:
+    w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 2, 3)
+    text = (
+        f"expected a matrix, as no {name} is given, got shape (6, 2, 3). Write {name}=-1 for the last axis, or the one "
+        f"that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it out with `where`."
+    )
+    with raises(ValueError, f"{stage!r}.init at 'key/kernel': {text}"):
+        stage.init({"key": {"kernel": w}})
+    for method in (stage.project, stage.contains):
+        with raises(ValueError, f"{stage!r}.{method.__name__}: {text}"):
+            method(w)
+    with raises(ValueError, f"{stage!r}.sample: {text}"):
+        stage.sample(jax.random.key(0), (6, 2, 3))
+    said = replace(stage, **{name: -1})
+    assert stage.sample(jax.random.key(0), (6, 3)).tolist() == said.sample(jax.random.key(0), (6, 3)).tolist()
+
+
+def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) -> None:
+    params, key = models["haiku layers"], jax.random.key(0)
+    assert_same_but(KERNELS["haiku layers"], jax.jit(rpx.WeightDropout(0.5).apply)(params, key), params)
+    assert_same_but(list(ARRAYS["haiku layers"]), jax.jit(rpx.VarNoise(0.1).apply)(params, key), params)
+    raw = jax.eval_shape(rpx.SpectralNorm(columns=-1).init, models["linen attention"], key)
+    markers = {
+        path_text(path).partition("/@")[0]
+        for path in flatten_with_names(raw)[0]
+        if any(name[0] == "@" for name in path)
+    }
+    assert markers == set(FLAX_KERNELS)
+
+
+def test_biases_of_attention_are_no_matrices(models: dict[str, Any]) -> None:
+    params, heads = models["linen attention"], {"rows": 0, "columns": (1, 2), "where": rpx.all_but("out/.*")}
+    params = {**params, "query": {**params["query"], "bias": jnp.asarray(np.zeros((2, 3), np.float32))}}
+    for p in (rpx.norms.Sphere(along=-1), rpx.Orthogonal(**heads), rpx.SpectralNorm(columns=-1)):
+
+        @jax.jit
+        def bias(by: float, p: rpx.Parametrization = p) -> Array:
+            moved = p.init(params)
+            moved["query"]["bias"] += by
+            return p.fold(p.update(moved))["query"]["bias"]
+
+        for by in (0.0, 1e-6):
+            np.testing.assert_array_equal(bias(by), np.full((2, 3), by, np.float32))
+
+
+class FirstRow(rpx.Reparametrization):
+    """The effective array has another shape than the raw value, and than the model's array."""
+
+    min_ndim, changes_type = 2, True
+
+    def init_leaf(self, w):
+        return {"x": w}
+
+    def apply_leaf(self, values):
+        return values["x"][0]
+
+
+@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.selected({"w": True})], ids=repr)
+def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
+    p, w = FirstRow(where=where), np.arange(6, dtype=np.float32).reshape(2, 3)
+    raw = p.init({"w": w, "b": w[0]})
+    np.testing.assert_array_equal(p.apply(raw)["w"], w[0])
+    noisy = p >> rpx.VarNoise(0.1, where="w")
+    assert noisy.apply(noisy.init({"w": w, "b": w[0]}), jax.random.key(0))["w"].shape == (3,)

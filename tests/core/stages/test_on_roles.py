@@ -1,0 +1,488 @@
+"""Chains on the roles of a network: axes by words, and what stages mean where nobody set an axis."""
+
+from dataclasses import replace
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, table
+from grids import mostly_thorough
+from one_array import normal
+from public import PUBLIC
+
+import reparax as rpx
+from reparax.core.tree.paths import items
+
+X = normal(5, 4, seed=1)
+PARAMS = {
+    "embed": normal(10, 4, seed=2),
+    "layers": {"kernel": normal(3, 4, 4, seed=3), "bias": normal(3, 4, seed=4)},
+    "query": normal(4, 2, 3, seed=5),
+    "out": normal(2, 3, 4, seed=6),
+    "scale": normal(4, seed=7),
+}
+
+
+def network(params, tokens):
+    """A table, scanned layers of the shape (out, in), a query (in, heads, dim), and an output (heads, dim, out)."""
+
+    def layer(x, held):
+        return jnp.tanh(x @ held["kernel"].T + held["bias"][None]), None
+
+    x, _ = jax.lax.scan(layer, params["embed"][tokens], params["layers"])
+    heads = jnp.einsum("bd,dhk->bhk", x * params["scale"][None], params["query"])
+    return jnp.einsum("bhk,hkd->bd", jnp.tanh(heads), params["out"])
+
+
+ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (
+            rpx.WeightNorm(),
+            "WeightNorm(axis={'embed|out': -1, 'layers/kernel': -2, 'query': (-2, -1)}, "
+            "stacked={'embed|out|query': (), 'layers/kernel': 0})",
+        ),
+        (rpx.WeightNorm(where="out|query"), "WeightNorm(axis={'out': -1, 'query': (-2, -1)}, where='out|query')"),
+        (rpx.WeightNorm(axis=0), "WeightNorm(axis=0)"),
+        (rpx.WeightNorm(axis=None), "WeightNorm(axis=None, stacked={'embed|out|query': (), 'layers/kernel': 0})"),
+        (rpx.WeightNorm(axis="inputs", where="out"), "WeightNorm(axis=(-3, -2), where='out')"),
+        (rpx.WeightNorm(axis=None, where="out"), "WeightNorm(axis=None, where='out')"),
+        (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
+        (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
+        (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
+        (rpx.Stored("int4", block=4, where="embed"), "Stored('int4', axis=-1, block=4, where='embed')"),
+        (rpx.Stored("mxfp4", where="lay.*nel"), "Stored('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
+        (rpx.Stored("int8", where="out"), "Stored('int8', where='out')"),
+        (rpx.Stored("int8", block=3, where="out"), "Stored('int8', axis=(-3, -1), block=3, where='out')"),
+        (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
+        (rpx.norms.Sphere(where="embed"), "Sphere(along=-1, where='embed')"),  # the rows that are looked up
+        (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
+        (rpx.Gaussian(), "Gaussian()"),
+        (rpx.VarNoise(0.1), "VarNoise(0.1)"),
+        (
+            rpx.VarNoise(0.1, relative="max", where="lay.*nel"),
+            "VarNoise(0.1, relative='max', where='lay.*nel', stacked=0)",
+        ),
+        (
+            rpx.VarNoise(0.1, relative="std", axis="outputs", where="out|query"),
+            "VarNoise(0.1, relative='std', axis={'out': -1, 'query': (-2, -1)}, where='out|query')",
+        ),
+        (
+            rpx.WeightDropout(0.5, broadcast="inputs", where="lay.*nel"),
+            "WeightDropout(0.5, broadcast=-1, where='lay.*nel', stacked=0)",
+        ),
+        (
+            rpx.Stored("int8", axis=("stacked", "outputs"), where="lay.*nel"),
+            "Stored('int8', axis=(-3, -2), where='lay.*nel')",
+        ),
+        (rpx.WeightNorm(axis={"out": "outputs", "embed": 0}), "WeightNorm(axis={'out': -1, 'embed': 0})"),
+        (rpx.Freeze() >> rpx.LoRA(1, where="out"), "Freeze() >> LoRA(1, columns=-1, where='out')"),
+        (
+            rpx.WeightNorm(where="lay.*nel") >> rpx.LowRank(2, where="lay.*nel"),
+            "WeightNorm(axis=-1, where='lay.*nel', stacked=0) >> LowRank(2, columns=-2, where='lay.*nel', stacked=0)",
+        ),
+        (  # a norm for each column of both factors, which have one path
+            rpx.WeightNorm(where="out|query") >> rpx.LowRank(2, where="query"),
+            "WeightNorm(axis=-1, where='out|query/@low_rank/u') >> "
+            "WeightNorm(axis=(-2, -1), where='query/@low_rank/v') >> LowRank(2, columns=(-2, -1), where='query')",
+        ),
+        (
+            rpx.VarNoise({"query": 0.1, "out": 0.2}, relative="std", axis="outputs", where="out|query")
+            >> rpx.LowRank(2, where="query"),
+            "VarNoise({'query': 0.1, 'out': 0.2}, relative='std', axis=-1, where='out|query/@low_rank/u') >> "
+            "VarNoise({'query': 0.1}, relative='std', axis=(-2, -1), where='query/@low_rank/v') >> "
+            "LowRank(2, columns=(-2, -1), where='query')",
+        ),
+        (rpx.Chain(), "Chain()"),
+    ],
+    ids=repr,
+)
+def test_axes_that_nobody_set_and_words_become_numbers(p, text):
+    q = p.on(ROLES)
+    assert repr(q) == text
+    assert rpx.from_json(q.to_json()) == q
+    assert q.on(ROLES) == q
+
+
+def test_a_norm_of_factors_is_that_of_each_column_of_both():
+    q = (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).on(ROLES)
+    raw = q.init(PARAMS)
+    u, v = (raw["query"]["@low_rank"][name]["@weight_norm"] for name in "uv")
+    np.testing.assert_allclose(u["g"], np.linalg.norm(u["v"], axis=0, keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(v["g"], np.linalg.norm(v["v"], axis=0, keepdims=True), rtol=1e-5)
+    matrix = np.asarray(PARAMS["query"]).reshape(4, 6)
+    left, singular, right = np.linalg.svd(matrix)
+    nearest = (left[:, :2] * singular[:2]) @ right[:2]
+    np.testing.assert_allclose(q.fold(raw)["query"].reshape(4, 6), nearest, rtol=1e-4, atol=1e-5)
+
+
+def test_functions_among_the_leaves_of_a_model_have_no_roles():
+    model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
+    roles = rpx.roles(lambda model, x: jax.vmap(model)(x))(model, X)
+    q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
+    assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
+    found = rpx.axes.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x))(model, X)
+    assert repr(found) == "All axes fit."
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ArrayImpl at "
+        "'layers/0/weight'.",
+    ):
+        rpx.WeightNorm().on(model)
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with str at 'w'.",
+    ):
+        rpx.WeightNorm().on({"w": "outputs"})
+
+
+def test_experts_are_stacked():
+    params = {"w": normal(3, 4, 2), "last": normal(2, 2)}
+    found = rpx.roles(lambda p, x, sizes: jax.lax.ragged_dot(x, p["w"], sizes) @ p["last"])(
+        params, normal(5, 4), jnp.array([1, 2, 2])
+    )
+    p = (rpx.WeightNorm() >> rpx.LoRA(2)).on(found)
+    both = "stacked={'last': (), 'w': 0}"
+    assert repr(p) == f"WeightNorm(axis=-1, {both}) >> LoRA(2, columns=-1, {both})"
+
+
+def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
+    q = rpx.WeightNorm().on(ROLES)
+    raw = jax.jit(q.init)(PARAMS)
+    sizes = jax.tree.map(lambda x: x.shape, {name: node for name, node in raw.items() if name != "scale"})
+    assert sizes["layers"]["kernel"]["@weight_norm"]["g"] == (3, 4, 1)
+    assert sizes["query"]["@weight_norm"]["g"] == (1, 2, 3)
+    assert sizes["out"]["@weight_norm"]["g"] == (1, 1, 4)
+    np.testing.assert_allclose(
+        np.asarray(raw["layers"]["kernel"]["@weight_norm"]["g"])[..., 0],
+        np.linalg.norm(PARAMS["layers"]["kernel"], axis=2),
+        rtol=1e-6,
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), jax.jit(q.apply)(raw), PARAMS)
+    q.check(raw, PARAMS)
+    assert q.owners(PARAMS)["embed"] == "embed"
+
+
+def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
+    def deep(params, x):
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["up"].T) @ layer["down"]
+        return x
+
+    params = {"layers": [{"up": normal(4, 4, seed=i), "down": normal(4, 4, seed=i + 9)} for i in range(3)]}
+    assert repr(rpx.WeightNorm().on(rpx.roles(deep)(params, X))) == (
+        "WeightNorm(axis={'layers/\\\\d+/down': -1, 'layers/\\\\d+/up': -2})"
+    )
+
+
+HEADS = {"w": jnp.ones((8, 4, 3)), "a": jnp.ones((4, 3)), "out": jnp.ones((12, 5))}
+
+
+def graph_attention(params, x):
+    """A vector for each head, which is no matrix."""
+    h = jnp.einsum("nd,dhk->nhk", x, params["w"])
+    score = jnp.einsum("nhk,hk->nh", h, params["a"])
+    alpha = jax.nn.softmax(score[:, None] + score[None, :], 1)
+    return jnp.einsum("nmh,mhk->nhk", alpha, h).reshape(x.shape[0], -1) @ params["out"]
+
+
+@pytest.mark.parametrize(
+    ("p", "text"),
+    [
+        (rpx.WeightNorm(), "WeightNorm(axis={'out': -1, 'w': (-2, -1)})"),
+        (rpx.SpectralNorm(), "SpectralNorm(columns={'out': -1, 'w': (-2, -1)})"),
+        (rpx.LoRA(1), "LoRA(1, columns={'out': -1, 'w': (-2, -1)})"),
+        (rpx.LoRA(1, where="out"), "LoRA(1, columns=-1, where='out')"),
+        (rpx.MagnitudePrune(0.5), "MagnitudePrune(sparsity=0.5, stacked={'out|w': ()})"),
+        (rpx.Stored("int8"), "Stored('int8', stacked={'out|w': ()})"),
+        (rpx.MagnitudePrune({"out": 0.5, "w": 0.1}), "MagnitudePrune(sparsity={'out': 0.5, 'w': 0.1})"),
+    ],
+    ids=repr,
+)
+def test_axes_are_written_for_the_arrays_that_the_stage_takes(p, text):
+    found = rpx.roles(graph_attention)(HEADS, jnp.ones((6, 8)))
+    assert (found["a"].inputs, found["a"].stacked) == ((1,), (0,))
+    q = p.on(found)
+    assert repr(q) == text
+    assert q.on(found) == q
+    q.check(q.init(HEADS, jax.random.key(0)), HEADS)
+
+
+def test_stacked_axes_of_what_where_leaves_out_are_not_written():
+    def queries(params, x):
+        q = (params["latent"] @ params["q"]).reshape(3, 4, 3)
+        return jnp.einsum("lhk,bshk->bhls", q, (x @ params["k"]).reshape(-1, 5, 4, 3))
+
+    params = {"latent": jnp.ones((3, 6)), "q": jnp.ones((6, 12)), "k": jnp.ones((8, 12))}
+    found = rpx.roles(queries)(params, jnp.ones((2, 5, 8)))
+    assert found["q"].stacked
+    assert found["q"].ambiguous
+    for where in ("k", rpx.selected({"k": True}), lambda path, array: path == "k"):
+        assert rpx.LoRA(1, where=where).on(found) == rpx.LoRA(1, columns=-1, where=where)
+
+
+def test_what_the_network_does_not_say_is_asked_for():
+    def tied(params, tokens):
+        x = params["embed"][tokens] + params["place"]
+        return x @ params["embed"].T
+
+    params = {"embed": jnp.ones((10, 4)), "place": jnp.ones((7, 4))}
+    found = rpx.roles(tied)(params, jnp.arange(7))
+    with raises(
+        ValueError,
+        "WeightNorm(where='place').on at 'place': the network does not multiply it with data "
+        f"({found['place'].why}). Give its axes by number, or leave it out with `where`.",
+    ):
+        rpx.WeightNorm(where="place").on(found)
+    uses = found["embed"].uses
+    with raises(
+        ValueError,
+        f"WeightNorm(where='embed').on at 'embed': the network uses it in several ways (inputs (0,) and outputs (1,) "
+        f"in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by number, or leave it out "
+        f"with `where`.",
+    ):
+        rpx.WeightNorm(where="embed").on(found)
+    assert rpx.WeightNorm(axis=0, where="embed").on(found) == rpx.WeightNorm(axis=0, where="embed")
+    with raises(
+        ValueError,
+        "Simplex(where='out').on at 'out': along is one axis, but the network has 2 for it, (-3, -2) of shape "
+        "(2, 3, 4). Give one by number, or leave the array out with `where`.",
+    ):
+        rpx.numbers.Simplex(where="out").on(ROLES)
+    with raises(
+        TypeError,
+        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",
+    ):
+        rpx.WeightNorm().on(PARAMS)
+
+
+def test_a_joint_stage_takes_the_word_for_stacked_axes():
+    class Product(rpx.stage.Joint):
+        def init_leaves(self, arrays):
+            return {name: {"x": w} for name, w in arrays.items()}
+
+        def apply_leaves(self, values):
+            return {name: held["x"] for name, held in values.items()}
+
+    assert Product({"w": "layers/kernel"}, stacked="stacked").on(ROLES).stacked == 0
+    assert Product({"w": "out"}, stacked="stacked").on(ROLES).stacked == ()
+    p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
+    with raises(
+        ValueError,
+        f"{p!r}.on: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), 'out': ()}}. Stack them "
+        f"along the same axes, or leave some layers out with the expressions.",
+    ):
+        p.on(ROLES)
+
+
+# The same function for (in, out) and for (out, in) ------------------------------------------------------------------
+
+SHAPED = [
+    rpx.WeightNorm(),
+    rpx.SpectralNorm(),
+    rpx.norms.WeightStandardization(),
+    rpx.norms.MaxNorm(1.0),
+    rpx.norms.Sphere(),
+    rpx.norms.PoincareBall(outside="project"),
+    rpx.sparse.NofM(2, 4),
+    rpx.MagnitudePrune(0.5, axis="inputs"),
+    rpx.sparse.RandomPrune(0.5, axis="inputs"),
+    rpx.sparse.GlobalPrune(0.5),
+    rpx.Gain(axis="outputs"),
+    rpx.adapters.Slices((0, 2)),
+    rpx.numbers.Simplex(outside="project"),
+    rpx.Gaussian(axis="outputs"),
+    rpx.noise.HardConcrete(axis="inputs"),
+    rpx.Quantize("int8", axis="outputs"),
+    rpx.Quantize("int4", block=2),
+    rpx.Stored("int4", block=2) >> rpx.LoRA(2),
+    rpx.LowRank(2),
+    rpx.LoRA(2),
+    rpx.WeightNorm() >> rpx.LoRA(2),
+    rpx.LowRank(2) >> rpx.WeightNorm(),
+    rpx.Orthogonal(),
+    rpx.matrices.Kronecker((2, 2)),
+    rpx.adapters.VeRA(2),
+    rpx.adapters.Rotated(2),
+    rpx.adapters.CayleyNeumann(2),
+]
+
+
+OTHERS = {"VarNoise", "WeightDropout"}
+"""Stages with axes whose numbers have no layout: they draw noise."""
+
+
+EYE, IN_HALF = np.eye(4, dtype=np.float32), np.diag(np.float32([1, 1, 0, 0]))
+CONSTRAINED = [
+    (rpx.matrices.Symmetric(), EYE),
+    (rpx.matrices.Skew(), 0 * EYE),
+    (rpx.matrices.PositiveDefinite(), EYE),
+    (rpx.matrices.PositiveSemidefinite(2), IN_HALF),
+    (rpx.matrices.Invertible(), EYE),
+    (rpx.matrices.SpecialLinear(), EYE),
+    (rpx.matrices.Triangular(), EYE),
+    (rpx.matrices.Toeplitz(), EYE),
+    (rpx.matrices.Circulant(), EYE),
+    (rpx.matrices.Diagonal(), EYE),
+    (rpx.matrices.BlockDiagonal(2), EYE),
+    (rpx.matrices.SpecialOrthogonal(), EYE),
+    (rpx.matrices.Stiefel(), EYE[:, :2]),
+    (rpx.matrices.Grassmann(), EYE[:, :2]),
+    (rpx.matrices.AlmostOrthogonal(), normal(4, 6, seed=8)),
+    (rpx.matrices.FixedRank(2), IN_HALF),
+]
+"""Stages of which not every array is an image, each with one that is."""
+
+
+def test_each_stage_with_axes_is_among_these():
+    chains = [*SHAPED, *(p for p, _ in CONSTRAINED)]
+    with_axes = {name for name, x in PUBLIC.items() if getattr(x, "_axis_fields", ())}
+    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalPrune"} | OTHERS
+
+
+def after_a_step(p, network, w):
+    """The weights after a step of gradient descent on raw values, for a chain that takes its axes from the network."""
+    q = p.on(rpx.roles(network)({"w": w}, X)).deterministic
+    raw = q.init({"w": w}, jax.random.key(3))
+
+    @jax.jit
+    def step(raw):
+        free, fixed = rpx.partition(raw)
+        grads = jax.grad(lambda free: jnp.sum(network(q.apply(rpx.combine(free, fixed)), X) ** 2))(free)
+        return q.apply(rpx.combine(jax.tree.map(lambda x, g: x - 0.01 * g, free, grads), fixed))
+
+    return step(q.update(raw))["w"]
+
+
+def in_out(params, x):
+    return x @ params["w"]
+
+
+def out_in(params, x):
+    return x @ params["w"].T
+
+
+def require_equal_steps(p, w):
+    one, other = after_a_step(p, in_out, w), after_a_step(p, out_in, w.T)
+    np.testing.assert_allclose(one, other.T, rtol=2e-4, atol=2e-5)
+    return one
+
+
+@pytest.mark.parametrize(
+    "p", mostly_thorough(SHAPED, rpx.WeightNorm(), rpx.SpectralNorm(), rpx.norms.Sphere(), rpx.LoRA(2)), ids=repr
+)
+def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
+    w = normal(4, 6, seed=8)
+    assert not np.allclose(require_equal_steps(p, w), w, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", mostly_thorough([repr(p) for p, _ in CONSTRAINED], "Toeplitz()"))
+def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
+    ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
+    q = p.on(rpx.roles(in_out)({"w": start}, X))
+    free, fixed = rpx.partition(jax.jit(q.init)({"w": start}, jax.random.key(3)))
+    moved = jax.tree.map(lambda x: np.asarray(x + 0.3 * normal(*x.shape, seed=9), np.float32), free)
+    require_equal_steps(p, np.asarray(jax.jit(q.apply)(rpx.combine(moved, fixed))["w"]))
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Heads of flax, of layers under a scan, and one on its own that reads two arrays."""
+
+    @nn.compact
+    def __call__(self, x):
+        layer = nn.scan(Heads, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        x, _ = layer(name="layers")(x, None)
+        return nn.MultiHeadDotProductAttention(num_heads=4, qkv_features=8, out_features=3, name="last")(x, x[:, :2])
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.MultiHeadDotProductAttention(num_heads=4)(x), None
+
+
+def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_operator():
+    x = jnp.ones((1, 5, 8))
+    types = jax.eval_shape(lambda: Attention().init(jax.random.key(0), x))["params"]
+    with jax.numpy_rank_promotion("allow"):
+        roles = rpx.roles(lambda params, x: Attention().apply({"params": params}, x))(types, x)
+    # One input feeds another direction in each head: the norm of each head is 1 and that of all heads is 2.
+    worst = np.zeros((8, 4, 2), np.float32)
+    worst[0, :, 0] = 1
+    params = jax.tree.map(
+        lambda w: 0.01 * normal(*w.shape, seed=sum(w.shape)) + (worst if w.shape[-3:] == worst.shape else 0), types
+    )
+    p = rpx.SpectralNorm(where=".*/kernel").on(roles)
+
+    @jax.jit
+    def normed(params):
+        raw = p.init(params, jax.random.key(0))
+        return p.fold(jax.lax.fori_loop(0, 50, lambda _, raw: p.update(raw), raw))
+
+    weights = normed(params)
+    seen = 0
+    for path, w in items(weights):
+        if path[-1] == "kernel":
+            layers = np.asarray(w).reshape(2 if "layers" in path else 1, *w.shape[1 if "layers" in path else 0 :])
+            columns = w.shape[-1] if path[-2] == "out" else w.shape[-1] * w.shape[-2]
+            norms = [np.linalg.norm(layer.reshape(-1, columns), 2) for layer in layers]
+            np.testing.assert_allclose(norms, 1, rtol=1e-4, err_msg=str(path))
+            seen += len(norms)
+    assert seen == 12
+
+
+# What does not fit ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "path", "field", "got", "expected"),
+    [
+        (rpx.WeightNorm(), "query", "axis", (-1,), (-2, -1)),  # one norm for all heads
+        (rpx.SpectralNorm(columns=-1), "query", "columns", (-1,), (-2, -1)),  # across heads
+        (rpx.Stored("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
+        (rpx.LoRA(2, columns=-1), "layers/kernel", "stacked", (), (0,)),  # layers as one matrix
+        (rpx.MagnitudePrune(0.5), "layers/kernel", "stacked", (), (0,)),
+        (rpx.WeightNorm(stacked=0), "layers/kernel", "axis", (-1,), (-2,)),  # weights (out, in)
+        (rpx.norms.Sphere(along=-1), "out", "along", (-1,), (-3, -2)),
+    ],
+    ids=repr,
+)
+def test_axes_that_do_not_fit_the_network_are_named_with_the_line_that_mends_it(p, path, field, got, expected):
+    (found,) = rpx.axes.check_axes(replace(p, where=path), network)(PARAMS, jnp.arange(7))
+    assert (found.path, found.field, found.got, found.expected) == (path, field, got, expected)
+    shown = expected[0] if len(expected) == 1 else expected
+    assert f"Write {field}={shown}, or `p.on(rpx.roles(loss)(params, batch))`." in str(found)
+    mended = replace(p, where=path, **{field: expected})
+    again = rpx.axes.check_axes(mended, network)(PARAMS, jnp.arange(7))
+    assert [each for each in again if each.field == field] == []
+
+
+def test_what_fits_says_so_and_a_misfit_is_one_sentence():
+    check = rpx.axes.check_axes(rpx.WeightNorm(where="query|out|embed") >> rpx.VarNoise(0.1), network)
+    (found,) = check(PARAMS, jnp.arange(7))
+    assert str(found) == (
+        "WeightNorm(where='query|out|embed') takes axis=-1 at 'query' of shape (4, 2, 3), which the network "
+        f"multiplies with inputs (0,), outputs (1, 2) and stacked axes () "
+        f"({ROLES['query'].uses[0].line}). Write axis=(-2, -1), or "
+        f"`p.on(rpx.roles(loss)(params, batch))`."
+    )
+    fits = rpx.axes.check_axes(rpx.WeightNorm().on(ROLES) >> rpx.VarNoise(0.1), network)(PARAMS, jnp.arange(7))
+    assert repr(fits) == "All axes fit."
+    with raises(
+        TypeError, "check_axes takes parametrizations first, but got dict. Write `rpx.axes.check_axes(p, loss)`."
+    ):
+        rpx.axes.check_axes(PARAMS, network)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

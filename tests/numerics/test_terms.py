@@ -1,0 +1,78 @@
+"""Terms against numpy.einsum and the dense matrices that they stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises
+
+import reparax as rpx
+from reparax.numerics.terms import Spec, record_terms, specs_of
+
+A, B, G, D = (
+    np.random.default_rng(i).standard_normal(s).astype("f") for i, s in enumerate([(3, 2), (2, 4), (4,), (3,)])
+)
+Q = np.array([[1, -2, 3, -128], [4, 5, 6, 127], [0, 0, 1, 2]], np.int8)
+
+TERMS = {
+    "an array": (("ij->ij", A), A),
+    "low rank": (("ir,rj->ij", A, B), A @ B),
+    "a transposed one": (("rj,ir->ij", B, A), A @ B),
+    "scaled": (("ir,rj,j->ij", A, B, G), A @ B * G),
+    "integers": (("ij,j->ij", Q, G), Q * G),
+    "a diagonal": (("i->ii", D), np.diag(D)),
+    "a diagonal of three": (("i->iii", D), np.einsum("i,ij,ik->ijk", D, np.eye(3), np.eye(3))),
+    "diagonals": (("ai->aii", A), np.stack([np.diag(a) for a in A])),
+    "a Kronecker product": (("ac,bd->(ab)(cd)", A, B), np.kron(A, B)),
+    "a circulant matrix": (("(i-j)->ij", D), np.stack([np.roll(D, i) for i in range(3)], 1)),
+    "circulant matrices": (("a(i-j)->aij", A), np.stack([np.stack([np.roll(a, i) for i in range(2)], 1) for a in A])),
+    "a number": ((",ij->ij", 2.0, A), 2 * A),
+    "a sum": (("ij->i", A), A.sum(1)),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_the_array_of_a_term(name):
+    (spec, *arrays), expected = TERMS[name]
+    with jax.numpy_dtype_promotion("standard"):
+        array = jax.jit(lambda *arrays: rpx.stage.Term(spec, *arrays).array())(*arrays)
+    np.testing.assert_allclose(array, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_spec_is_read_from_the_name_of_a_call(name):
+    spec = Spec(TERMS[name][0][0])
+    assert spec.encoded().isidentifier()
+    assert Spec.decoded(spec.encoded()) == spec
+
+
+def test_a_formula_tells_its_terms_where_it_is_traced():
+    def formula(a, b):
+        return jnp.exp(jnp.log(a @ b))
+
+    def terms(a, b):
+        return [rpx.stage.Term("ir,rj->ij", a, b), rpx.stage.Term("i->ii", a[:, 0])]
+
+    a, b = jnp.ones((4, 2)), jnp.ones((2, 4))
+    (eqn,) = jax.make_jaxpr(lambda a, b: record_terms(formula, terms, a, b))(a, b).jaxpr.eqns
+    assert specs_of(eqn.params["name"]) == [Spec("ir,rj->ij"), Spec("i->ii")]
+    assert len(eqn.outvars) == 5
+    np.testing.assert_array_equal(record_terms(formula, terms, a, b), formula(a, b))
+    assert specs_of("_where") is None
+
+
+WRONG = {
+    "is not a valid spec. Write the letters of each array and of the result, such as 'ir,rj->ij'.": ("ir rj", A, B),
+    "names 2 arrays, but got 1.": ("ir,rj->ij", A),
+    "gives 'i' to an array of shape (3, 2). Write one letter for each axis.": ("i,rj->ij", A, B),
+    "has a letter twice in 'ii'. Take the diagonal first.": ("ii->i", B[:, :2]),
+    "gives 'r' to axes of 2 and of 4 entries.": ("ir,jr->ij", A, B),
+    "has 'k' in the result, but in no array.": ("ir,rj->ik", A, B),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_spec_that_does_not_fit_is_refused(text):
+    spec, *arrays = WRONG[text]
+    with raises(ValueError, f"Term({spec!r}) {text}"):
+        rpx.stage.Term(spec, *arrays)
