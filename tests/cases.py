@@ -247,9 +247,9 @@ CASES = {
         model,
     ),
     "quantize": (
-        rpx.Quantize("int8", axis=-1, where="dense/kernel")
-        >> rpx.Quantize("int4", block=4, step="learned", where="out/kernel")
-        >> rpx.Quantize("ternary", where="conv/kernel"),
+        rpx.FakeQuantized("int8", axis=-1, where="dense/kernel")
+        >> rpx.FakeQuantized("int4", block=4, step="learned", where="out/kernel")
+        >> rpx.FakeQuantized("ternary", where="conv/kernel"),
         model,
     ),
     "tie": (TIE, tied),

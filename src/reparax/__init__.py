@@ -11,7 +11,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Stored``, ``Quantize``
+``rpx.quantized``   few bits: ``Stored``, ``FakeQuantized``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
@@ -72,7 +72,7 @@ from reparax.stages.norms import WeightNorm as WeightNorm
 from reparax.stages.numbers import Bounded as Bounded
 from reparax.stages.numbers import Positive as Positive
 from reparax.stages.numbers import Scale as Scale
-from reparax.stages.quantized import Quantize as Quantize
+from reparax.stages.quantized import FakeQuantized as FakeQuantized
 from reparax.stages.quantized import Stored as Stored
 from reparax.stages.shared import Tie as Tie
 from reparax.stages.sparse import Freeze as Freeze

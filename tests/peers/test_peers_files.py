@@ -83,7 +83,7 @@ def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
     for raw in (p.init(params), jax.jit(p.init)(params)):
         np.testing.assert_array_equal(rpx.io.to_quantized(p, raw, p.format)["dense.weight"], data)
     want = jnp.asarray(gguf.dequantize(data, type_)).astype(dtype)
-    for got in (p.apply(raw), rpx.Quantize(p.format).apply(params)):
+    for got in (p.apply(raw), rpx.FakeQuantized(p.format).apply(params)):
         np.testing.assert_array_equal(np.asarray(got["dense"]["kernel"]).T, want)
 
 

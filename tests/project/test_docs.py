@@ -377,7 +377,7 @@ def test_the_table_of_stages_says_in_which_family_each_is():
         "LoHa": rpx.adapters.Hadamard,
         "OFT": rpx.adapters.Rotated,
         "2:4": rpx.sparse.NofM,
-        "BitNet": rpx.Quantize,
+        "BitNet": rpx.FakeQuantized,
         "parametrize": rpx.Reparametrization,
     }.items(),
 )

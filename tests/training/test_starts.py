@@ -28,7 +28,7 @@ STAGES = {
     "delta": rpx.Delta(),
     "freeze": rpx.Freeze(),
     "prune": rpx.MagnitudePrune(0.3),
-    "quantize": rpx.Quantize("int8"),
+    "quantize": rpx.FakeQuantized("int8"),
     "noise": rpx.VarNoise(0.1),
 }
 W = normal(4, 4, seed=1)

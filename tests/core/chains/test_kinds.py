@@ -44,7 +44,7 @@ KINDS = {
     "Positive": "positive",
     "PositiveDefinite": "positive_definite",
     "PositiveSemidefinite": "positive_semidefinite",
-    "Quantize": "quantize",
+    "FakeQuantized": "fake_quantized",
     "RandomPrune": "random_prune",
     "Reparametrization": "reparametrization",
     "RigL": "rigl",

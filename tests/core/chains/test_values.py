@@ -93,7 +93,7 @@ STAGES = {
     "PositiveDefinite": [rpx.matrices.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveSemidefinite(rank=1)],
-    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", axis=-1, block=64, step="learned")],
+    "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block=64, step="learned")],
     "RandomPrune": [rpx.sparse.RandomPrune(0.0, axis=-1)],
     "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],

@@ -61,7 +61,7 @@ OF_KERNELS = [
     rpx.adapters.Hadamard(),
     rpx.Gain(),
     rpx.Stored("int8"),
-    rpx.Quantize("int8"),
+    rpx.FakeQuantized("int8"),
 ]
 
 OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [

@@ -60,7 +60,7 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(case):
     rows, back = blocks(np.asarray(w, np.float32))
     scale = np.max(np.abs(rows), axis=1, keepdims=True) * np.float32(1 / TOPS[name])
     want = back(grid(name, rows / scale) * scale)
-    got = np.asarray(effective(rpx.Quantize(name, **how), {"w": w})["w"])
+    got = np.asarray(effective(rpx.FakeQuantized(name, **how), {"w": w})["w"])
     # A number half way between two may go to either, by the last bit of a quotient.
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
@@ -77,7 +77,7 @@ HOW = ({}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4})
 def test_stored_numbers_are_the_rounded_ones_bit_for_bit(case, dtype):
     name, how = case
     w = {"w": normal(64, 8, dtype=dtype) * 1e-3}
-    stored, rounded = rpx.Stored(name, **how), rpx.Quantize(name, **how)
+    stored, rounded = rpx.Stored(name, **how), rpx.FakeQuantized(name, **how)
     got, want = stored.apply(stored.init(w))["w"], rounded.apply(w)["w"]
     assert got.dtype == want.dtype == dtype
     assert jnp.array_equal(got, want)
@@ -118,14 +118,14 @@ def test_scales_that_are_rounded_too(name, dtype):
     assert (fixed["scale"].dtype, fixed["scale"].shape) == (jnp.int8, (4, 8))
     assert (fixed["unit"].dtype, fixed["unit"].shape) == (dtype, (1, 8))
     got = effective(stored, raw)["w"]
-    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, block=16, double_quant=True), w)["w"])
-    single = effective(rpx.Quantize(name, block=16), w)["w"]
+    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, block=16, double_quant=True), w)["w"])
+    single = effective(rpx.FakeQuantized(name, block=16), w)["w"]
     off, error = (np.mean(np.abs(np.asarray(x, np.float32) - np.asarray(w["w"], np.float32))) for x in (got, single))
     assert off < 1.02 * error
 
 
 def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
-    p, w = rpx.Quantize("gguf:q4_k"), {"w": normal(256, 8)}
+    p, w = rpx.FakeQuantized("gguf:q4_k"), {"w": normal(256, 8)}
     got, stored = np.asarray(p.apply(w)["w"]), rpx.Stored("gguf:q4_k")
     np.testing.assert_array_equal(got, effective(p, w)["w"])
     np.testing.assert_array_equal(got, effective(stored, init(stored, w))["w"])
@@ -134,7 +134,7 @@ def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
 
 @pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
 def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how):
-    trained, stored = rpx.Quantize(name, **how), rpx.Stored(name, **how)
+    trained, stored = rpx.FakeQuantized(name, **how), rpx.Stored(name, **how)
     raw = init(trained, {"w": normal(64, 96)})
     folded = fold(trained, raw)
     np.testing.assert_array_equal(effective(stored, init(stored, raw))["w"], folded["w"])
@@ -179,9 +179,9 @@ def test_zeros_and_tiny_weights_stay_what_they_are():
     zeros = {np.dtype(dtype).name: np.zeros((8, 2), dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
     w = np.asarray(normal(8, 2, dtype=np.float16)) * np.float16(1e-5)
     for name in FORMATS:
-        for dtype, zero in effective(rpx.Quantize(name, block=4), zeros).items():
+        for dtype, zero in effective(rpx.FakeQuantized(name, block=4), zeros).items():
             assert not np.asarray(zero).any(), (name, dtype)
-        got = np.asarray(effective(rpx.Quantize(name, axis=-1), {"w": w})["w"])
+        got = np.asarray(effective(rpx.FakeQuantized(name, axis=-1), {"w": w})["w"])
         assert np.max(np.abs(got - w)) < 0.5 * np.max(np.abs(w)), name
 
 
@@ -189,22 +189,22 @@ def test_ternary_is_the_sign_of_what_is_large_times_the_mean():
     w = normal(64, 8)
     scale = np.mean(np.abs(w))
     want = np.clip(np.round(np.asarray(w) / scale), -1, 1) * scale
-    p = rpx.Quantize("ternary")
+    p = rpx.FakeQuantized("ternary")
     np.testing.assert_allclose(effective(p, {"w": w})["w"], want, rtol=1e-6)
     np.testing.assert_array_equal(effective(p, {"w": jnp.asarray(want)})["w"], want.astype(np.float32))
-    each = effective(rpx.Quantize("ternary", axis=-1), {"w": w})["w"]
+    each = effective(rpx.FakeQuantized("ternary", axis=-1), {"w": w})["w"]
     assert all(len(np.unique(np.abs(column))) <= 2 for column in np.asarray(each).T)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "ternary"])
 def test_the_gradient_is_that_of_the_identity(name):
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    np.testing.assert_array_equal(pulled(rpx.Quantize(name), {"w": w}, upstream), upstream)
+    np.testing.assert_array_equal(pulled(rpx.FakeQuantized(name), {"w": w}, upstream), upstream)
 
 
 def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
     params = {"kernel": normal(8, 6), "bias": normal(6)}
-    p = rpx.Quantize("int8")
+    p = rpx.FakeQuantized("int8")
     assert p.init(params) is not None
     assert jax.tree.structure(p.init(params)) == jax.tree.structure(params)
     np.testing.assert_array_equal(effective(p, params)["bias"], params["bias"])
@@ -215,16 +215,16 @@ def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
 
 def test_a_learned_step_has_the_gradients_of_the_paper():
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    p = rpx.Quantize("int4", axis=-1, step="learned")
+    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
     raw = init(p, {"w": w})
-    step = np.asarray(raw["w"]["@quantize"]["step"])
+    step = np.asarray(raw["w"]["@fake_quantized"]["step"])
     np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
     np.testing.assert_allclose(
-        effective(p, raw)["w"], effective(rpx.Quantize("int4", axis=-1), {"w": w})["w"], rtol=1e-6
+        effective(p, raw)["w"], effective(rpx.FakeQuantized("int4", axis=-1), {"w": w})["w"], rtol=1e-6
     )
-    raw["w"]["@quantize"]["step"] = np.float32(0.4) * step  # so that some are cut off
-    grads = pulled(p, raw, upstream)["@quantize"]
-    units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@quantize"]["step"], np.float64)
+    raw["w"]["@fake_quantized"]["step"] = np.float32(0.4) * step  # so that some are cut off
+    grads = pulled(p, raw, upstream)["@fake_quantized"]
+    units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@fake_quantized"]["step"], np.float64)
     inside = (np.round(units) >= -8) & (np.round(units) <= 7)
     slope = np.where(inside, np.round(units) - units, np.clip(np.round(units), -8, 7))
     assert 0 < np.mean(inside) < 1
@@ -236,18 +236,18 @@ def test_a_learned_step_has_the_gradients_of_the_paper():
 def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     codes = np.random.default_rng(0).integers(-8, 6, (16, 4))
     w = {"w": jnp.asarray(0.37 * codes, jnp.float32)}
-    p = rpx.Quantize("int4", axis=-1, step="learned")
+    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
     np.testing.assert_allclose(effective(p, init(p, w))["w"], w["w"], rtol=1e-6)
 
 
 def test_a_learned_step_is_the_finest_that_fits():
-    raw = init(rpx.Quantize("int8", axis=-1, step="learned"), {"w": np.eye(4, dtype=np.float32)})
-    np.testing.assert_allclose(raw["w"]["@quantize"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
+    raw = init(rpx.FakeQuantized("int8", axis=-1, step="learned"), {"w": np.eye(4, dtype=np.float32)})
+    np.testing.assert_allclose(raw["w"]["@fake_quantized"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
 
 
 def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
-    p = rpx.Quantize("nf4", block=2, double_quant=True)
+    p = rpx.FakeQuantized("nf4", block=2, double_quant=True)
     once = effective(p, {"w": w})["w"]
     np.testing.assert_array_equal(effective(p, {"w": once})["w"], once)
     assert np.max(np.abs(np.asarray(once) - np.asarray(w))[2:]) < 0.01
@@ -262,7 +262,7 @@ def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
     p = rpx.Stored(name, axis=-1)
     with jax.set_mesh(mesh):
         got = jax.jit(lambda w: p.apply(p.init({"w": w}))["w"])(w)
-    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, axis=-1), {"w": normal(16, 32)})["w"])
+    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, axis=-1), {"w": normal(16, 32)})["w"])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from reparax.io.peft.target import ATTENTION, PREFIX, Target, targets_of
 from reparax.io.torch.entries import require_known
 from reparax.io.torch.rules import Rules
 from reparax.stages.adapters import Gain
-from reparax.stages.quantized import Quantize, Stored
+from reparax.stages.quantized import FakeQuantized, Stored
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -64,7 +64,7 @@ def to_peft(
       ('LORA', 1, 2, ['dense'])
     """
     require_chains("to_peft(p, raw)", p)
-    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         lineage = lineage_of(weights.deterministic, raw)
         targets = targets_of(lineage.effective, names, layouts, roles)

@@ -36,7 +36,7 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
     return primals[1], tangents[0]
 
 
-class Quantize(Scaled):
+class FakeQuantized(Scaled):
     r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
@@ -65,9 +65,9 @@ class Quantize(Scaled):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Quantize("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
+      >>> rpx.FakeQuantized("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
       {'w': Array([[ 0.1,  0.5, -0.7]], dtype=float32)}
-      >>> rpx.Quantize("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
+      >>> rpx.FakeQuantized("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
       {'w': Array([[ 0. ,  0.4, -0.4]], dtype=float32)}
 
     References:
@@ -87,7 +87,7 @@ class Quantize(Scaled):
         if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"Quantize got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
+                f"FakeQuantized got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
                 f"without double_quant. Use step='absmax'."
             )
 
