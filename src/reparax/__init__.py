@@ -8,10 +8,10 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.noise``       noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
 ``rpx.numbers``     single numbers: ``Positive``, ``Bounded``, ``Scale``
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
-``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
+``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Stored``, ``FakeQuantized``
+``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
@@ -73,10 +73,10 @@ from reparax.stages.numbers import Bounded as Bounded
 from reparax.stages.numbers import Positive as Positive
 from reparax.stages.numbers import Scale as Scale
 from reparax.stages.quantized import FakeQuantized as FakeQuantized
-from reparax.stages.quantized import Stored as Stored
+from reparax.stages.quantized import Quantized as Quantized
 from reparax.stages.shared import Tie as Tie
 from reparax.stages.sparse import Freeze as Freeze
-from reparax.stages.sparse import MagnitudePrune as MagnitudePrune
+from reparax.stages.sparse import MagnitudePruning as MagnitudePruning
 from reparax.stages.sparse import Mask as Mask
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask

@@ -18,7 +18,7 @@ import reparax as rpx
 
 X = jnp.asarray(np.linspace(-1, 1, 32).reshape(8, 4) ** 3, jnp.float32)
 W = jnp.asarray(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1, jnp.float32)
-STORED = rpx.Stored("int8")  # integers, scales, and nothing that trains
+STORED = rpx.Quantized("int8")  # integers, scales, and nothing that trains
 
 
 class Road(NamedTuple):

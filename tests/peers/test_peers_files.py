@@ -52,7 +52,7 @@ def test_gguf(kind, bits):
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_gguf_that_is_written(kind):
     gguf = pytest.importorskip("gguf")
-    p = rpx.Stored(f"gguf:{kind.lower()}")
+    p = rpx.Quantized(f"gguf:{kind.lower()}")
     raw = p.init({"dense": {"kernel": jnp.asarray(weights().T)}})
     data = rpx.io.to_quantized(p, raw, p.format)["dense.weight"]
     want = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
@@ -79,7 +79,7 @@ def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
     w = rows_of_all_kinds().astype(jnp.dtype(dtype))
     type_ = gguf.GGMLQuantizationType[kind]
     data = gguf.quantize(w.astype(np.float32), type_)
-    p, params = rpx.Stored(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
+    p, params = rpx.Quantized(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
     for raw in (p.init(params), jax.jit(p.init)(params)):
         np.testing.assert_array_equal(rpx.io.to_quantized(p, raw, p.format)["dense.weight"], data)
     want = jnp.asarray(gguf.dequantize(data, type_)).astype(dtype)

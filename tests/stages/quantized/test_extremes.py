@@ -54,7 +54,7 @@ FITS = {
 }
 
 
-def stages(name, stage=rpx.Stored):
+def stages(name, stage=rpx.Quantized):
     """The format with each fit that it has."""
     row = rpx.quantized._formats.FORMATS[name]
     block = {} if row.block else {"block": 16}

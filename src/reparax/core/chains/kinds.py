@@ -8,14 +8,14 @@ from pathlib import Path
 from reparax.core.chains.config import class_name
 from reparax.core.tree.raw import marker, registered_kind
 
-_MIXED = re.compile(r"[A-Z]+[a-z][A-Z]{1,2}(?=[A-Z][a-z]|[^a-zA-Z]|$)")
-"""Acronyms with one small letter inside: LoRA, QLoRA, ReLU, MoE."""
+_MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
+"""Acronyms with one small letter inside: MoE, LoRA, QLoRA, ReLU; not NByM, whose letters are words."""
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Where a word of a class name begins: My|LSTM|Norm."""
 
 
 def snake_case(name: str) -> str:
-    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
+    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``n_by_m`` for NByM."""
     return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
 
 

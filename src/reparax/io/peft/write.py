@@ -24,7 +24,7 @@ from reparax.io.peft.target import ATTENTION, PREFIX, Target, targets_of
 from reparax.io.torch.entries import require_known
 from reparax.io.torch.rules import Rules
 from reparax.stages.adapters import Gain
-from reparax.stages.quantized import FakeQuantized, Stored
+from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -176,7 +176,7 @@ def _sort_places(
             if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Stored):
+            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Quantized):
                 nodes[tensor] = node.of(target)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")
