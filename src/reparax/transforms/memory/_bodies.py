@@ -11,8 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from reparax.core.reports.sizes import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import EquationRule, Flags, Known
-from reparax.programs.roots import contains_apply, is_apply, with_roots
+from reparax.programs.dependence import EquationRule, Flags, Known, contains_apply, is_apply, with_roots
 from reparax.programs.steps import LARGE
 from reparax.transforms.memory._ties import read_as_more_than_views
 

@@ -14,9 +14,8 @@ from jax.extend.core import Jaxpr
 from jax.interpreters import ad
 
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import EquationRule, Flags
+from reparax.programs.dependence import EquationRule, Flags, with_roots
 from reparax.programs.jaxprs import Env
-from reparax.programs.roots import with_roots
 from reparax.transforms.memory import _bodies
 from reparax.transforms.memory._lazily import run_lazily
 from reparax.transforms.memory._linear import transpose

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports.sizes import size_in_bytes
 from reparax.programs import dependence, jaxprs, steps
 from reparax.programs.dependence import Flags, Known
-from reparax.programs.equations.bodies import Scan
+from reparax.programs.equations import Scan
 from reparax.programs.steps import LARGE, StepPlan
 
 

@@ -14,34 +14,34 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports.sizes import size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import Flags
-from reparax.programs.equations.contractions import Conv, Dot, RaggedDot
-from reparax.programs.equations.elementwise import (
+from reparax.programs.equations import (
     Add,
     Arithmetic,
     Bitcast,
     Bitwise,
+    Broadcast,
     Comparison,
+    Conv,
     ConvertType,
     Copy,
     Divide,
+    Dot,
+    Iota,
     Multiply,
     Negate,
-    Select,
-    StopGradient,
-    Subtract,
-)
-from reparax.programs.equations.kinds import kind_of
-from reparax.programs.equations.moves import (
-    Broadcast,
-    Iota,
+    RaggedDot,
     ReadInStep,
     Reshape,
+    Select,
     Slice,
     Squeeze,
+    StopGradient,
+    Subtract,
     Transpose,
     Vary,
+    View,
+    kind_of,
 )
-from reparax.programs.equations.view import View
 
 SMALL = 4
 """A value is small if it is this many times smaller than what the program makes."""
