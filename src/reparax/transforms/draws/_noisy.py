@@ -20,7 +20,7 @@ from reparax.programs.equations.view import View
 from reparax.programs.weights.multiply import array_of_products, with_numbers
 from reparax.programs.weights.pairs import How
 from reparax.programs.weights.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups
-from reparax.transforms.memory._remat import remat
+from reparax.transforms._remat import remat
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from reparax.transforms.memory._ties import ties
+from reparax.transforms._remat_order import ties
 
 
 def test_cheap_operands_of_a_product_wait():

@@ -16,7 +16,7 @@ from reparax.core.tree.paths import describe
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.sources import line_of_output, lines_by_origin
-from reparax.transforms.memory._rehearsal import check_this_jax
+from reparax.transforms._remat import check_this_jax
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
 _TITLES = {
