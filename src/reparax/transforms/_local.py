@@ -41,7 +41,7 @@ from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, select_sum
 from reparax.programs.sources import lines_by_origin, paths_of
 from reparax.programs.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups, narrows
-from reparax.transforms.memory._remat import remat
+from reparax.transforms._remat import remat
 
 
 @dataclass(frozen=True)
