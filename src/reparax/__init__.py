@@ -37,8 +37,8 @@ from reparax.axes import axis_groups as axis_groups
 from reparax.axes import roles as roles
 from reparax.axes import shrink as shrink
 from reparax.core import stage as stage
-from reparax.core.chains.names import LIBRARIES as _LIBRARIES
-from reparax.core.chains.names import unknown_name_error as _unknown_name
+from reparax.core.names import LIBRARIES as _LIBRARIES
+from reparax.core.names import unknown_name_error as _unknown_name
 from reparax.core.stage import Chain as Chain
 from reparax.core.stage import Parametrization as Parametrization
 from reparax.core.stage import Perturbation as Perturbation

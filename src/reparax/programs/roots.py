@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax.core.chains.recompute import MARK
+from reparax.core.recompute import MARK
 from reparax.programs import jaxprs
 from reparax.programs.dependence import Flags
 

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.equations.bodies import CustomJvp, Jit
 from reparax.programs.equations.contractions import Dot, Gather

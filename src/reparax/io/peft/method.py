@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.algebra import Parametrization
+from reparax.core.axes import list_axes
+from reparax.core.chain import Parametrization
 from reparax.io.peft.settings import Setting
 from reparax.io.peft.target import Target
 from reparax.io.torch.entries import require_known, unstack_stage

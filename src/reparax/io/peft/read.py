@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import with_any_key
-from reparax.core.stages.where import all_but
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, flatten_with_names, is_array, items, path_text
+from reparax.core.calls import with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.where import all_but
 from reparax.io.peft.live import of_adapter
 from reparax.io.peft.lora import BIAS
 from reparax.io.peft.method import Adapted, Method, require
@@ -28,6 +28,7 @@ from reparax.io.peft.target import ATTENTION, Target, targets_of
 from reparax.io.torch.entries import Index, require_known, restack_stage, stack_parts
 from reparax.io.torch.rules import Rules
 from reparax.io.torch.tensors import is_finite, read_tensors
+from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze

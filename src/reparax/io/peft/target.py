@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.tree.paths import PyTree
+from reparax.core.axes import list_axes
+from reparax.core.paths import PyTree
 from reparax.io.torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io.torch.entries import Entry, list_entries
 from reparax.io.torch.rules import Rules

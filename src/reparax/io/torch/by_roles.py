@@ -1,8 +1,8 @@
 """What the roles of a network's axes tell of the layouts of its arrays in torch."""
 
-from reparax.core.axes.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
-from reparax.core.chains.over_roles import roles_of
-from reparax.core.tree.paths import PyTree, path_text
+from reparax.core.paths import PyTree, path_text
+from reparax.core.plan import roles_of
+from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
 
 _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
     (PRODUCT, (0,), (1,)): "kernel",

@@ -18,13 +18,14 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.tree.paths import PyTree, is_array, items, path_text
+from reparax.core.axes import list_axes
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree, items, path_text
 from reparax.io.torch.axis_order import EXPERTS, permute
 from reparax.io.torch.by_roles import layout_of, roles_by_path
 from reparax.io.torch.kinds import find_layout, layouts_by_module
 from reparax.io.torch.rules import Rules, default_name, given_layouts, name_tensors, number_tensor
+from reparax.numerics.arithmetic import is_array
 
 Index = tuple[int, ...]
 Stage = TypeVar("Stage", bound=Parametrization)

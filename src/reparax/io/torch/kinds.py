@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reparax.core.tree.paths import Names, PyTree, items, path_text
+from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.io.torch.axis_order import EXPERTS
 
 Layout = tuple[str | None, int]

@@ -6,11 +6,11 @@ from typing import Any
 
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, items, path_text
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text
+from reparax.core.plan import lineage_of
 from reparax.io.torch.axis_order import write_layout
 from reparax.io.torch.entries import Entry, Index, list_entries, stack_parts
 from reparax.io.torch.names import Naming, StageValues, Twin

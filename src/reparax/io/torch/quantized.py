@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, flatten_with_names, items, path_text
-from reparax.core.tree.raw import FIXED
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.plan import lineage_of
+from reparax.core.raw import FIXED
 from reparax.io.torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io.torch.entries import Entry, Index, list_entries, require_known, stack_parts
 from reparax.io.torch.quantized_files import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, write_gguf

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reparax.core.stages.where import matches, why_nothing
+from reparax.core.where import matches, why_nothing
 from reparax.io.torch.axis_order import LAYOUTS
 
 Rules = Mapping[str, str] | None

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.core.axes.numbers import last_to_number
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import require_chains, with_any_key
-from reparax.core.tree.differences import describe_as_stored
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, types_of_result
+from reparax.core.axes import last_to_number
+from reparax.core.calls import require_chains, with_any_key
+from reparax.core.chain import Parametrization
+from reparax.core.checks import describe_as_stored, locate_errors
+from reparax.core.paths import PyTree, types_of_result
 from reparax.io.torch.axis_order import LAYOUTS, permute
 from reparax.io.torch.entries import names_by_layer, require_known
 from reparax.io.torch.names import StageValues, Twin

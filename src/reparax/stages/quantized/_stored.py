@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import is_known
-from reparax.core.tree.raw import OTHER_CHAIN
-from reparax.core.tree.values import OTHERS, Values, fixed, main
+from reparax.core.constraint import is_known
+from reparax.core.fields import argument
+from reparax.core.raw import OTHER_CHAIN
+from reparax.core.values import OTHERS, Values, fixed, main
 from reparax.numerics.arguments import check_flag, one_of
 from reparax.numerics.arithmetic import widened
 from reparax.stages.quantized._packing import group_of_codes, pack, unpack

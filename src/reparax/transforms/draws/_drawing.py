@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from reparax.core.chains import random
-from reparax.core.chains.keys import key_of_use
+from reparax.core import random
+from reparax.core.keys import key_of_use
 from reparax.programs import jaxprs
 from reparax.programs.equations.bodies import Jit
 from reparax.programs.equations.elementwise import ConvertType, Select

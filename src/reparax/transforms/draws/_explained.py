@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from reparax.core.reports.sections import write_sections
-from reparax.core.tree.paths import describe
+from reparax.core.paths import describe
+from reparax.core.reports import write_sections
 from reparax.programs.sources import describe_read
 from reparax.programs.weights.paths import common_path
 from reparax.transforms.draws._drawing import NoisyRead

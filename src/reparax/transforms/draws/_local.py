@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from reparax.core.chains import random
+from reparax.core import random
 from reparax.programs import jaxprs
 from reparax.programs.call import Argnums, Arguments, Traced, check_call
 from reparax.programs.sources import lines_by_origin

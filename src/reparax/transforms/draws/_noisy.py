@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import JaxprEqn
 
-from reparax.core.chains import random
+from reparax.core import random
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs.equations.contractions import Conv, Dot, Gather, RaggedDot

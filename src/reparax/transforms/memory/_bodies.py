@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags, Known

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.recompute import recompute
+from reparax.core.recompute import recompute
 from reparax.programs import dependence, jaxprs
 from reparax.transforms.memory._derivative import recomputing_function
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.programs import dependence, jaxprs, steps
 from reparax.programs.dependence import Flags, Known
 from reparax.programs.equations.bodies import Scan

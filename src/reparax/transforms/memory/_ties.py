@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import Flags
 from reparax.programs.equations.contractions import Conv, Dot, RaggedDot
