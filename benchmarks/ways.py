@@ -32,9 +32,9 @@ WAYS = {
     "transfer": ("training/_transfer transfer", "training/_transfer _carry_over", "training/_transfer _Old", *PLAN),
     "summary": ("training/_summary summary", "training/_summary _acting_stages", *PLAN),
     "owners": ("core/chain Parametrization.owners", *TIED),
-    "to_peft": ("io/peft/write to_peft", *PLAN),
-    "to_torch": ("io/torch/state_dict to_torch", "io/torch/plan make_plan", *PLAN),
-    "to_quantized": ("io/torch/quantized to_quantized", *PLAN),
+    "to_peft": ("io/_peft_write to_peft", *PLAN),
+    "to_torch": ("io/_torch to_torch", "io/_torch make_plan", *PLAN),
+    "to_quantized": ("io/_quantized to_quantized", *PLAN),
 }
 
 

@@ -37,7 +37,12 @@ def how_to_write(namespace: Mapping[str, Any]) -> dict[str, str]:
     families = {
         name: vars(x) for name, x in _public_names(namespace).items() if inspect.ismodule(x) and name not in _MODULES
     }
-    below = {name: f"rpx.{family}.{name}" for family, names in families.items() for name in _public_names(names)}
+    below = {
+        name: f"rpx.{family}.{name}"
+        for family, names in families.items()
+        for name, x in _public_names(names).items()
+        if not inspect.ismodule(x)
+    }
     return below | {name: f"rpx.{name}" for name, x in _public_names(namespace).items() if not inspect.ismodule(x)}
 
 

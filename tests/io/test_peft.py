@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reparax as rpx
-from reparax.io.peft.read import pattern_of
+from reparax.io._peft_read import pattern_of
 
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"

@@ -1,5 +1,6 @@
-"""Torch tensors, used through their methods, without importing torch."""
+"""What files hold, read without the libraries that wrote them: tensors as numpy arrays, and values as short texts."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,3 +65,18 @@ def _to_numpy(x: Any) -> np.ndarray:
     if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks them; float32 holds all their numbers
         return x.float().numpy(force=True).astype(getattr(jnp, dtype))
     return x.numpy(force=True)
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 80, 80, 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write very long numbers.
+        return super().repr_int(x, level) if x.bit_length() < 256 else f"a number of {x.bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """The code of a value; Python's own may be as long as the file, or fail where lists are nested."""
+    return _Shown().repr(value)

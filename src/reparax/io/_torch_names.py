@@ -9,7 +9,7 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.plan import Maker
 from reparax.core.raw import parameter_path
-from reparax.io.torch.entries import Entry, unstack_stage
+from reparax.io._parameters import Entry, unstack_stage
 from reparax.stages.matrices._orthogonal import Orthogonal
 from reparax.stages.norms._norm import WeightNorm
 from reparax.stages.norms._spectral import SpectralNorm

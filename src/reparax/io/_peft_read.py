@@ -1,10 +1,14 @@
-"""Reads PEFT adapters: a chain and a raw tree from tensors and a configuration."""
+"""Reads PEFT adapters: a chain and a raw tree from tensors and a configuration.
+
+The tensors are those of a file, or of a model in memory, whose ``state_dict()`` holds the base too, and the name of
+each adapter.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,16 +22,12 @@ from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.where import all_but
-from reparax.io.peft.live import of_adapter
-from reparax.io.peft.lora import BIAS
-from reparax.io.peft.method import Adapted, Method, require
-from reparax.io.peft.methods import METHODS, selects_module
-from reparax.io.peft.parameters import names_by_parameter
-from reparax.io.peft.settings import MERGE, check_settings, in_a_name
-from reparax.io.peft.target import ATTENTION, Target, targets_of
-from reparax.io.torch.entries import Index, require_known, restack_stage, stack_parts
-from reparax.io.torch.rules import Rules
-from reparax.io.torch.tensors import is_finite, read_tensors
+from reparax.io._files import is_finite, read_tensors, shown
+from reparax.io._parameters import Index, Rules, require_known, restack_stage, stack_parts
+from reparax.io._peft_lora import BIAS
+from reparax.io._peft_method import MERGE, Adapted, Method, check_settings, in_a_name, require
+from reparax.io._peft_methods import METHODS, selects_module
+from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
@@ -355,3 +355,75 @@ def _place_values(raw: PyTree, values: Mapping[str, Array]) -> PyTree:
     texts = list(map(path_text, paths))
     new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]
     return treedef.unflatten(new)
+
+
+_NAME = r"(?!(?:weight|bias)$)([^.]+)"
+_WHOLE = r"(.*\.modules_to_save)\.([^.]+)(\..+)"
+
+
+def of_adapter(
+    arrays: Mapping[str, np.ndarray], method: Method, config: Mapping[str, Any], adapter: str | None
+) -> dict[str, np.ndarray]:
+    """The tensors of one adapter, by the names that its file has; those of a file as they are."""
+    patterns = [re.compile(pattern) for pattern in _name_patterns(method)]
+    match_of_name = {name: match for name in arrays if (match := _first_match(patterns, name))}
+    names = sorted({match[2] for match in match_of_name.values()})
+    if not names and adapter is None:
+        return dict(arrays)
+    names_text = ", ".join(map(repr, names))
+    if adapter is None and len(names) > 1:
+        raise ValueError(
+            f"from_peft takes one adapter, but the tensors hold {names_text}. Give its name, `adapter=...`."
+        )
+    if adapter is not None and adapter not in names:
+        has = f"adapters named {names_text}" if names else "no adapter's name, as in a file"
+        raise ValueError(f"from_peft got adapter={shown(adapter)}, but the tensors hold {has}. Correct `adapter`.")
+    adapter_name = adapter or names[0]
+    if bare := next((name for name in arrays if name not in match_of_name and _ends_like_method(name, method)), None):
+        raise ValueError(
+            f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and "
+            f"{next(iter(match_of_name))!r} of a model in memory. Read them one by one."
+        )
+    adapter_tensors = {
+        match[1] + match[3]: arrays[name] for name, match in match_of_name.items() if match[2] == adapter_name
+    }
+    modules = {
+        name.removesuffix(f".{end}") for name in adapter_tensors for end in method.suffixes if name.endswith(f".{end}")
+    }
+    beside = {
+        name: file_name
+        for name in arrays
+        if name not in match_of_name and (file_name := _name_beside(name, adapter_name, modules, config))
+    }
+    return adapter_tensors | {file_name: arrays[name] for name, file_name in beside.items()}
+
+
+def _name_patterns(method: Method) -> Iterator[str]:
+    """What the names of adapters' tensors are, in three parts, of which the second is the adapter's name."""
+    for end in method.suffixes:
+        head, dot, last_name = end.rpartition(".")
+        head, ending = (head, dot + last_name) if last_name in ("weight", "bias") else (end, "")
+        yield rf"(.*\.{re.escape(head)})\.{_NAME}({re.escape(ending)})" + ("" if ending else r"(?:\.weight)?")
+    for bank in method.banks:
+        yield rf"(base_model\.{bank})\.([^.]+)()"
+
+
+def _first_match(patterns: list[re.Pattern[str]], name: str) -> re.Match[str] | None:
+    """The match of the first expression that fits a whole name, or None."""
+    return next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
+
+
+def _ends_like_method(name: str, method: Method) -> bool:
+    """Whether a name ends as the tensors of a method do."""
+    return any(name.endswith(f".{end}") for end in method.suffixes)
+
+
+def _name_beside(name: str, adapter: str, modules: set[str], config: Mapping[str, Any]) -> str | None:
+    """The name in a file of a tensor that trains beside the adapter: of a whole module, or a bias; or None."""
+    if match := re.fullmatch(_WHOLE, name):
+        return match[1] + match[3] if match[2] == adapter else None
+    if not name.endswith(".bias"):
+        return None
+    which = config.get("bias", "none")
+    is_adapted = name.removesuffix(f"{WRAPPED}.bias") in modules
+    return name if which == "all" or (which != "none" and is_adapted) else None

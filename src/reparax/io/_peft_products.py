@@ -9,20 +9,25 @@ import numpy as np
 from jax import Array
 
 from reparax.core.chain import Parametrization
-from reparax.io.peft.method import (
+from reparax.io._peft_method import (
+    ANY,
+    FLAG,
+    NUMBER,
+    RANK,
     Adapted,
     Method,
+    Setting,
     StageNode,
     Tensors,
     Values,
     Written,
+    by_pattern,
     ranks_and_alphas,
     require,
     require_matrix,
     split_scale,
 )
-from reparax.io.peft.settings import ANY, FLAG, NUMBER, RANK, Setting, by_pattern
-from reparax.io.peft.target import Target
+from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Hadamard
 from reparax.stages.matrices import Kronecker, LowRank
 from reparax.stages.numbers import Scale

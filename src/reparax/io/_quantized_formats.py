@@ -13,8 +13,7 @@ from typing import Any, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.io.torch.shown import shown
-from reparax.io.torch.tensors import is_finite, is_number
+from reparax.io._files import is_finite, is_number, shown
 from reparax.stages.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]

@@ -10,19 +10,7 @@ import numpy as np
 from jax import Array
 
 from reparax.core.axes import last_to_number
-from reparax.io.peft.method import (
-    Adapted,
-    Method,
-    StageNode,
-    Tensors,
-    Written,
-    known_number,
-    one_of_all,
-    ranks_and_alphas,
-    require,
-    require_matrix,
-)
-from reparax.io.peft.settings import (
+from reparax.io._peft_method import (
     ANY,
     FLAG,
     INDICES,
@@ -30,11 +18,21 @@ from reparax.io.peft.settings import (
     LISTED,
     NUMBER,
     RANK,
+    Adapted,
+    Method,
     Setting,
+    StageNode,
+    Tensors,
+    Written,
     by_pattern,
+    known_number,
     one_of,
+    one_of_all,
+    ranks_and_alphas,
+    require,
+    require_matrix,
 )
-from reparax.io.peft.target import Target
+from reparax.io._peft_target import Target
 from reparax.stages.adapters import Delta, Gain, LoRA, Slices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale

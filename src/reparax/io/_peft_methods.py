@@ -10,20 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.io.peft.lora import TOKENS, LoRAMethod, VeRAMethod
-from reparax.io.peft.method import (
+from reparax.io._peft_lora import TOKENS, LoRAMethod, VeRAMethod
+from reparax.io._peft_method import (
+    ANY,
+    FLAG,
+    NAMES,
+    NUMBER,
     Adapted,
     Method,
+    Setting,
     StageNode,
     Tensors,
     Written,
+    one_of,
     one_of_all,
     require,
     require_matrix,
+    whole_number,
 )
-from reparax.io.peft.products import LoHaMethod, LoKrMethod
-from reparax.io.peft.settings import ANY, FLAG, NAMES, NUMBER, Setting, one_of, whole_number
-from reparax.io.peft.target import Target
+from reparax.io._peft_products import LoHaMethod, LoKrMethod
+from reparax.io._peft_target import Target
 from reparax.numerics.linalg import identity, product
 from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, Slices
 from reparax.stages.matrices import Kronecker, Orthogonal

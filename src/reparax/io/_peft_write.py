@@ -16,13 +16,11 @@ from reparax.core.checks import locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree
 from reparax.core.plan import Lineage, lineage_of
-from reparax.io.peft.lora import BIAS, TOKENS
-from reparax.io.peft.method import Method, StageNode, Written, known_number
-from reparax.io.peft.methods import LORA, METHODS, method_of
-from reparax.io.peft.parameters import wrapper_names
-from reparax.io.peft.target import ATTENTION, PREFIX, Target, targets_of
-from reparax.io.torch.entries import require_known
-from reparax.io.torch.rules import Rules
+from reparax.io._parameters import Rules, require_known
+from reparax.io._peft_lora import BIAS, TOKENS
+from reparax.io._peft_method import Method, StageNode, Written, known_number
+from reparax.io._peft_methods import LORA, METHODS, method_of
+from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
 from reparax.stages.quantized import Quantize, Stored
 from reparax.stages.shared import Tie

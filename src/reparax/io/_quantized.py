@@ -18,12 +18,10 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.plan import lineage_of
 from reparax.core.raw import FIXED
-from reparax.io.torch.axis_order import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
-from reparax.io.torch.entries import Entry, Index, list_entries, require_known, stack_parts
-from reparax.io.torch.quantized_files import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, write_gguf
-from reparax.io.torch.rules import Rules
-from reparax.io.torch.shown import shown
-from reparax.io.torch.tensors import is_finite, read_tensors
+from reparax.io._files import is_finite, read_tensors, shown
+from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
+from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
+from reparax.io._quantized_formats import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, write_gguf
 from reparax.numerics.arguments import one_of
 from reparax.stages.quantized import Stored
 from reparax.stages.quantized._formats import FORMATS
