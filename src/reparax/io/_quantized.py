@@ -28,7 +28,12 @@ PLAIN = ("F32", "F16", "BF16")
 
 
 def from_quantized(
-    tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+    state_dict: Mapping[str, Any],
+    config: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads a model that others have quantized: a chain of :class:`Stored`, and a raw tree of the file's own codes.
 
@@ -58,7 +63,7 @@ def from_quantized(
     for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
 
     Args:
-      tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
+      state_dict: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
         gguf.GGUFReader(path).tensors}``.
       config: ``quantization_config`` of the model's ``config.json``. For GGUF, ``{"quant_method": "gguf", "types":
         {t.name: t.tensor_type.name for t in reader.tensors}}``.
@@ -87,7 +92,7 @@ def from_quantized(
              [1.5, 1.5]], dtype=float32)
     """
     _require_method(config)
-    arrays = read_tensors("from_quantized", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    arrays = read_tensors("from_quantized", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
         tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
