@@ -24,8 +24,8 @@ import reparax as rpx
 from reparax.core.recompute import recompute
 from reparax.numerics.inlined import inlined
 from reparax.programs import jaxprs
-from reparax.programs.roots import is_apply
-from reparax.transforms import _factored, _rehearsal
+from reparax.programs.dependence import is_apply
+from reparax.transforms import _factored, _remat
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -449,11 +449,11 @@ def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
 def newer(monkeypatch):
     """JAX is newer than those that were tested."""
     monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
-    for rehearsal in (_rehearsal, _factored):
-        rehearsal.check_this_jax.cache_clear()
+    for module in (_remat, _factored):
+        module.check_this_jax.cache_clear()
     yield
-    for rehearsal in (_rehearsal, _factored):
-        rehearsal.check_this_jax.cache_clear()
+    for module in (_remat, _factored):
+        module.check_this_jax.cache_clear()
 
 
 @pytest.mark.usefixtures("newer")
