@@ -34,7 +34,6 @@ WAYS = {
     "owners": ("core/chains/algebra Parametrization.owners", *TIED),
     "to_peft": ("io/_peft_write to_peft", *PLAN),
     "to_torch": ("io/_torch to_torch", "io/_torch make_plan", *PLAN),
-    "to_quantized": ("io/_quantized to_quantized", *PLAN),
 }
 
 

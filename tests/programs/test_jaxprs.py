@@ -24,9 +24,8 @@ import reparax as rpx
 from reparax.core.chains.recompute import recompute
 from reparax.numerics.inlined import inlined
 from reparax.programs import jaxprs
-from reparax.programs.roots import is_apply
-from reparax.transforms import _remat, saved_residuals
-from reparax.transforms.products import _factored
+from reparax.programs.dependence import is_apply
+from reparax.transforms import _factored, _remat, saved_residuals
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))

@@ -36,7 +36,7 @@ _ANY_NAME = "[^/]+"
 
 
 def from_peft(
-    tensors: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     config: Mapping[str, Any],
     like: PyTree,
     *,
@@ -60,8 +60,8 @@ def from_peft(
     uses it, but no longer kept in its ball. All other types are refused by name.
 
     Args:
-      tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of a
-        model in memory, of which the base is left out.
+      state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of
+        a model in memory, of which the base is left out.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
@@ -101,7 +101,7 @@ def from_peft(
     """
     method = _find_method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
-    arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_no_attention(arrays)
     arrays = {
         name: x

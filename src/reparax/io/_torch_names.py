@@ -18,7 +18,9 @@ from reparax.stages.sparse._global_prune import GlobalPrune
 from reparax.stages.sparse._mask import Mask, NofM
 from reparax.stages.sparse._prune import MagnitudePrune, RandomPrune
 
-EXCHANGE_PLAIN = "Exchange plain weights: `p.init(from_torch(Chain(), state, like))`, `to_torch(Chain(), p.fold(raw))`."
+EXCHANGE_PLAIN = (
+    "Exchange plain weights: `p.init(from_torch(Chain(), state_dict, like))`, `to_torch(Chain(), p.fold(raw))`."
+)
 
 
 @dataclass(frozen=True)

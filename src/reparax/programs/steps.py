@@ -15,23 +15,26 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from reparax.core.reports.sizes import size_in_bytes
 from reparax.programs import dependence, jaxprs
-from reparax.programs.equations.bodies import CustomJvp, Jit
-from reparax.programs.equations.contractions import Dot, Gather
-from reparax.programs.equations.elementwise import Pointwise
-from reparax.programs.equations.kinds import view_of
-from reparax.programs.equations.moves import (
+from reparax.programs.equations import (
     Broadcast,
     Concatenate,
+    CustomJvp,
+    Dot,
+    Gather,
     Iota,
+    Jit,
+    Pointwise,
+    Reduce,
+    ReduceSum,
     Reshape,
     Slice,
     SplitAxis,
     Squeeze,
     Stack,
     Transpose,
+    View,
+    view_of,
 )
-from reparax.programs.equations.reductions import Reduce, ReduceSum
-from reparax.programs.equations.view import View
 
 LARGE = 2**16
 """Values of more bytes are not computed again at each step."""

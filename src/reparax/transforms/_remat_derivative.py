@@ -17,9 +17,8 @@ from jax.extend.core import Jaxpr, Var
 from jax.interpreters import ad, partial_eval
 
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import EquationRule, Flags, Known
+from reparax.programs.dependence import EquationRule, Flags, Known, with_roots
 from reparax.programs.jaxprs import Env
-from reparax.programs.roots import with_roots
 from reparax.transforms._remat_call import Piece, Pieces, piece_of
 from reparax.transforms._remat_order import read_as_more_than_views, run_lazily
 from reparax.transforms._remat_rewrites import rule_for_bodies, sink_weights, store_masks_in_bits, with_apply_inlined

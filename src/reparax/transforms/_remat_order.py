@@ -12,34 +12,34 @@ from reparax.core.reports.sizes import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags
-from reparax.programs.equations.contractions import Conv, Dot, RaggedDot
-from reparax.programs.equations.elementwise import (
+from reparax.programs.equations import (
     Add,
     Arithmetic,
     Bitcast,
     Bitwise,
+    Broadcast,
     Comparison,
+    Conv,
     ConvertType,
     Copy,
     Divide,
+    Dot,
+    Iota,
     Multiply,
     Negate,
-    Select,
-    StopGradient,
-    Subtract,
-)
-from reparax.programs.equations.kinds import kind_of
-from reparax.programs.equations.moves import (
-    Broadcast,
-    Iota,
+    RaggedDot,
     ReadInStep,
     Reshape,
+    Select,
     Slice,
     Squeeze,
+    StopGradient,
+    Subtract,
     Transpose,
     Vary,
+    View,
+    kind_of,
 )
-from reparax.programs.equations.view import View
 from reparax.programs.jaxprs import Env, values, variables
 
 

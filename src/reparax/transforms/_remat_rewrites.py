@@ -19,9 +19,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports.sizes import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs, steps
-from reparax.programs.dependence import STORED, EquationRule, Flags, Known
-from reparax.programs.equations.bodies import Scan
-from reparax.programs.roots import contains_apply, is_apply, with_roots
+from reparax.programs.dependence import STORED, EquationRule, Flags, Known, contains_apply, is_apply, with_roots
+from reparax.programs.equations import Scan
 from reparax.programs.steps import LARGE, StepPlan
 from reparax.transforms._remat_order import read_as_more_than_views
 

@@ -26,6 +26,7 @@ OF_OTHERS = {
     "random_unstructured": "`rpx.sparse.RandomPrune(sparsity)`",
     "register_parametrization": "a chain, `p = rpx.WeightNorm()`, and `raw = p.init(params)`",
     "remove_parametrizations": "`p.fold(raw)`",
+    "to_quantized": "`p.fold(raw)`, and give these weights to llm-compressor, GPTQModel or llama.cpp",
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as Spec
 from loops import LAYERS
 
 import reparax as rpx
-from reparax.transforms.products._plan import SumPlan
+from reparax.transforms._factored import SumPlan
 
 KEY = jax.random.key(0)
 

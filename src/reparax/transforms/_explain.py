@@ -1,4 +1,4 @@
-"""A report of the weights that a loss never forms."""
+"""Reports of the weights that a loss never forms, and of noisy weights that draw for each example."""
 
 from __future__ import annotations
 
@@ -11,11 +11,64 @@ import jax
 from reparax.core.reports.sections import write_sections
 from reparax.core.tree.paths import describe
 from reparax.programs.call import Argnums, Arguments, check_call
-from reparax.programs.sources import describe_read, lines_by_origin
-from reparax.programs.weights.facts import facts_of_inputs
-from reparax.programs.weights.paths import common_path, paths_of
-from reparax.transforms.products._factored import check_this_jax, plan_sums
-from reparax.transforms.products._plan import SumPlan, SumRead
+from reparax.programs.dependence import facts_of_inputs
+from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
+from reparax.transforms._factored import SumPlan, SumRead, check_this_jax, plan_sums
+from reparax.transforms._local import Local, NoisyRead
+
+
+@dataclass(frozen=True)
+class NoisyWeight:
+    """One noisy weight.
+
+    Attributes:
+      path: The path of the parameter from which it is computed, or the common path of several.
+      type: Its dtype and shape.
+      is_own: Whether every read of it draws for each example.
+      reason: How many products draw for each example, and where one draw serves all.
+    """
+
+    path: str
+    type: str
+    is_own: bool
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class ExplainedDraws:
+    """Which noisy weights draw for each example; its repr is a table.
+
+    Attributes:
+      weights: The weights with Gaussian noise.
+    """
+
+    weights: tuple[NoisyWeight, ...]
+
+    def __repr__(self) -> str:
+        n_own = sum(weight.is_own for weight in self.weights)
+        head = f"{n_own} of {len(self.weights)} noisy weights draw for each example"
+        rows = [(weight.is_own, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
+        return write_sections(head, ("for each example", "one draw for all"), rows)
+
+
+def explained(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> ExplainedDraws:
+    """The report of all reads of noisy weights, with the paths of arguments and the user's lines."""
+    return ExplainedDraws(tuple(_noisy_weights(reads, paths, lines)))
+
+
+def _noisy_weights(
+    reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]
+) -> Iterator[NoisyWeight]:
+    """For each path, its noisy weight, and how many products draw for each row, or why not."""
+    of_path: dict[str, list[NoisyRead]] = {}
+    for read in reads:
+        of_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
+    for path, all_reads in of_path.items():
+        of_one_draw = [read for read in all_reads if not read.is_own]
+        n = len(all_reads) - len(of_one_draw)
+        reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
+        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in of_one_draw)
+        yield NoisyWeight(path, describe(all_reads[0].origin.type), not of_one_draw, "; ".join(reasons))
 
 
 @dataclass(frozen=True)
@@ -83,9 +136,9 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
     candidates: list[Any] = [fun, getattr(fun, "__wrapped__", None)]  # the second is what `jax.jit` wraps
-    for local in candidates:
-        if hasattr(local, "explained"):
-            return local.explained(args, kwargs)
+    for function in candidates:
+        if isinstance(function, Local):
+            return explained(*function.noisy_reads(args, kwargs))
     check_this_jax()
     arguments = Arguments.of(check_call("explain", fun, argnums), fun, argnums, args, kwargs)
     call = arguments.trace()

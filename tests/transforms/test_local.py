@@ -22,7 +22,7 @@ import reparax as rpx
 from reparax.core.chains import random
 from reparax.core.chains.random import DRAW
 from reparax.programs import jaxprs
-from reparax.transforms import _noisy
+from reparax.transforms import _local
 
 KEY = jax.random.key(0)
 
@@ -581,7 +581,7 @@ def test_equal_products_are_traced_once(name, monkeypatch):
         w = NOISE.apply(raw, key)
         return product(w["a"], x), product(w["b"], x)
 
-    monkeypatch.setattr(_noisy, "random", SimpleNamespace(normal=counted))
+    monkeypatch.setattr(_local, "random", SimpleNamespace(normal=counted, DRAW=random.DRAW))
     jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
     assert len(traced) == 1
 

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
-from reparax.transforms.products._plan import SumPlan
+from reparax.transforms._factored import SumPlan
 
 
 def normal(*shape, seed=0):

@@ -11,7 +11,7 @@ from grids import mostly_thorough
 from jax import lax
 
 import reparax as rpx
-from reparax.transforms.products._plan import SumPlan
+from reparax.transforms._factored import SumPlan
 
 N_DRAWS, ERRORS = 4096, 5.0
 """How many draws of noise, and how many standard errors an estimate may be off."""

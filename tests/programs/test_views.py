@@ -10,44 +10,54 @@ from jax.sharding import Mesh, PartitionSpec
 
 from reparax.numerics.tie import read_in_step
 from reparax.programs import jaxprs
-from reparax.programs.equations.bodies import Checkpoint, Cond, CustomJvp, Jit, Scan, ShardMap
-from reparax.programs.equations.contractions import Conv, Dot, Gather, RaggedDot
-from reparax.programs.equations.elementwise import (
+from reparax.programs.equations import (
+    KINDS,
     Add,
     Arithmetic,
     Bitcast,
     Bitwise,
+    Broadcast,
+    Checkpoint,
     Comparison,
+    Concatenate,
+    Cond,
+    Conv,
     ConvertType,
     Copy,
+    CumulativeSum,
+    CustomJvp,
     Divide,
-    Multiply,
-    Negate,
-    ReducePrecision,
-    Select,
-    StopGradient,
-    Subtract,
-)
-from reparax.programs.equations.kinds import KINDS, kind_of, view_of
-from reparax.programs.equations.moves import (
-    Broadcast,
-    Concatenate,
+    Dot,
     DynamicSlice,
+    Gather,
     Iota,
+    Jit,
+    Multiply,
     Named,
+    Negate,
     Pad,
+    RaggedDot,
     ReadInStep,
+    Reduce,
+    ReducePrecision,
+    ReduceSum,
     Reshape,
     Reverse,
+    Scan,
+    Select,
+    ShardMap,
     Slice,
     SplitAxis,
     Squeeze,
     Stack,
+    StopGradient,
+    Subtract,
     Transpose,
     Vary,
+    View,
+    kind_of,
+    view_of,
 )
-from reparax.programs.equations.reductions import CumulativeSum, Reduce, ReduceSum
-from reparax.programs.equations.view import View
 
 X, N = np.ones((2, 3, 4), np.float32), np.ones((2, 3), np.int32)
 

@@ -1,6 +1,6 @@
 """Many random networks of experts against loops over experts.
 
-``PYTHONPATH=src:tests:. python -m products.many_experts 200`` writes ``benchmarks/results/random_experts.json`` as it
+``PYTHONPATH=src:tests:. python -m transforms.many_experts 200`` writes ``benchmarks/results/random_experts.json`` as it
 goes. It takes some seconds of CPU for each network, so no test runs it; ``test_random_experts.py`` runs the first ones.
 """
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-from products.test_random_experts import CHECKS, Network, keeping
+from transforms.test_random_experts import CHECKS, Network, keeping
 
 from benchmarks.common.timing import machine
-from reparax.transforms.products._plan import SumPlan
+from reparax.transforms._factored import SumPlan
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "random_experts.json"
 
