@@ -44,7 +44,7 @@ class Kept:
 
 
 @dataclass(frozen=True, repr=False)
-class Saved:
+class SavedResiduals:
     """What is stored between the forward and the backward pass; its repr is a table, largest arrays first.
 
     Equal lines, and arguments whose paths differ only in a number, are shown once, with their count.
@@ -62,7 +62,9 @@ class Saved:
           ValueError: If ``kind`` is none of these.
         """
         if kind is not None and kind not in _TITLES:
-            raise ValueError(f"Saved.bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}.")
+            raise ValueError(
+                f"saved_residuals(...).bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."
+            )
         return sum(array.bytes for array in self.kept if kind in (None, array.kind))
 
     def __repr__(self) -> str:
@@ -84,7 +86,9 @@ class Saved:
         return readable_size(line.count * size), f"{line.times}{type}", line.path
 
 
-def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any) -> Saved:
+def saved_residuals(
+    fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any
+) -> SavedResiduals:
     """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
 
     It traces ``fun`` and computes nothing. The report lists raw parameters, values computed from parameters and keys
@@ -98,6 +102,11 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
       kwargs: Its keyword arguments.
 
+    Returns:
+      A report, whose repr is a table. ``report.kept`` holds an array each: its ``kind``, ``type``, ``bytes`` and
+      ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")``, ``"weights"`` or
+      ``"activations"`` that of one kind.
+
     Raises:
       TypeError: If no named argument holds a floating-point array, or ``argnums`` is wrong as for :func:`remat`.
       RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
@@ -109,7 +118,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
       ...     w = p.apply(raw, key)["w"]
       ...     return jnp.sum(x @ w @ w)
       >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
-      >>> rpx.saved(loss, *example)  # doctest: +ELLIPSIS
+      >>> rpx.transforms.saved_residuals(loss, *example)  # doctest: +ELLIPSIS
       kept for the backward pass: 20.0 KiB
         raw parameters and keys: 0 B
         made from these alone: 16.0 KiB
@@ -117,10 +126,10 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
         activations and data: 4.0 KiB
              2.0 KiB  float32[8, 64]       x
              2.0 KiB  float32[8, 64]       ...:3:19 (loss)
-      >>> rpx.saved(rpx.remat(loss), *example).bytes("weights")
+      >>> rpx.transforms.saved_residuals(rpx.remat(loss), *example).bytes("weights")
       0
     """
-    who = check_call("saved", fun, argnums)
+    who = check_call("saved_residuals", fun, argnums)
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(arguments, arguments.arrays):
@@ -137,7 +146,7 @@ def saved(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux:
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
     names = ["closed over" for _ in consts] + arguments.paths
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
-    return Saved(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
+    return SavedResiduals(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
 
 
 def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:

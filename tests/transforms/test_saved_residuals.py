@@ -11,6 +11,7 @@ from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
+from reparax.transforms import saved_residuals
 
 P = rpx.VarNoise(0.1)
 PARAMS = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}
@@ -24,7 +25,7 @@ def loss(params, key, x):
 
 
 def test_a_hand_written_loss_keeps_its_effective_weights_and_activations():
-    report = rpx.saved(loss, PARAMS, KEY, X)
+    report = saved_residuals(loss, PARAMS, KEY, X)
     # The second matmul needs the noisy b for the gradient of its input; each needs its input.
     assert report.bytes("weights") == 32 * 4 * 4
     assert report.bytes("activations") == (8 * 16 + 8 * 32) * 4
@@ -33,15 +34,15 @@ def test_a_hand_written_loss_keeps_its_effective_weights_and_activations():
 
 
 def test_keys_that_a_loss_closes_over_count_as_keys():
-    report = rpx.saved(lambda params, x: loss(params, KEY, x), PARAMS, X)
+    report = saved_residuals(lambda params, x: loss(params, KEY, x), PARAMS, X)
     assert report.bytes("weights") == 32 * 4 * 4
     assert report.bytes("activations") == (8 * 16 + 8 * 32) * 4
-    again = rpx.saved(rpx.remat(lambda params, x: loss(params, KEY, x)), PARAMS, X)
+    again = saved_residuals(rpx.remat(lambda params, x: loss(params, KEY, x)), PARAMS, X)
     assert (again.bytes("weights"), again.bytes("parameters")) == (0, 32 * 4 * 4 + 8)
 
 
 def test_remat_keeps_raw_parameters_instead():
-    report = rpx.saved(rpx.remat(loss), PARAMS, KEY, X)
+    report = saved_residuals(rpx.remat(loss), PARAMS, KEY, X)
     assert report.bytes("weights") == 0
     assert report.bytes("activations") == (8 * 16 + 8 * 32) * 4
     assert {each.origin for each in report.kept if each.kind == "parameters"} == {"params/b", "key"}
@@ -49,7 +50,7 @@ def test_remat_keeps_raw_parameters_instead():
 
 
 def test_without_noise_the_parameters_themselves_are_kept():
-    report = rpx.saved(lambda params, x: jnp.sum((x @ params["a"]) @ params["b"]), PARAMS, X)
+    report = saved_residuals(lambda params, x: jnp.sum((x @ params["a"]) @ params["b"]), PARAMS, X)
     assert (report.bytes("weights"), report.bytes("parameters")) == (0, 32 * 4 * 4)
     assert "params/b" in str(report)
 
@@ -67,7 +68,7 @@ def shown(report):
 
 
 def test_the_report_is_a_table_with_sizes_types_and_lines_of_source():
-    assert shown(rpx.saved(jax.jit(loss), PARAMS, KEY, X)) == [
+    assert shown(saved_residuals(jax.jit(loss), PARAMS, KEY, X)) == [
         "kept for the backward pass: 2.0 KiB",
         "  raw parameters and keys: 0 B",
         "  made from these alone: 512 B",
@@ -86,7 +87,7 @@ def test_equal_lines_are_counted_and_show_the_users_line_under_remat_too():
 
     eye = np.eye(16, dtype=np.float32)
     params = {"layers": [{"w": eye} for _ in range(3)], "last": eye}
-    report, name = rpx.saved(rpx.remat(deep), params, KEY, X), deep.__qualname__
+    report, name = saved_residuals(rpx.remat(deep), params, KEY, X), deep.__qualname__
     assert shown(report) == [
         "kept for the backward pass: 6.5 KiB",
         "  raw parameters and keys: 3.0 KiB",
@@ -99,7 +100,7 @@ def test_equal_lines_are_counted_and_show_the_users_line_under_remat_too():
         f"       1.0 KiB  2 x float32[8, 16]    {line('P.apply', deep)} ({name})",
         "         512 B  float32[8, 16]        x",
     ]
-    assert report == rpx.saved(rpx.remat(deep), params, KEY, X)
+    assert report == saved_residuals(rpx.remat(deep), params, KEY, X)
     assert str(report) == repr(report)
 
 
@@ -127,7 +128,7 @@ AROUND = {"itself": lambda f: f, "remat": rpx.remat, "jit": jax.jit, "both": lam
 def test_no_line_of_this_library_or_of_jax_is_named(p, around):
     # Of a shape of its own: what JAX has traced for another test it does not trace again, and keeps that test's lines.
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((23, 23), (3, 23)))
-    report = rpx.saved(around(looped(p)), jax.eval_shape(p.init, {"w": w}), KEY, x)
+    report = saved_residuals(around(looped(p)), jax.eval_shape(p.init, {"w": w}), KEY, x)
     made = [each.origin for each in report.kept if not each.origin.startswith(("raw/", "x", "key"))]
     assert made
     assert [origin for origin in made if not origin.startswith(__file__)] == []
@@ -139,32 +140,32 @@ def test_each_of_two_calls_has_its_own_line():
         again = P.apply({"w": params["w"]}, key)
         return jnp.sum((x @ first["w"]) @ again["w"])
 
-    report = rpx.saved(twice, {"w": np.eye(16, dtype=np.float32)}, KEY, X)
+    report = saved_residuals(twice, {"w": np.eye(16, dtype=np.float32)}, KEY, X)
     origins = {each.origin.rsplit(":", 1)[0] for each in report.kept if each.kind == "weights"}
     assert origins == {line("again = ", twice)[:-1]}  # the gradient of the first weight needs the second alone
 
 
 def test_shapes_are_enough_and_nothing_is_computed():
     shapes = jax.eval_shape(lambda: (PARAMS, KEY, X))
-    assert rpx.saved(loss, *shapes) == rpx.saved(loss, PARAMS, KEY, X)
+    assert saved_residuals(loss, *shapes) == saved_residuals(loss, PARAMS, KEY, X)
 
 
 def test_what_is_returned_beside_the_loss_needs_nothing():
     def with_aux(params, key, x):
         return loss(params, key, x), jnp.exp(x @ params["a"])
 
-    assert rpx.saved(with_aux, PARAMS, KEY, X, has_aux=True).bytes("activations") == (8 * 16 + 8 * 32) * 4
+    assert saved_residuals(with_aux, PARAMS, KEY, X, has_aux=True).bytes("activations") == (8 * 16 + 8 * 32) * 4
 
 
 def test_large_sizes_have_large_units():
     big = jax.ShapeDtypeStruct((1024, 1024, 1024), jnp.float32)
-    assert "4.0 GiB" in str(rpx.saved(lambda w: jnp.sum(w * w), big))
+    assert "4.0 GiB" in str(saved_residuals(lambda w: jnp.sum(w * w), big))
 
 
 def test_a_line_of_a_notebook_is_that_of_a_cell():
     globs = {"jnp": jnp}
     exec(compile("def loss(w, x):\n    return jnp.sum(x @ jnp.sin(w))", "/tmp/ipykernel_12/3456.py", "exec"), globs)
-    assert {each.origin for each in rpx.saved(globs["loss"], jnp.ones((4, 4)), jnp.ones((2, 4))).kept} >= {
+    assert {each.origin for each in saved_residuals(globs["loss"], jnp.ones((4, 4)), jnp.ones((2, 4))).kept} >= {
         "<cell>:2:23 (loss)"
     }
 
