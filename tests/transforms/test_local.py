@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from samples import ERRORS, N, assert_alike
 
 import reparax as rpx
-from reparax.core.chains import random
-from reparax.core.chains.random import DRAW
+from reparax.core import random
+from reparax.core.random import DRAW
 from reparax.programs import jaxprs
 from reparax.transforms import _local
 

@@ -8,6 +8,5 @@ quantized weights one of ``_quantized_formats.py``. Imports core, stages and num
 from reparax.io._peft_read import from_peft as from_peft
 from reparax.io._peft_write import to_peft as to_peft
 from reparax.io._quantized import from_quantized as from_quantized
-from reparax.io._quantized import to_quantized as to_quantized
 from reparax.io._torch import from_torch as from_torch
 from reparax.io._torch import to_torch as to_torch

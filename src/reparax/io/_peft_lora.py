@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import last_to_number
+from reparax.core.axes import last_to_number
 from reparax.io._peft_method import (
     ANY,
     FLAG,

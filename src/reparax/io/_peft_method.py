@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.algebra import Parametrization
+from reparax.core.axes import list_axes
+from reparax.core.chain import Parametrization
 from reparax.io._files import is_number, shown
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_target import Target

@@ -17,17 +17,18 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import with_any_key
-from reparax.core.stages.where import all_but
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, flatten_with_names, is_array, items, path_text
+from reparax.core.calls import with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._parameters import Index, Rules, require_known, restack_stage, stack_parts
 from reparax.io._peft_lora import BIAS
 from reparax.io._peft_method import MERGE, Adapted, Method, check_settings, in_a_name, require
 from reparax.io._peft_methods import METHODS, selects_module
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
+from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
@@ -36,7 +37,7 @@ _ANY_NAME = "[^/]+"
 
 
 def from_peft(
-    tensors: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     config: Mapping[str, Any],
     like: PyTree,
     *,
@@ -60,8 +61,8 @@ def from_peft(
     uses it, but no longer kept in its ball. All other types are refused by name.
 
     Args:
-      tensors: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of a
-        model in memory, of which the base is left out.
+      state_dict: The tensors of ``adapter_model.safetensors``, as arrays or torch tensors; or ``model.state_dict()`` of
+        a model in memory, of which the base is left out.
       config: The contents of ``adapter_config.json``, or ``model.peft_config[adapter].to_dict()``. An unknown setting
         must have a neutral value, such as None, False or 0.
       like: The model's parameters; they become the base.
@@ -101,7 +102,7 @@ def from_peft(
     """
     method = _find_method(config)
     config = {**method.defaults, **check_settings(method.name, config, method.settings)}
-    arrays = read_tensors("from_peft", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    arrays = read_tensors("from_peft", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     _require_no_attention(arrays)
     arrays = {
         name: x

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import require_chains
-from reparax.core.chains.lineage import Lineage, lineage_of
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, PyTree
+from reparax.core.calls import require_chains
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree
+from reparax.core.plan import Lineage, lineage_of
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_lora import BIAS, TOKENS
 from reparax.io._peft_method import Method, StageNode, Written, known_number

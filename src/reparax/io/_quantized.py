@@ -13,25 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, flatten_with_names, items, path_text
-from reparax.core.tree.raw import FIXED
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, path_text
 from reparax.io._files import is_finite, read_tensors, shown
-from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
+from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
 from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
-from reparax.io._quantized_formats import MXFP4, READERS, WRITERS, Matrix, gguf, mxfp4, write_gguf
-from reparax.numerics.arguments import one_of
+from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
 from reparax.stages.quantized import Stored
 from reparax.stages.quantized._formats import FORMATS
-from reparax.stages.quantized._packing import group_of_codes, pack, unpack
+from reparax.stages.quantized._packing import group_of_codes, pack
 
 PLAIN = ("F32", "F16", "BF16")
 
 
 def from_quantized(
-    tensors: Mapping[str, Any], config: Mapping[str, Any], like: PyTree, *, names: Rules = None, layouts: Rules = None
+    state_dict: Mapping[str, Any],
+    config: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
 ) -> tuple[Parametrization, PyTree]:
     r"""Reads a model that others have quantized: a chain of :class:`Stored`, and a raw tree of the file's own codes.
 
@@ -61,7 +63,7 @@ def from_quantized(
     for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
 
     Args:
-      tensors: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
+      state_dict: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
         gguf.GGUFReader(path).tensors}``.
       config: ``quantization_config`` of the model's ``config.json``. For GGUF, ``{"quant_method": "gguf", "types":
         {t.name: t.tensor_type.name for t in reader.tensors}}``.
@@ -90,7 +92,7 @@ def from_quantized(
              [1.5, 1.5]], dtype=float32)
     """
     _require_method(config)
-    arrays = read_tensors("from_quantized", tensors, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    arrays = read_tensors("from_quantized", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
         tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
@@ -181,7 +183,7 @@ def _read_parameter(
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
-    stage = Stored(matrix.format, block=block, axis=axes, ordered="order" in values, stacked=stacked)
+    stage = Stored(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
     return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
 
 
@@ -230,65 +232,6 @@ def _chain_of_stages(stages: Mapping[str, Stored], paths: set[str]) -> Parametri
         texts = sorted(patterns if matched_paths == set(stage_paths) else {re.escape(path) for path in stage_paths})
         new_stages.append(replace(stage, where="|".join(texts)))
     return new_stages[0] if len(new_stages) == 1 else Chain(tuple(new_stages))
-
-
-def to_quantized(
-    p: Parametrization, raw: PyTree, format: str, *, names: Rules = None, layouts: Rules = None
-) -> dict[str, np.ndarray]:
-    r"""The weights of a raw tree as tensors of GGUF, with matrices in one format.
-
-    A matrix that ``p`` holds in this format keeps its codes and scales: a file that :func:`from_quantized` has read is
-    written bit for bit. All other matrices are rounded as by :class:`Stored` if their inputs are a multiple of 32;
-    everything else is written in float32. Adapters are merged first, as by ``p.fold(raw)``.
-
-    Args:
-      p: The chain.
-      raw: A raw tree of it.
-      format: ``"gguf:q4_0"``, ``"gguf:q4_1"``, ``"gguf:q5_0"``, ``"gguf:q5_1"`` or ``"gguf:q8_0"``.
-      names: As for :func:`from_quantized`.
-      layouts: As for :func:`from_torch`.
-
-    Returns:
-      The bytes of each stored matrix as uint8, ``(out, bytes)``, and other arrays in float32, as
-      ``gguf.GGUFWriter.add_tensor(name, x, raw_dtype=...)`` takes them.
-
-    Raises:
-      ValueError: If the format has no writer.
-
-    Example:
-      >>> import jax.numpy as jnp, reparax as rpx
-      >>> weights = {"dense": {"kernel": jnp.ones((64, 2)), "bias": jnp.zeros(2)}}
-      >>> tensors = rpx.io.to_quantized(rpx.Chain(), weights, "gguf:q8_0")
-      >>> {name: (x.dtype.name, x.shape) for name, x in tensors.items()}
-      {'dense.bias': ('float32', (2,)), 'dense.weight': ('uint8', (2, 68))}
-    """
-    one_of(*WRITERS)(format, "to_quantized", "format")
-    with locate_errors("to_quantized"):
-        weights = p.fold(raw)
-        entries = list_entries(weights, names, layouts)
-        require_known(entries)
-    arrays, lineage = dict(items(weights)), lineage_of(p.deterministic, raw)
-    tensors: dict[str, np.ndarray] = {}
-    for entry in entries:
-        place, shape = lineage.places[entry.path], permute(entry.shape, entry.layout)
-        maker = lineage.makers.get(place)
-        is_own = maker is not None and isinstance(maker.stage, Stored) and maker.stage.format == format
-        codes = maker.values if maker is not None and is_own else {}
-        if len(shape) == 2 and codes:
-            raw_values = {name: lineage.raw.arrays[at] for name, at in codes.items()}
-        elif len(shape) == 2 and shape[1] % 32 == 0:
-            count = len(entry.index)
-            stage = Stored(format, axis=_output_axis(entry), stacked=tuple(range(count)), where=lambda path, x: True)
-            raw_values = stage.init({"w": arrays[place]})["w"]["@stored"][FIXED]
-        else:
-            tensors[entry.tensor] = np.asarray(write_layout(entry.part(arrays[place]), entry.layout)).astype(np.float32)
-            continue
-        is_transposed = _output_axis(entry) == 1
-        values = {name: entry.part(x) for name, x in raw_values.items()}
-        values["q"] = unpack(values["q"], FORMATS[format].numbers.bits, 0 if is_transposed else 1)
-        rows = {name: np.asarray(x.T if is_transposed else x) for name, x in values.items()}
-        tensors[entry.tensor] = write_gguf(format.removeprefix("gguf:").upper(), rows)
-    return dict(sorted(tensors.items()))
 
 
 def _is_stack(entry: Entry) -> bool:

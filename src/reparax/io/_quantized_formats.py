@@ -389,18 +389,4 @@ def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
     return Matrix(name, FORMATS[name].block, values)
 
 
-def write_gguf(kind: str, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The bytes of a matrix in GGUF: the inverse of :func:`gguf`."""
-    codes = values["q"].reshape(len(values["q"]), -1, 32)
-    parts = [values["scale"], *([-values["offset"]] if "offset" in values else [])]
-    halves = [np.ascontiguousarray(x[..., None].astype(np.float16)).view(np.uint8) for x in parts]
-    if kind == "Q8_0":
-        return np.concatenate([*halves, codes.view(np.uint8)], axis=-1).reshape(len(codes), -1)
-    unsigned = codes if codes.dtype == np.uint8 else (codes.view(np.uint8) ^ (16 if kind.startswith("Q5") else 8))
-    low = (unsigned[..., :16] & 15) | (unsigned[..., 16:] << 4)
-    fifth = [np.packbits((unsigned >> 4) & 1, axis=-1, bitorder="little")] if kind.startswith("Q5") else []
-    return np.concatenate([*halves, *fifth, low], axis=-1).reshape(len(codes), -1)
-
-
-WRITERS = ("gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0")
 READERS = {"gptq": gptq, "awq": awq, "bitsandbytes": bitsandbytes, "compressed-tensors": compressed_tensors}

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import last_to_number
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import require_chains, with_any_key
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.tree.differences import describe_as_stored
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.axes import last_to_number
+from reparax.core.calls import require_chains, with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import describe_as_stored, locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import lineage_of
 from reparax.io._files import read_tensors
 from reparax.io._layouts import LAYOUTS, permute, write_layout
 from reparax.io._parameters import (
@@ -39,7 +38,7 @@ from reparax.stages.norms._norm import WeightNorm
 
 def from_torch(
     p: Parametrization,
-    state: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     like: PyTree,
     *,
     names: Rules = None,
@@ -60,7 +59,7 @@ def from_torch(
 
     Args:
       p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
-      state: A dict of names and tensors, or arrays.
+      state_dict: A dict of names and tensors, or arrays.
       like: The model's parameters, or their shapes and dtypes.
       names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
         in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
@@ -106,20 +105,20 @@ def from_torch(
 
     Example:
       >>> import numpy as np, jax, reparax as rpx
-      >>> state = {
+      >>> state_dict = {
       ...     "dense.parametrizations.weight.original0": np.array([[5.0], [1.0]], np.float32),
       ...     "dense.parametrizations.weight.original1": np.array([[3.0, 4.0], [0.0, 1.0]], np.float32),
       ...     "dense.bias": np.zeros(2, np.float32),
       ... }
       >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
       >>> p = rpx.WeightNorm()
-      >>> raw = rpx.from_torch(p, state, like)
+      >>> raw = rpx.from_torch(p, state_dict, like)
       >>> p.fold(raw)["dense"]["kernel"]
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
     """
-    require_chains("from_torch(p, state, like)", p)
-    arrays = read_tensors("from_torch", state, "state dict", "Call `module.state_dict()`.")
+    require_chains("from_torch(p, state_dict, like)", p)
+    arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
         plan = make_plan(

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import (
