@@ -13,7 +13,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
-``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved``
+``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
 ``rpx.io``          files of torch, PEFT and few bits: ``from_torch``, ``from_peft``, ``from_quantized``
 ``rpx.nnx``         a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
@@ -37,8 +37,8 @@ from reparax.axes import axis_groups as axis_groups
 from reparax.axes import roles as roles
 from reparax.axes import shrink as shrink
 from reparax.core import stage as stage
-from reparax.core.chains.names import LIBRARIES as _LIBRARIES
-from reparax.core.chains.names import unknown_name_error as _unknown_name
+from reparax.core.names import LIBRARIES as _LIBRARIES
+from reparax.core.names import unknown_name_error as _unknown_name
 from reparax.core.stage import Chain as Chain
 from reparax.core.stage import Parametrization as Parametrization
 from reparax.core.stage import Perturbation as Perturbation
@@ -89,7 +89,6 @@ from reparax.transforms import explain as explain
 from reparax.transforms import factored as factored
 from reparax.transforms import local as local
 from reparax.transforms import remat as remat
-from reparax.transforms import saved as saved
 
 __version__ = "0.1.0"
 

@@ -17,8 +17,8 @@ from grids import mostly_thorough
 from jax.scipy.linalg import expm, solve_triangular
 
 import reparax as rpx
-from reparax.core.chains import random
-from reparax.core.chains.keys import Keys
+from reparax.core import random
+from reparax.core.keys import Keys
 
 MATRICES = matrices()
 SQUARE, TALL, WIDE, BATCH = (MATRICES[name] for name in ("square", "tall", "wide", "batch"))

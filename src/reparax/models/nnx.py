@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.tree.paths import PyTree
-from reparax.core.tree.raw import holds_markers
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree
+from reparax.core.raw import holds_markers
 from reparax.models.attributes import find_attribute
 from reparax.models.chains import (
     check_chain,

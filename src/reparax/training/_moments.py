@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, is_array, items
-from reparax.core.tree.raw import FIXED, is_aligned
+from reparax.core.paths import Names, PyTree, flatten_with_names, items
+from reparax.core.raw import FIXED, is_aligned
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 
 

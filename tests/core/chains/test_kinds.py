@@ -3,7 +3,7 @@
 import pytest
 from public import PUBLIC
 
-from reparax.core.chains.kinds import snake_case
+from reparax.core.config import snake_case
 
 KINDS = {
     "AlmostOrthogonal": "almost_orthogonal",

@@ -670,7 +670,7 @@ SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
     "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
-    "from_torch(p, state, like)": lambda: rpx.from_torch(RAW, P, RAW),
+    "from_torch(p, state_dict, like)": lambda: rpx.from_torch(RAW, P, RAW),
     "to_peft(p, raw)": lambda: rpx.to_peft(RAW, P),
 }
 

@@ -20,8 +20,8 @@ from one_array import normal
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.paths import flatten_with_names, path_text
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.paths import flatten_with_names, path_text
 
 X = jnp.ones((1, 3, 6))
 

@@ -14,7 +14,7 @@ from one_array import normal
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.tree.paths import items
+from reparax.core.paths import items
 
 X = normal(5, 4, seed=1)
 PARAMS = {

@@ -222,7 +222,7 @@ def test_the_settings_are_kept_in_json():
 @pytest.mark.parametrize("stacked", mostly_thorough([(), (0,)], (0,)))
 def test_stored_entries_may_have_an_order_of_their_own(stacked):
     w = jnp.asarray(np.random.default_rng(6).standard_normal((2,) * len(stacked) + (16, 6)), jnp.float32)
-    plain, p = (rpx.Quantized("int4", block=4, stacked=stacked, ordered=ordered) for ordered in (False, True))
+    plain, p = (rpx.Quantized("int4", block=4, stacked=stacked, desc_act=desc_act) for desc_act in (False, True))
     raw = init(p, {"w": w})
     held = raw["w"]["@quantized"]["@fixed"]
     _, want = stored(plain, w)

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_weight
 from reparax.numerics.arithmetic import scalar
 

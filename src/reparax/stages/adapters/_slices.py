@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import Axis, check_axis, position
-from reparax.core.axes.roles import INPUTS
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.axes import Axis, check_axis, position
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import INPUTS
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import is_whole
 
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.tree.values import Values, main
+from reparax.core.fields import argument
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import one_of
 from reparax.numerics.arithmetic import widened
 from reparax.stages.quantized._fits import divide, largest_of, to_powers

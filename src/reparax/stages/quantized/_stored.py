@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import is_known
-from reparax.core.tree.raw import OTHER_CHAIN
-from reparax.core.tree.values import OTHERS, Values, fixed, main
+from reparax.core.constraint import is_known
+from reparax.core.fields import argument
+from reparax.core.raw import OTHER_CHAIN
+from reparax.core.values import OTHERS, Values, fixed, main
 from reparax.numerics.arguments import check_flag, one_of
 from reparax.numerics.arithmetic import widened
 from reparax.stages.quantized._packing import group_of_codes, pack, unpack
@@ -78,7 +78,7 @@ class Quantized(Scaled):
       fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
         the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
-      ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
+      desc_act: Whether stored entries may have another order along the cut axis, as in files of GPTQ of that setting.
         The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
         then needs a key.
@@ -87,7 +87,7 @@ class Quantized(Scaled):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``ordered`` has the wrong type.
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``desc_act`` has the wrong type.
       ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``rounding`` is not
         one of the words above.
 
@@ -109,7 +109,7 @@ class Quantized(Scaled):
     """
 
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
-    ordered: bool = argument(check_flag, default=False, kw_only=True)
+    desc_act: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class Quantized(Scaled):
         """The raw values of ``w``, rounded by chance with a key."""
         codes, values = self._codes_and_scales(w, key)
         block_axis = self._block_axis(w)
-        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.ordered else {}
+        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def _scale_range_error(self, w: Array) -> str | None:

@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.layers import Layer
-from reparax.core.chains.planner import Planner
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.nodes import find_nodes
-from reparax.core.stages.on_arrays import OnArrays
-from reparax.core.stages.where import Candidate
-from reparax.core.tree.flat import Flat
-from reparax.core.tree.values import Values, main
+from reparax.core.leaf import Reparametrization
+from reparax.core.plan import Layer, Planner
+from reparax.core.planners import OnArrays
+from reparax.core.raw import Flat
+from reparax.core.sites import find_nodes
+from reparax.core.values import Values, main
+from reparax.core.where import Candidate
 from reparax.numerics.arithmetic import is_inexact
 
 

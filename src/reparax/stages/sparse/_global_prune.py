@@ -7,11 +7,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import why_infinite
-from reparax.core.stages.together import Together
-from reparax.core.stages.varied import Number
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.constraint import why_infinite
+from reparax.core.fields import Number, argument
+from reparax.core.several import Together
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.select import largest_of_all

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import LAST, Axis, check_one_along, last_to_number, position
-from reparax.core.axes.roles import INPUTS
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.axes import LAST, Axis, check_one_along, last_to_number, position
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import INPUTS
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_whole
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.select import largest

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import EACH, Axes, check_slices, count_from_front, other_axes
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.axes import EACH, Axes, check_slices, count_from_front, other_axes
+from reparax.core.constraint import Constraint
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.lengths import scale
