@@ -129,7 +129,7 @@ def test_values_of_a_split_model_go_into_a_wrapped_nnx_model_and_modules_of_othe
         "replace only values, use `nnx.update(model.raw, nnx.to_pure_dict(raw))`.",
     ):
         rpx.nnx.Parametrized(plain, p, raw=raw)
-    for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (rpx.nnx.Free, raw)):
+    for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (nnx.Param, raw)):
         model = rpx.nnx.Parametrized(plain, p, rngs=nnx.Rngs(1), variable=variable)
         nnx.update(model.raw, values)
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model.raw)), nnx.to_pure_dict(raw))
