@@ -5,9 +5,9 @@ once for all of them.
 """
 
 from reparax.stages.noise._cast import Cast as Cast
-from reparax.stages.noise._gaussian import Gaussian as Gaussian
-from reparax.stages.noise._hard_concrete import HardConcrete as HardConcrete
-from reparax.stages.noise._ivon import ivon as ivon
-from reparax.stages.noise._stages import VarNoise as VarNoise
-from reparax.stages.noise._stages import WeightDropout as WeightDropout
-from reparax.stages.noise._variational_dropout import VariationalDropout as VariationalDropout
+from reparax.stages.noise._distributions import Gaussian as Gaussian
+from reparax.stages.noise._distributions import HardConcrete as HardConcrete
+from reparax.stages.noise._distributions import VariationalDropout as VariationalDropout
+from reparax.stages.noise._distributions import ivon as ivon
+from reparax.stages.noise._noise import VarNoise as VarNoise
+from reparax.stages.noise._noise import WeightDropout as WeightDropout

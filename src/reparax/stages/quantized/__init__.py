@@ -4,5 +4,5 @@ A format is a row of a table: the numbers of its codes, and where scales and zer
 ``FakeQuantized`` round with the same formula.
 """
 
-from reparax.stages.quantized._quantize import FakeQuantized as FakeQuantized
-from reparax.stages.quantized._stored import Quantized as Quantized
+from reparax.stages.quantized._quantized import FakeQuantized as FakeQuantized
+from reparax.stages.quantized._quantized import Quantized as Quantized
