@@ -1,10 +1,9 @@
-"""Noise on weights, drawn from a key in each step: Gaussian noise, dropout, weights with a distribution; and casts.
+"""Noise on weights, drawn from a key in each step: Gaussian noise, dropout, and weights with a distribution.
 
 A draw depends on the key and on the array's path. Consecutive noise stages on one array are merged, so ``apply`` draws
 once for all of them.
 """
 
-from reparax.stages.noise._cast import Cast as Cast
 from reparax.stages.noise._distributions import Gaussian as Gaussian
 from reparax.stages.noise._distributions import HardConcrete as HardConcrete
 from reparax.stages.noise._distributions import VariationalDropout as VariationalDropout

@@ -13,7 +13,7 @@ from jax import Array
 from reparax.core.axes import Axes, check_features, other_axes
 from reparax.core.constraint import is_known
 from reparax.core.fields import argument
-from reparax.core.leaf import Reparametrization
+from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
@@ -667,3 +667,45 @@ def _round_to_step_jvp(
     inside = (low <= nearest) & (nearest <= high)
     slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(size, 1) * high)
     return jnp.clip(nearest, low, high) * step, jnp.where(inside, dx, 0) + slope * dstep
+
+
+class Cast(Perturbation):
+    """Weights in another floating dtype: the optimizer works in the raw dtype, the model reads ``dtype``.
+
+    The raw tree is the model's own. Gradients have the raw dtype. Consecutive casts round one after the other:
+    ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
+
+    Args:
+      dtype: A floating dtype, or its name.
+      where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Perturbation`.
+
+    Raises:
+      TypeError: If ``dtype`` has the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
+      {'w': Array([1, 1], dtype=bfloat16)}
+    """
+
+    dtype: Any
+
+    dtypes: ClassVar[Any] = jnp.floating
+    stochastic: ClassVar[bool] = False
+    entrywise: ClassVar[Any] = True
+    changes_type: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            dtype = jnp.dtype(self.dtype or "None")  # numpy reads None as float64
+        except TypeError as error:
+            raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"Cast takes a floating dtype or its name, but got {dtype.name!r}.")
+        object.__setattr__(self, "dtype", dtype.name)
+
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        del key
+        return w.astype(self.dtype)
