@@ -17,8 +17,8 @@ from errors import table
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.chains.names import OF_OTHERS, how_to_write
 from reparax.core.chains.words import OF_OTHERS as ARGUMENTS
+from reparax.core.names import OF_OTHERS, how_to_write
 from reparax.core.tree.raw import holds_markers
 from reparax.testing import check_laws
 
@@ -85,4 +85,4 @@ def test_the_words_of_others_lead_to_words_that_exist():
     assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
     for name, text in OF_OTHERS.items():
         assert name not in PUBLIC
-        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write(vars(rpx)).values()), text
+        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write().values()), text

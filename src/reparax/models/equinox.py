@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.chains.algebra import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.tree.paths import PyTree, is_array
 from reparax.models.attributes import find_attribute
 from reparax.models.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
 from reparax.numerics.imported import import_library
 from reparax.training import labels
+
+__dir__ = dir_of("equinox")
 
 eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
 
