@@ -8,12 +8,12 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.noise``       noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
 ``rpx.numbers``     single numbers: ``Positive``, ``Bounded``, ``Scale``
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
-``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
+``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Stored``, ``Quantize``
+``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
-``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved``
+``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
 ``rpx.io``          files of torch, PEFT and few bits: ``from_torch``, ``from_peft``, ``from_quantized``
 ``rpx.nnx``         a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``
@@ -78,11 +78,11 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.stages.numbers import Bounded as Bounded
     from reparax.stages.numbers import Positive as Positive
     from reparax.stages.numbers import Scale as Scale
-    from reparax.stages.quantized import Quantize as Quantize
-    from reparax.stages.quantized import Stored as Stored
+    from reparax.stages.quantized import FakeQuantized as FakeQuantized
+    from reparax.stages.quantized import Quantized as Quantized
     from reparax.stages.shared import Tie as Tie
     from reparax.stages.sparse import Freeze as Freeze
-    from reparax.stages.sparse import MagnitudePrune as MagnitudePrune
+    from reparax.stages.sparse import MagnitudePruning as MagnitudePruning
     from reparax.stages.sparse import Mask as Mask
     from reparax.training import combine as combine
     from reparax.training import decay_mask as decay_mask
@@ -95,7 +95,6 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.transforms import factored as factored
     from reparax.transforms import local as local
     from reparax.transforms import remat as remat
-    from reparax.transforms import saved as saved
 else:  # where a type checker would believe that there is every name
     __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]
     __dir__ = _names.shown

@@ -17,7 +17,7 @@ from grids import mostly_thorough
 from safetensors.numpy import load_file, save_file
 
 import reparax as rpx
-from reparax.io.peft.methods import METHODS as METHODS_READ
+from reparax.io._peft_methods import METHODS as METHODS_READ
 
 torch = pytest.importorskip("torch")
 with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Only ``_programs`` knows the primitives of JAX: all others read typed views of equations."""
+"""Only ``programs`` knows the primitives of JAX: all others read typed views of equations."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from jax.extend.core import Primitive, primitives
 
 import reparax as rpx
-from reparax.programs.equations.kinds import KINDS
+from reparax.programs.equations import KINDS
 
 ROOT = Path(rpx.__file__).parent
 NAMES = {each.name for each in vars(primitives).values() if isinstance(each, Primitive)} | set(KINDS)

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from reparax.axes._labels import Labels
 from reparax.axes._values import Axis, Labelled, Origin, Origins, Source
-from reparax.programs.equations.contractions import Conv, Dot, RaggedDot
-from reparax.programs.equations.view import View
+from reparax.programs.equations import Conv, Dot, RaggedDot, View
 
 
 class Members:

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from reparax.axes._labels import Labels
 from reparax.axes._values import Axis, Labelled, origins
-from reparax.programs.equations.contractions import Axes as Pairs
-from reparax.programs.equations.view import View
+from reparax.programs.equations import Axes as Pairs
+from reparax.programs.equations import View
 
 Axes = tuple[Axis, ...]
 

@@ -17,8 +17,7 @@ from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Origin, Ori
 from reparax.axes._zeros import AxisSum, Zeros, all_of
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, check_call, is_keys
-from reparax.programs.equations.bodies import Cond, Scan, ShardMap, While
-from reparax.programs.equations.kinds import view_of
+from reparax.programs.equations import Cond, Scan, ShardMap, While, view_of
 from reparax.programs.sources import describe_read, lines_by_origin
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from reparax.axes._operands import Axes, Operands
 from reparax.axes._values import Axis, origins
-from reparax.programs.equations import contractions, elementwise, moves, reductions
-from reparax.programs.equations.view import View
+from reparax.programs import equations
+from reparax.programs.equations import View
 from reparax.programs.jaxprs import type_of
 
 
@@ -46,18 +46,18 @@ def _axes_in_order_along(view: View, operands: Operands, ordered: Iterable[int])
     return [found for _ in view.eqn.outvars]
 
 
-def _axes_of_barrier(view: moves.Barrier, operands: Operands) -> list[Axes]:
+def _axes_of_barrier(view: equations.Barrier, operands: Operands) -> list[Axes]:
     """Each output has the axes of its operand."""
     del view
     return operands.axes
 
 
-def _axes_of_reverse(view: moves.Reverse, operands: Operands) -> list[Axes]:
+def _axes_of_reverse(view: equations.Reverse, operands: Operands) -> list[Axes]:
     """The order counts along the axes that are reversed."""
     return _axes_in_order_along(view, operands, view.dimensions)
 
 
-def _axes_of_cumulative(view: reductions.Cumulative | reductions.Sort, operands: Operands) -> list[Axes]:
+def _axes_of_cumulative(view: equations.Cumulative | equations.Sort, operands: Operands) -> list[Axes]:
     """The order counts along the axis on which entries are added up or sorted."""
     return _axes_in_order_along(view, operands, [view.axis])
 
@@ -65,13 +65,13 @@ def _axes_of_cumulative(view: reductions.Cumulative | reductions.Sort, operands:
 # ---- sums
 
 
-def _axes_of_dot(view: contractions.Dot, operands: Operands) -> list[Axes]:
+def _axes_of_dot(view: equations.Dot, operands: Operands) -> list[Axes]:
     """Axes that are contracted, and those of a batch, are one axis of both operands."""
     a, b = operands.axes
     return [operands.join_in_product((a, b), view.contracting, view.batch)]
 
 
-def _axes_of_ragged_dot(view: contractions.RaggedDot, operands: Operands) -> list[Axes]:
+def _axes_of_ragged_dot(view: equations.RaggedDot, operands: Operands) -> list[Axes]:
     """As a product of matrices, where sizes say which rows meet which group: the order of rows and of groups counts."""
     a, b, sizes, *rest = operands.axes
     a = tuple(operands.ordered(axis) if i == view.ragged else axis for i, axis in enumerate(a))
@@ -83,7 +83,7 @@ def _axes_of_ragged_dot(view: contractions.RaggedDot, operands: Operands) -> lis
     return [(*axes[:group], *axes[group + 1 :])]
 
 
-def _axes_of_convolution(view: contractions.Conv, operands: Operands) -> list[Axes]:
+def _axes_of_convolution(view: equations.Conv, operands: Operands) -> list[Axes]:
     """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
     if view.batch_group_count > 1:
         return _axes_of_unknown(view, operands)
@@ -101,19 +101,19 @@ def _axes_of_convolution(view: contractions.Conv, operands: Operands) -> list[Ax
     return [tuple(axes[k] for k in sorted(axes))]
 
 
-def _axes_of_reduce(view: reductions.Reduce, operands: Operands) -> list[Axes]:
+def _axes_of_reduce(view: equations.Reduce, operands: Operands) -> list[Axes]:
     """The axes that are left; those that are reduced have any order."""
     kept = tuple(axis for i, axis in enumerate(operands.axes[0]) if i not in view.axes)
     return [kept for _ in view.eqn.outvars]
 
 
-def _axes_of_reduce_index(view: reductions.ReduceIndex, operands: Operands) -> list[Axes]:
+def _axes_of_reduce_index(view: equations.ReduceIndex, operands: Operands) -> list[Axes]:
     """The axes that are left; an index says where an entry is, so the order counts along the others."""
     operands.ordered(*(operands.axes[0][i] for i in view.axes))
     return _axes_of_reduce(view, operands)
 
 
-def _axes_of_reduce_window(view: reductions.ReduceWindow, operands: Operands) -> list[Axes]:
+def _axes_of_reduce_window(view: equations.ReduceWindow, operands: Operands) -> list[Axes]:
     """The order counts along axes on which not each entry is a window of its own."""
     if len(view.eqn.outvars) > 1:
         return _axes_of_unknown(view, operands)
@@ -123,7 +123,7 @@ def _axes_of_reduce_window(view: reductions.ReduceWindow, operands: Operands) ->
 # ---- moves
 
 
-def _axes_of_broadcast(view: moves.Broadcast, operands: Operands) -> list[Axes]:
+def _axes_of_broadcast(view: equations.Broadcast, operands: Operands) -> list[Axes]:
     """A new axis, or one of size one that gets longer, has equal entries, so any order."""
     (old,), (shape,) = operands.axes, operands.shapes
     from_place = {place: i for i, place in enumerate(view.broadcast_dimensions)}
@@ -137,17 +137,17 @@ def _axes_of_broadcast(view: moves.Broadcast, operands: Operands) -> list[Axes]:
     return [tuple(axis(place, size) for place, size in enumerate(view.shape))]
 
 
-def _axes_of_transpose(view: moves.Transpose, operands: Operands) -> list[Axes]:
+def _axes_of_transpose(view: equations.Transpose, operands: Operands) -> list[Axes]:
     """The same axes in another order."""
     return [tuple(operands.axes[0][i] for i in view.permutation)]
 
 
-def _axes_of_squeeze(view: moves.Squeeze, operands: Operands) -> list[Axes]:
+def _axes_of_squeeze(view: equations.Squeeze, operands: Operands) -> list[Axes]:
     """The axes that are left."""
     return [tuple(axis for i, axis in enumerate(operands.axes[0]) if i not in view.dimensions)]
 
 
-def _axes_of_reshape(view: moves.Reshape, operands: Operands) -> list[Axes]:
+def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> list[Axes]:
     """Axes that are merged consist of those before, and those of one that is split are its parts."""
     (axes,), (lengths,), new = operands.axes, operands.shapes, view.new_sizes
     if 0 in new:
@@ -189,7 +189,7 @@ def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tupl
         yield (start, i), new[first:j]
 
 
-def _axes_of_iota(view: moves.Iota, operands: Operands) -> list[Axes]:
+def _axes_of_iota(view: equations.Iota, operands: Operands) -> list[Axes]:
     """The order counts along the axis of the numbers; along others all are equal."""
     return [tuple(operands.ordered() if i == view.dimension else operands.new() for i in range(len(view.shape)))]
 
@@ -197,13 +197,13 @@ def _axes_of_iota(view: moves.Iota, operands: Operands) -> list[Axes]:
 # ---- parts
 
 
-def _axes_of_slice(view: moves.Slice, operands: Operands) -> list[Axes]:
+def _axes_of_slice(view: equations.Slice, operands: Operands) -> list[Axes]:
     """An axis that is whole, or one of equal blocks, keeps its order; of others the order counts."""
     parts = zip(operands.axes[0], operands.shapes[0], view.bounds, strict=True)
     return [tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)]
 
 
-def _axes_of_split(view: moves.SplitAxis, operands: Operands) -> list[Axes]:
+def _axes_of_split(view: equations.SplitAxis, operands: Operands) -> list[Axes]:
     """As slices one after the other along an axis."""
     (axes,), (shape,), start, outs = operands.axes, operands.shapes, 0, list[Axes]()
     for size in view.sizes:
@@ -213,7 +213,7 @@ def _axes_of_split(view: moves.SplitAxis, operands: Operands) -> list[Axes]:
     return outs
 
 
-def _axes_of_concatenate(view: moves.Concatenate, operands: Operands) -> list[Axes]:
+def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> list[Axes]:
     """Parts of equal size are blocks that have one order; others have none that could be changed."""
     along = view.dimension
     sizes, parts = [shape[along] for shape in operands.shapes], [axes[along] for axes in operands.axes]
@@ -229,43 +229,43 @@ def _axes_of_concatenate(view: moves.Concatenate, operands: Operands) -> list[Ax
     return [tuple(axis if i == along else operands.joined(axes) for i, axes in across)]
 
 
-def _axes_of_stack(view: moves.Stack, operands: Operands) -> list[Axes]:
+def _axes_of_stack(view: equations.Stack, operands: Operands) -> list[Axes]:
     """The axes of all operands are one each; the order counts along the new one."""
     axes = list(map(operands.joined, zip(*operands.axes, strict=True)))
     return [(*axes[: view.axis], operands.ordered(), *axes[view.axis :])]
 
 
-def _axes_of_unstack(view: moves.Unstack, operands: Operands) -> list[Axes]:
+def _axes_of_unstack(view: equations.Unstack, operands: Operands) -> list[Axes]:
     """The axes that are left; the order counts along the one that goes."""
     axes = operands.axes[0]
     operands.ordered(axes[view.axis])
     return [(*axes[: view.axis], *axes[view.axis + 1 :]) for _ in view.eqn.outvars]
 
 
-def _axes_of_pad(view: moves.Pad, operands: Operands) -> list[Axes]:
+def _axes_of_pad(view: equations.Pad, operands: Operands) -> list[Axes]:
     """The order counts along axes that get entries, or lose some."""
     return [operands.partly(not any(amounts) for amounts in view.padding)]
 
 
-def _axes_of_dynamic_slice(view: moves.DynamicSlice, operands: Operands) -> list[Axes]:
+def _axes_of_dynamic_slice(view: equations.DynamicSlice, operands: Operands) -> list[Axes]:
     """The order counts along axes that are not taken whole."""
     return [operands.partly(size == n for size, n in zip(view.slice_sizes, operands.shapes[0], strict=True))]
 
 
-def _axes_of_dynamic_update_slice(view: moves.DynamicUpdateSlice, operands: Operands) -> list[Axes]:
+def _axes_of_dynamic_update_slice(view: equations.DynamicUpdateSlice, operands: Operands) -> list[Axes]:
     """An axis that is replaced as a whole is that of the new part; of others the order counts."""
     del view
     pairs = zip(operands.axes[0], operands.axes[1], operands.shapes[0], operands.shapes[1], strict=True)
     return [tuple(operands.joined((a, b)) if n == m else operands.ordered(a, b) for a, b, n, m in pairs)]
 
 
-def _axes_of_top_k(view: reductions.TopK, operands: Operands) -> list[Axes]:
+def _axes_of_top_k(view: equations.TopK, operands: Operands) -> list[Axes]:
     """The order counts along the axis of which the largest entries are taken."""
     axes = operands.partly(i != view.axis for i in range(len(operands.axes[0])))
     return [axes for _ in view.eqn.outvars]
 
 
-def _axes_of_gather(view: contractions.Gather, operands: Operands) -> list[Axes]:
+def _axes_of_gather(view: equations.Gather, operands: Operands) -> list[Axes]:
     """Axes that are taken as a whole stay, and so do those of the indices; of others the order counts."""
     numbers, sizes, (axes, indices) = view.dimension_numbers, operands.shapes[0], operands.axes
     chosen = origins(axes[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
@@ -282,32 +282,32 @@ def _axes_of_gather(view: contractions.Gather, operands: Operands) -> list[Axes]
 
 
 RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
-    elementwise.Pointwise: _axes_of_elementwise,
-    **dict.fromkeys((moves.ReadInStep, moves.Vary, moves.Named), _axes_of_elementwise),
-    moves.Barrier: _axes_of_barrier,
-    moves.Reverse: _axes_of_reverse,
-    reductions.Cumulative: _axes_of_cumulative,
-    reductions.Sort: _axes_of_cumulative,
-    contractions.Dot: _axes_of_dot,
-    contractions.RaggedDot: _axes_of_ragged_dot,
-    contractions.Conv: _axes_of_convolution,
-    reductions.Reduce: _axes_of_reduce,
-    reductions.ReduceIndex: _axes_of_reduce_index,
-    reductions.ReduceWindow: _axes_of_reduce_window,
-    moves.Broadcast: _axes_of_broadcast,
-    moves.Transpose: _axes_of_transpose,
-    moves.Squeeze: _axes_of_squeeze,
-    moves.Reshape: _axes_of_reshape,
-    moves.Iota: _axes_of_iota,
-    moves.Slice: _axes_of_slice,
-    moves.SplitAxis: _axes_of_split,
-    moves.Concatenate: _axes_of_concatenate,
-    moves.Stack: _axes_of_stack,
-    moves.Unstack: _axes_of_unstack,
-    moves.Pad: _axes_of_pad,
-    moves.DynamicSlice: _axes_of_dynamic_slice,
-    moves.DynamicUpdateSlice: _axes_of_dynamic_update_slice,
-    reductions.TopK: _axes_of_top_k,
-    contractions.Gather: _axes_of_gather,
+    equations.Pointwise: _axes_of_elementwise,
+    **dict.fromkeys((equations.ReadInStep, equations.Vary, equations.Named), _axes_of_elementwise),
+    equations.Barrier: _axes_of_barrier,
+    equations.Reverse: _axes_of_reverse,
+    equations.Cumulative: _axes_of_cumulative,
+    equations.Sort: _axes_of_cumulative,
+    equations.Dot: _axes_of_dot,
+    equations.RaggedDot: _axes_of_ragged_dot,
+    equations.Conv: _axes_of_convolution,
+    equations.Reduce: _axes_of_reduce,
+    equations.ReduceIndex: _axes_of_reduce_index,
+    equations.ReduceWindow: _axes_of_reduce_window,
+    equations.Broadcast: _axes_of_broadcast,
+    equations.Transpose: _axes_of_transpose,
+    equations.Squeeze: _axes_of_squeeze,
+    equations.Reshape: _axes_of_reshape,
+    equations.Iota: _axes_of_iota,
+    equations.Slice: _axes_of_slice,
+    equations.SplitAxis: _axes_of_split,
+    equations.Concatenate: _axes_of_concatenate,
+    equations.Stack: _axes_of_stack,
+    equations.Unstack: _axes_of_unstack,
+    equations.Pad: _axes_of_pad,
+    equations.DynamicSlice: _axes_of_dynamic_slice,
+    equations.DynamicUpdateSlice: _axes_of_dynamic_update_slice,
+    equations.TopK: _axes_of_top_k,
+    equations.Gather: _axes_of_gather,
 }
 """The rule of each kind of equation, which its subclasses share unless they have their own."""

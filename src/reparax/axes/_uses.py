@@ -5,11 +5,20 @@ from dataclasses import dataclass, replace
 
 from reparax.axes._members import Members
 from reparax.axes._values import Axis, DataProduct, Labelled, Origins, Source, origins
-from reparax.core.axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
-from reparax.programs.equations.contractions import Conv, Dot, Gather, RaggedDot
-from reparax.programs.equations.elementwise import Divide, Multiply
-from reparax.programs.equations.moves import DynamicSlice, Slice, SplitAxis, Unstack
-from reparax.programs.equations.view import View
+from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
+from reparax.programs.equations import (
+    Conv,
+    Divide,
+    Dot,
+    DynamicSlice,
+    Gather,
+    Multiply,
+    RaggedDot,
+    Slice,
+    SplitAxis,
+    Unstack,
+    View,
+)
 from reparax.programs.jaxprs import type_of
 
 Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]

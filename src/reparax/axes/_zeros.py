@@ -12,17 +12,24 @@ from jax.extend.core import Literal
 
 from reparax.axes._labels import Labels
 from reparax.axes._values import ALWAYS, NEVER, Axis, Conditions, Labelled
-from reparax.programs.equations import elementwise, moves, reductions
-from reparax.programs.equations.contractions import Conv, Dot, Gather, RaggedDot
-from reparax.programs.equations.view import View
+from reparax.programs import equations
+from reparax.programs.equations import Conv, Dot, Gather, RaggedDot, View
 from reparax.programs.jaxprs import type_of
 
 MOST = 8
 """The most sets of one condition that are followed; those with the fewest axes stay."""
 
 MOVES = (
-    *(moves.Broadcast, moves.Transpose, moves.Squeeze, moves.Reshape, moves.Slice, moves.SplitAxis, moves.Unstack),
-    *(moves.DynamicSlice, moves.ReadInStep, moves.Vary, moves.Named, reductions.Reduce),
+    *(
+        equations.Broadcast,
+        equations.Transpose,
+        equations.Squeeze,
+        equations.Reshape,
+        equations.Slice,
+        equations.SplitAxis,
+        equations.Unstack,
+    ),
+    *(equations.DynamicSlice, equations.ReadInStep, equations.Vary, equations.Named, equations.Reduce),
 )
 """Equations whose output is zero where their operand is: moves, and reductions along other axes."""
 
@@ -79,7 +86,7 @@ class Zeros:
             for value, v in self._operands_and_variables()
             for axis, n in zip(value.axes, v.aval.shape, strict=True)
         ]
-        gone = self.view.axes if isinstance(self.view, reductions.Reduce) else ()
+        gone = self.view.axes if isinstance(self.view, equations.Reduce) else ()
         return [
             AxisSum(axis.label, n, NEVER, line)
             for k, (axis, n) in enumerate(axes)
@@ -100,7 +107,7 @@ class Zeros:
 
     def _zero_at(self, i: int, axis: Axis) -> Conditions:
         """When the output is zero at an index of its axis ``i``."""
-        if isinstance(self.view, elementwise.Pointwise):
+        if isinstance(self.view, equations.Pointwise):
             return self._zero_of_pointwise(i)
         if isinstance(self.view, Dot):
             return self._zero_of_product(self.view, i, ((), ()))
@@ -141,22 +148,22 @@ class Zeros:
     def _zero_of_pointwise(self, i: int) -> Conditions:
         """When an entry is zero because those of operands are."""
         each = [value.vanishes(i) for value in self.operands]
-        if isinstance(self.view, elementwise.Multiply):
+        if isinstance(self.view, equations.Multiply):
             return any_of(each)
-        if isinstance(self.view, elementwise.Divide):
+        if isinstance(self.view, equations.Divide):
             return each[0]
-        if isinstance(self.view, elementwise.Select):
+        if isinstance(self.view, equations.Select):
             return all_of(each[1:])
         zero = all_of(each[k] for k in self._not_literal())
         return zero if zero and self._is_zero_at_zero else NEVER
 
     def _is_equal_along(self, i: int, axis: Axis, n: int) -> bool:
         """Whether all entries along axis ``i`` of output ``n`` are equal."""
-        if isinstance(self.view, moves.Iota):
+        if isinstance(self.view, equations.Iota):
             return i != self.view.dimension
-        if isinstance(self.view, moves.Barrier):
+        if isinstance(self.view, equations.Barrier):
             return not self.operands[n].varies(i)
-        if isinstance(self.view, elementwise.Pointwise):
+        if isinstance(self.view, equations.Pointwise):
             return not any(value.varies(i) for value in self.operands)
         if not isinstance(self.view, (*MOVES, Gather)):
             return False
@@ -164,7 +171,7 @@ class Zeros:
         met = [k for k, each in enumerate(value.axes) if self.labels.atoms(each.label) & wanted]
         if met:
             return not any(map(value.varies, met))
-        return isinstance(self.view, moves.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1
+        return isinstance(self.view, equations.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1
 
     def _not_literal(self) -> list[int]:
         """The operands that are not written as numbers."""
@@ -175,7 +182,7 @@ class Zeros:
         if isinstance(self.view, MOVES):
             return self.operands[0].is_zero
         each = [self.operands[k].is_zero for k in self._not_literal()]
-        return isinstance(self.view, elementwise.Pointwise) and all(each) and self._is_zero_at_zero
+        return isinstance(self.view, equations.Pointwise) and all(each) and self._is_zero_at_zero
 
     @cached_property
     def _is_zero_at_zero(self) -> bool:

@@ -7,7 +7,7 @@ families define, which a test compares with them; they also find the class of a 
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -46,7 +46,7 @@ FAMILIES = {
         (
             "sparse",
             "reparax.stages.sparse",
-            "Freeze Mask MagnitudePrune GlobalPrune RandomPrune NofM RigL SET",
+            "Freeze Mask MagnitudePruning GlobalMagnitudePruning RandomPruning NByM RigL SET",
         ),
         (
             "shared",
@@ -56,12 +56,12 @@ FAMILIES = {
         (
             "adapters",
             "reparax.stages.adapters",
-            "LoRA VeRA Delta Hadamard Gain Slices Rotated CayleyNeumann",
+            "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated CayleyNeumann",
         ),
         (
             "quantized",
             "reparax.stages.quantized",
-            "Stored Quantize",
+            "Quantized FakeQuantized",
         ),
         (
             "training",
@@ -72,7 +72,7 @@ FAMILIES = {
         (
             "transforms",
             "reparax.transforms",
-            "remat factored local explain Explained ExplainedDraws saved Saved",
+            "remat factored local explain Explained ExplainedDraws saved_residuals",
         ),
         (
             "axes",
@@ -82,7 +82,7 @@ FAMILIES = {
         (
             "io",
             "reparax.io",
-            "from_torch to_torch from_peft to_peft from_quantized to_quantized",
+            "from_torch to_torch from_peft to_peft from_quantized",
         ),
         (
             "stage",
@@ -91,7 +91,7 @@ FAMILIES = {
             "Together main aux fixed argument check_number check_positive_number per_array axes_field other_axes Term "
             "Where Axes Number PyTree",
         ),
-        ("nnx", "reparax.models.nnx", "Parametrized Free Fixed"),
+        ("nnx", "reparax.models.nnx", "Parametrized Fixed"),
         ("linen", "reparax.models.linen", "parametrized"),
         ("equinox", "reparax.models.equinox", "Parametrized"),
         ("haiku", "reparax.models.haiku", "parametrized"),
@@ -99,9 +99,9 @@ FAMILIES = {
 }
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json selected all_but WeightNorm SpectralNorm VarNoise "
-    "WeightDropout Gaussian Cast Positive Bounded Scale Orthogonal LowRank Freeze Mask MagnitudePrune Tie LoRA Delta "
-    "Gain Stored Quantize optimizer partition combine labels decay_mask transfer summary remat factored local explain "
-    "saved roles axis_groups shrink from_torch to_torch from_peft to_peft"
+    "WeightDropout Gaussian Cast Positive Bounded Scale Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Delta "
+    "Gain Quantized FakeQuantized optimizer partition combine labels decay_mask transfer summary remat factored local "
+    "explain roles axis_groups shrink from_torch to_torch from_peft to_peft"
 )
 TOP = tuple(_TOP.split())
 """The names that are at the top too."""
@@ -111,7 +111,7 @@ ALONE = ("testing", "demo")
 """The modules that one imports by themselves."""
 
 _METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
-OF_OTHERS = {
+NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
     "Dropout": "`rpx.WeightDropout(rate)`",
@@ -123,10 +123,11 @@ OF_OTHERS = {
     "chain": "`a >> b`",
     "get_peft_model": "`rpx.Freeze() >> rpx.LoRA(rank)`",
     "non_trainable": "`rpx.Freeze(where=...)`",
-    "prune": "`rpx.MagnitudePrune(sparsity)`",
-    "random_unstructured": "`rpx.sparse.RandomPrune(sparsity)`",
+    "prune": "`rpx.MagnitudePruning(sparsity)`",
+    "random_unstructured": "`rpx.sparse.RandomPruning(sparsity)`",
     "register_parametrization": "a chain, `p = rpx.WeightNorm()`, and `raw = p.init(params)`",
     "remove_parametrizations": "`p.fold(raw)`",
+    "to_quantized": "`p.fold(raw)`, and give these weights to llm-compressor, GPTQModel or llama.cpp",
     "sequential": "`a >> b`",
     "unwrap": "`p.apply(raw)`",
 }
@@ -180,8 +181,8 @@ def _suggest(name: str) -> str:
     ways = how_to_write()
     if name in ways:
         return f" at the top: it is `{ways[name]}`."
-    if name in OF_OTHERS:
-        return f". Write {OF_OTHERS[name]}."
+    if name in NAMES_OF_OTHERS:
+        return f". Write {NAMES_OF_OTHERS[name]}."
     if name in _METHODS:
         return f". It is a method of a chain: `p.{name}`."
     if name in ALONE:
@@ -195,3 +196,44 @@ def _suggest(name: str) -> str:
 def _squash(name: str) -> str:
     """A name without what tells ``weight_norm`` from ``WeightNorm``."""
     return name.replace("_", "").lower()
+
+
+WORDS_OF_OTHERS = {
+    "amount": ("sparsity",),
+    "axes": ("axis", "along"),
+    "axis": ("along",),
+    "bits": ("format",),
+    "dim": ("axis", "along"),
+    "dropout": ("rate",),
+    "filter": ("where",),
+    "lora_alpha": ("alpha",),
+    "mask": ("where",),
+    "n_power_iterations": ("n_steps",),
+    "name": ("where",),
+    "orthogonal_map": ("map",),
+    "p": ("rate",),
+    "prob": ("rate",),
+    "r": ("rank",),
+    "scale": ("std", "factor"),
+    "sigma": ("std",),
+    "stddev": ("std",),
+    "target_modules": ("where",),
+}
+"""For a word of another library, the words for it here; a stage has one of them, or none."""
+NOTES = {
+    "dim": " torch's weights are (out, in), so its dim=0 is axis -1 of a kernel (in, out).",
+    "target_modules": " It matches whole paths: `where='.*(query|value)/kernel'`.",
+    "lora_alpha": " As in PEFT, the rank divides it.",
+}
+
+
+def instead_of(name: str, argument_names: Sequence[str]) -> str:
+    """What to write in place of an argument that a stage with the arguments ``argument_names`` does not have."""
+    if not argument_names:
+        return "It takes none."
+    near = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names] or difflib.get_close_matches(
+        name, argument_names, n=1
+    )
+    if near:
+        return f"Write `{near[0]}=`.{NOTES.get(name, '')}"
+    return f"It takes {', '.join(argument_names)}."

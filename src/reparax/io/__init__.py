@@ -1,11 +1,12 @@
-"""Files and state dicts of torch and PEFT, and files of quantized weights, without torch or PEFT themselves."""
+"""Files and state dicts of torch and PEFT, and files of quantized weights, without torch or PEFT themselves.
 
-from reparax.core.names import dir_of
-from reparax.io.peft.read import from_peft as from_peft
-from reparax.io.peft.write import to_peft as to_peft
-from reparax.io.torch.quantized import from_quantized as from_quantized
-from reparax.io.torch.quantized import to_quantized as to_quantized
-from reparax.io.torch.state_dict import from_torch as from_torch
-from reparax.io.torch.state_dict import to_torch as to_torch
+Begin with ``_parameters.py``: torch's names and layouts of a model's parameters, on which all readers and writers rely.
+A stage that torch has too is a row of ``_torch_names.py``, a PEFT method one of ``_peft_methods.py``, and a form of
+quantized weights one of ``_quantized_formats.py``. Imports core, stages and numerics.
+"""
 
-__dir__ = dir_of("io")
+from reparax.io._peft_read import from_peft as from_peft
+from reparax.io._peft_write import to_peft as to_peft
+from reparax.io._quantized import from_quantized as from_quantized
+from reparax.io._torch import from_torch as from_torch
+from reparax.io._torch import to_torch as to_torch

@@ -6,10 +6,10 @@ import functools
 import inspect
 from typing import Any, ClassVar
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import needed_key
+from reparax.core.calls import needed_key
+from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
-from reparax.core.tree.paths import PyTree
+from reparax.core.paths import PyTree
 from reparax.models.chains import (
     check_chain,
     has_fixed,

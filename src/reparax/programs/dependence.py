@@ -1,6 +1,7 @@
 """Which values of a traced program depend on known inputs only, and how to split the program accordingly."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from reparax.core.recompute import MARK
 from reparax.programs import jaxprs
+from reparax.programs.equations import Checkpoint, Jit, StopGradient, kind_of
 from reparax.programs.jaxprs import part, values, variables, without_dead_code
 
 Flags = list[bool]
@@ -134,3 +137,132 @@ def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -
             eqns += reversed(to_run)
             needed.update(v for eqn_to_run in to_run for v in variables(eqn_to_run.invars) if is_known[v])
     return part(jaxpr, eqns[::-1], outvars)
+
+
+def is_apply(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the ``apply`` of a parametrization."""
+    return jaxprs.policy_of(eqn) is MARK
+
+
+def with_roots(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
+    """``known_inputs``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
+    read_by_apply, behind = set[Any](), set[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        inputs = _inputs_of_apply(eqn)
+        read_by_apply.update(inputs)
+        behind.update(inputs)
+        if any(v in behind for v in eqn.outvars):
+            behind.update(jaxprs.variables(eqn.invars))
+    return [
+        is_known or v in read_by_apply or (v in behind and _is_key_or_number(v))
+        for v, is_known in zip(jaxpr.invars, known_inputs, strict=True)
+    ]
+
+
+def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
+    """The inputs of an equation that is an ``apply``, or those that an ``apply`` inside it reads."""
+    if not jaxprs.inner(eqn):
+        return []
+    if is_apply(eqn):
+        return jaxprs.variables(eqn.invars)
+    if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
+        return []
+    jaxpr, consts = jaxprs.body(eqn)
+    roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
+    return jaxprs.variables(v for v, root in zip(eqn.invars, roots, strict=True) if root)
+
+
+def _is_key_or_number(v: Any) -> bool:
+    """Whether a variable may be a key, typed or legacy, or is a single number."""
+    dtype, shape = v.aval.dtype, v.aval.shape
+    legacy = dtype == jnp.uint32 and len(shape) == 1 and shape[0] in (2, 4)
+    return legacy or shape == () or jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def holds_apply(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation contains the ``apply`` of a parametrization."""
+    return any(map(contains_apply, jaxprs.inner(eqn)))
+
+
+def contains_apply(jaxpr: Jaxpr) -> bool:
+    """Whether a program contains the ``apply`` of a parametrization, also in a body."""
+    return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about one value.
+
+    Attributes:
+      known: Whether it depends on chosen arguments only.
+      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
+      origins: The arguments on which it depends.
+      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
+    """
+
+    known: bool
+    still: bool
+    origins: frozenset[int] = frozenset()
+    differs: frozenset[str] = frozenset()
+
+
+NUMBER = Facts(known=True, still=True)
+"""The facts of a literal or constant."""
+
+
+def combined_facts(facts: Sequence[Facts]) -> Facts:
+    """The facts of a value computed from several values."""
+    return Facts(
+        known=all(fact.known for fact in facts),
+        still=all(fact.still for fact in facts),
+        origins=frozenset().union(*(fact.origins for fact in facts)),
+        differs=frozenset().union(*(fact.differs for fact in facts)),
+    )
+
+
+def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
+    """Facts that hold for all outputs of an equation, from those of its inputs."""
+    combined = combined_facts(facts)
+    stops = combined.known and (kind_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
+    # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
+    differs = combined.differs
+    if differs or not eqn.invars:
+        types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
+        differs = differs & types if eqn.invars else types
+    is_known = combined.known and not jaxprs.has_effects(eqn)
+    return replace(combined, known=is_known, still=combined.still or stops, differs=differs)
+
+
+def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts | None = None) -> list[Facts]:
+    """The facts of each output of an equation; ``out_facts`` are those that hold for all, where they are at hand."""
+    if kind_of(eqn) not in (Jit, Checkpoint):
+        return [out_facts or facts_of_equation(eqn, facts)] * len(eqn.outvars)
+    jaxpr, consts = jaxprs.body(eqn)
+    facts_of: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
+
+    def facts_of_atom(v: Any) -> Facts:
+        return NUMBER if isinstance(v, Literal) else facts_of[v]
+
+    for inner_eqn in jaxpr.eqns:
+        facts_of.update(
+            zip(
+                inner_eqn.outvars,
+                facts_of_outputs(inner_eqn, [facts_of_atom(v) for v in inner_eqn.invars]),
+                strict=True,
+            )
+        )
+    return [facts_of_atom(v) for v in jaxpr.outvars]
+
+
+def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
+    """The facts of the inputs of a body, whose constants come first."""
+    return [*(NUMBER for _ in consts), *facts]
+
+
+def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
+    """Facts about the inputs of a program, of which the user chose some."""
+    flags = with_roots(program, is_chosen)
+    return [
+        Facts(flag, not has_tangent(v), frozenset((i,) if flag else ()))
+        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
+    ]

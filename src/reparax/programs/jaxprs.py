@@ -2,7 +2,7 @@
 
 What it assumes about one equation is in ``equations``.
 
-JAX documents little of this, so each assumption has a test in ``tests/_programs/test_jaxprs.py``, which names the
+JAX documents little of this, so each assumption has a test in ``tests/programs/test_jaxprs.py``, which names the
 version of JAX that last changed it. The code reads types rather than names of parameters where it can, and raises an
 error for anything unknown.
 """
@@ -18,6 +18,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -25,10 +26,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
 from reparax.numerics.inlined import inlined
-from reparax.programs.equations.bodies import Checkpoint, Cond, CustomJvp, Jit, Scan, ShardMap
-from reparax.programs.equations.kinds import kind_of, view_of
-from reparax.programs.equations.moves import Named
-from reparax.programs.equations.view import View
+from reparax.programs.equations import Checkpoint, Cond, CustomJvp, Jit, Named, Scan, ShardMap, View, kind_of, view_of
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -72,8 +70,8 @@ def is_tested() -> bool:
 def unreadable(what: str) -> RuntimeError:
     """The error for a program that reparax cannot read."""
     return RuntimeError(
-        f"remat, saved and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was tested with "
-        f"JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
+        f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
+        f"tested with JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
     )
 
 
@@ -87,6 +85,13 @@ def check_this_jax(works: Callable[[], bool]) -> None:
         raise unreadable("a small network") from error
     if not well:
         raise unreadable("a small network")
+
+
+def small_network(w: Array, x: Array) -> Array:
+    """Three products with a weight, in a call, in a loop and in ``jax.checkpoint``: to try how this JAX writes them."""
+    x = jax.jit(lambda x: jnp.tanh(x @ w))(x)
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w.T), None), x, length=2)
+    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x))
 
 
 # ---- programs

@@ -1,4 +1,4 @@
-"""``Stored``: frozen weights quantized to few bits."""
+"""``Quantized``: frozen weights quantized to few bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import is_known
-from reparax.core.tree.raw import OTHER_CHAIN
-from reparax.core.tree.values import OTHERS, Values, fixed, main
+from reparax.core.constraint import is_known
+from reparax.core.fields import argument
+from reparax.core.raw import OTHER_CHAIN
+from reparax.core.values import OTHERS, Values, fixed, main
 from reparax.numerics.arguments import check_flag, one_of
 from reparax.numerics.arithmetic import widened
 from reparax.stages.quantized._packing import group_of_codes, pack, unpack
@@ -21,12 +21,12 @@ from reparax.stages.quantized._scaled import Scaled
 HALF_MOST = float(jnp.finfo(jnp.float16).max)
 
 
-class Stored(Scaled):
+class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
-    For inference, use ``Stored("int8", axis=-1)``, on a trained model as ``Stored("int8", axis=-1).init(p.fold(raw))``.
-    For LoRA on few bits (QLoRA), use ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``: if an array has an adapter,
-    only its base is stored in few bits.
+    For inference, use ``Quantized("int8", axis=-1)``, on a trained model as ``Quantized("int8",
+    axis=-1).init(p.fold(raw))``. For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block=64) >>
+    LoRA(8)``: if an array has an adapter, only its base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
     number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
@@ -78,7 +78,7 @@ class Stored(Scaled):
       fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
         the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1.
       reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
-      ordered: Whether stored entries may have another order along the cut axis, as in files of GPTQ with ``desc_act``.
+      desc_act: Whether stored entries may have another order along the cut axis, as in files of GPTQ of that setting.
         The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
         then needs a key.
@@ -87,17 +87,17 @@ class Stored(Scaled):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``ordered`` has the wrong type.
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``desc_act`` has the wrong type.
       ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``rounding`` is not
         one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> raw = rpx.Stored("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})
-      >>> raw["w"]["@stored"]["@fixed"]["q"]
+      >>> raw = rpx.Quantized("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})
+      >>> raw["w"]["@quantized"]["@fixed"]["q"]
       Array([[  64,  127],
              [-127,  127]], dtype=int8)
-      >>> raw = rpx.Stored("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
+      >>> raw = rpx.Quantized("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
       >>> sum(x.nbytes for x in jax.tree.leaves(raw)) / (1024 * 256)
       0.51953125
 
@@ -109,7 +109,7 @@ class Stored(Scaled):
     """
 
     rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
-    ordered: bool = argument(check_flag, default=False, kw_only=True)
+    desc_act: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -147,7 +147,7 @@ class Stored(Scaled):
         """The raw values of ``w``, rounded by chance with a key."""
         codes, values = self._codes_and_scales(w, key)
         block_axis = self._block_axis(w)
-        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.ordered else {}
+        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def _scale_range_error(self, w: Array) -> str | None:

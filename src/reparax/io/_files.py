@@ -1,0 +1,82 @@
+"""What files hold, read without the libraries that wrote them: tensors as numpy arrays, and values as short texts."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reparax.numerics.arithmetic import is_array
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest number of a file, as weights are computed in float32."""
+
+
+def is_number(x: object) -> bool:
+    """Whether a setting is a number, and finite in float32."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether all numbers are finite in float32."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(x.astype(np.float32)).all())
+
+
+def read_tensors(who: str, tensors: Any, what: str, advice: str) -> dict[str, np.ndarray]:
+    """The tensors, or arrays, of a file as numpy arrays.
+
+    Args:
+      who: The function that takes them.
+      tensors: A dict of names and tensors.
+      what: What the function takes, in a word or two.
+      advice: How to get it.
+    """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"{who} takes a {what}, but got {type(tensors).__name__}. {advice}")
+    return {name: _read_tensor(who, what, name, x) for name, x in tensors.items()}
+
+
+def _read_tensor(who: str, what: str, name: Any, x: Any) -> np.ndarray:
+    """A tensor or array in numpy; raises an error for what holds no plain numbers."""
+    if not isinstance(name, str):
+        raise TypeError(f"{who} takes a {what} of names and tensors, but got {name!r} as a name. Make it a string.")
+    if not is_array(x):
+        raise TypeError(
+            f"{who} takes a {what} of names and tensors, but got {type(x).__name__} as {name!r}. Pass the {what} "
+            f"itself, such as `checkpoint['model']`."
+        )
+    if not hasattr(x, "detach"):
+        return np.asarray(x)
+    for kind, is_such, how in (
+        ("on the meta device, without numbers", x.is_meta, "Load the numbers first."),
+        ("quantized", x.is_quantized, "Pass `x.dequantize()`."),
+        ("sparse", str(x.layout) != "torch.strided", "Pass `x.to_dense()`."),
+    ):
+        if is_such:
+            raise ValueError(f"{who} takes tensors of plain numbers, but {name!r} is {kind}. {how}")
+    return _to_numpy(x)
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    """A tensor of torch as a numpy array."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    if dtype == "bfloat16" or dtype.startswith("float8"):  # numpy lacks them; float32 holds all their numbers
+        return x.float().numpy(force=True).astype(getattr(jnp, dtype))
+    return x.numpy(force=True)
+
+
+class _Shown(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 80, 80, 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write very long numbers.
+        return super().repr_int(x, level) if x.bit_length() < 256 else f"a number of {x.bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """The code of a value; Python's own may be as long as the file, or fail where lists are nested."""
+    return _Shown().repr(value)

@@ -1,0 +1,244 @@
+"""Reads models that others have quantized, with the file's own codes and scales."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, path_text
+from reparax.io._files import is_finite, read_tensors, shown
+from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
+from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
+from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
+from reparax.stages.quantized import Quantized
+from reparax.stages.quantized._formats import FORMATS
+from reparax.stages.quantized._packing import group_of_codes, pack
+
+PLAIN = ("F32", "F16", "BF16")
+
+
+def from_quantized(
+    state_dict: Mapping[str, Any],
+    config: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+) -> tuple[Parametrization, PyTree]:
+    r"""Reads a model that others have quantized: a chain of :class:`Quantized`, and a raw tree of the file's own codes.
+
+    Nothing is rounded again: the effective weights are those that the file's own library computes, and the arrays take
+    about the size of the file. To fine-tune exactly the released model, write ``q = p >> rpx.LoRA(16)`` and ``raw =
+    rpx.transfer(p, q, raw)``.
+
+    ========================  =======================================================  =============================
+    ``quant_method``          formats that are read                                    reference
+    ========================  =======================================================  =============================
+    ``"gptq"``                2, 3, 4 and 8 bits, with or without ``desc_act``         ``scale (q - zero)``
+    ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
+    ``"bitsandbytes"``        nf4, with or without rounded scales, and int8            ``scale number(q)``
+    ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
+    ``"mxfp4"``               experts of GPT-OSS                                       ``scale number(q)``
+    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
+    ========================  =======================================================  =============================
+
+    Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
+    nvfp4 and mxfp4; all others get the dtype of ``like``. Inputs that a file has ordered by importance (``desc_act``,
+    ``actorder``) are stored in the order of their scales, and ``order`` gives the place of each one. Settings for
+    rounding activations are ignored. The last group of GPTQ may be short. Blocks of bitsandbytes may go over the ends
+    of rows: their scales are then repeated, so that weights with 4304 inputs in blocks of 64 take 6 bits each, not 4.5.
+
+    Experts of GPT-OSS are ``(experts, in, out)`` in torch, and ``..._blocks`` and ``..._scales`` in the file. Name them
+    without these endings, ``model.layers.{i}.mlp.experts.gate_up_proj``, and give their layout: ``"experts:conv1d"``
+    for ``(experts, in, out)`` here, ``"experts:kernel"`` for ``(experts, out, in)``.
+
+    Args:
+      state_dict: The tensors of the file, as arrays or torch tensors. For GGUF, ``{t.name: t.data for t in
+        gguf.GGUFReader(path).tensors}``.
+      config: ``quantization_config`` of the model's ``config.json``. For GGUF, ``{"quant_method": "gguf", "types":
+        {t.name: t.tensor_type.name for t in reader.tensors}}``.
+      like: The model's parameters, or their shapes and dtypes.
+      names: As for :func:`from_torch`: the name of the weight of a parameter, such as ``model.layers.{i}.\1.weight``,
+        for GGUF ``blk.{i}.\1.weight``.
+      layouts: As for :func:`from_torch`.
+
+    Returns:
+      The chain, and its raw tree.
+
+    Raises:
+      ValueError: If a tensor is missing, unexpected, or has another shape or dtype; if scales are not finite; or if the
+        file has a format that is not read. The error names each of them.
+
+    Example:
+      >>> import numpy as np, jax.numpy as jnp, reparax as rpx
+      >>> block = np.concatenate([np.float16([0.5]).view(np.uint8), np.full(32, 3, np.uint8)])
+      >>> config = {"quant_method": "gguf", "types": {"dense.weight": "Q8_0"}}
+      >>> like = {"dense": {"kernel": jnp.zeros((32, 2))}}
+      >>> p, raw = rpx.io.from_quantized({"dense.weight": np.stack([block, block])}, config, like)
+      >>> p
+      Quantized('gguf:q8_0', where='dense/kernel')
+      >>> p.apply(raw)["dense"]["kernel"][:2]
+      Array([[1.5, 1.5],
+             [1.5, 1.5]], dtype=float32)
+    """
+    _require_method(config)
+    arrays = read_tensors("from_quantized", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
+    with locate_errors("from_quantized"):
+        entries = list_entries(like, names, layouts)
+        tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
+        require_known(
+            entry.like(x for _, x in tensors_of_entry.values())
+            for entry, tensors_of_entry in tensors_of.items()
+            if tensors_of_entry
+        )
+    stages, values, lines = dict[str, Quantized](), dict[str, dict[Index, Array]](), list[str]()
+    names_used = set[str]()
+    for entry, tensors_of_entry in tensors_of.items():
+        names_used |= {name for name, _ in tensors_of_entry.values()}
+        try:
+            stage, raw_values = _read_parameter(entry, {end: x for end, (_, x) in tensors_of_entry.items()}, config)
+        except ValueError as error:
+            lines.append(f"{entry.tensor}: {error}")
+            continue
+        if stage is not None and stages.setdefault(entry.path, stage) != stage:
+            lines.append(f"{entry.tensor}: its layers have several formats. Give each a parameter of its own")
+        for end, x in raw_values.items():
+            values.setdefault(f"{entry.path}{end}", {})[entry.index] = x
+    lines += [f"{name}: the model has no parameter for it" for name in sorted(arrays.keys() - names_used)]
+    if lines or not stages:
+        text = "\n  ".join(lines or ["it holds no quantized weight"])
+        raise ValueError(
+            f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`. If "
+            f"they fit, quantize the model again, without the layers whose form is not read."
+        )
+    p = _chain_of_stages(stages, {entry.path for entry in entries})
+    shapes = jax.eval_shape(p.init, like)
+    paths, leaves, treedef = flatten_with_names(shapes)
+    arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
+    return p, treedef.unflatten([arrays_by_path.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _require_method(config: Any) -> None:
+    """Requires a configuration whose method is known here."""
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"from_quantized takes a dict as config, but got {type(config).__name__}. Pass `quantization_config` of "
+            f"the model's config.json."
+        )
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in (*READERS, "mxfp4", "gguf"):
+        raise ValueError(
+            f"from_quantized reads files of {', '.join(READERS)}, mxfp4 and gguf, by config['quant_method'], but got "
+            f"{shown(method)}. Pass `quantization_config` of the model's config.json."
+        )
+
+
+def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """The tensors of a parameter: their names, and their numbers, by what comes after the name of its module."""
+    if config["quant_method"] == "gguf":
+        return {"data": (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
+    module, _, ending = entry.tensor.rpartition(".")
+    if ending != "weight":
+        ends = ("", *(MXFP4 if config["quant_method"] == "mxfp4" else ()))
+        return {f"{ending}{end}": (name, arrays[name]) for end in ends if (name := f"{entry.tensor}{end}") in arrays}
+    start = f"{module}." if module else ""
+    tensors_of_module = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
+    known_ends = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
+    return {
+        end: pair
+        for end, pair in tensors_of_module.items()
+        if end in known_ends or re.fullmatch(r"weight([._].*)?", end)
+    }
+
+
+def _read_parameter(
+    entry: Entry, tensors: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[Quantized | None, dict[str, Array]]:
+    """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
+    shape = permute(entry.shape, entry.layout)
+    if not tensors:
+        raise ValueError("there is no tensor for it")
+    matrix = _read_matrix(entry, tensors, shape, config)
+    if matrix is None:
+        x = _read_plain(entry, tensors, shape, config)
+        return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
+    numbers = FORMATS[matrix.format].numbers
+    is_transposed, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
+    if ins % group_of_codes(numbers.bits)[0]:
+        raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
+    turn = {name for name, x in matrix.values.items() if is_transposed and x.ndim > 1}
+    values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
+    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not is_transposed))
+    block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
+    by_output = FORMATS[matrix.format].block is None and block is None
+    axes = _output_axis(entry) if by_output or not is_transposed else None
+    stacked = tuple(range(len(entry.index) + len(experts)))
+    stage = Quantized(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
+    return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
+
+
+def _read_matrix(
+    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
+) -> Matrix | None:
+    """What the file says of a quantized matrix; None if it does not quantize it."""
+    rows = (shape[0], shape[-1])
+    if config["quant_method"] == "mxfp4":
+        return mxfp4(tensors, entry.path, entry.tensor.rpartition(".")[2], shape if _is_stack(entry) else None)
+    if config["quant_method"] != "gguf":
+        return READERS[config["quant_method"]](tensors, rows, config) if len(shape) == 2 else None
+    types = config.get("types")
+    kind = types.get(entry.tensor) if isinstance(types, Mapping) else None
+    if kind is None:
+        raise ValueError("there is no type for it in config['types']")
+    return None if kind in PLAIN or len(shape) != 2 else gguf(tensors, rows, kind)
+
+
+def _read_plain(
+    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
+) -> np.ndarray:
+    """A tensor that the file does not quantize."""
+    x = tensors.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
+    if x is None:
+        raise ValueError("there is no tensor for it")
+    halves = config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16"
+    if halves and x.dtype == np.uint8 and x.shape == (*shape[:-1], 2 * math.prod(shape[-1:])):
+        x = np.ascontiguousarray(x).view(jnp.bfloat16)
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"expected floating numbers of shape {shape}, got {x.dtype.name}{list(x.shape)}")
+    if not is_finite(x):
+        raise ValueError("it holds numbers that are not finite")
+    return x
+
+
+def _chain_of_stages(stages: Mapping[str, Quantized], paths: set[str]) -> Parametrization:
+    """A stage for each format and layout, on the paths of its arrays."""
+    kinds: dict[Quantized, list[str]] = {}
+    for path, stage in stages.items():
+        kinds.setdefault(stage, []).append(path)
+    new_stages: list[Parametrization] = []
+    for stage, stage_paths in kinds.items():
+        patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in stage_paths}
+        matched_paths = {path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)}
+        texts = sorted(patterns if matched_paths == set(stage_paths) else {re.escape(path) for path in stage_paths})
+        new_stages.append(replace(stage, where="|".join(texts)))
+    return new_stages[0] if len(new_stages) == 1 else Chain(tuple(new_stages))
+
+
+def _is_stack(entry: Entry) -> bool:
+    """Whether an array is a stack of matrices that is one tensor in torch too."""
+    return entry.layout.startswith(EXPERTS)
+
+
+def _output_axis(entry: Entry) -> int:
+    """The axis of the outputs of a matrix: the first of torch's, but the last of its experts in GPT-OSS."""
+    return axis_order(layout_of_matrix(entry.layout), 2)[1 if _is_stack(entry) else 0]

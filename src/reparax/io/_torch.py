@@ -1,0 +1,350 @@
+"""Converts state dicts of torch to raw trees, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from reparax.core.axes import last_to_number
+from reparax.core.calls import require_chains, with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import describe_as_stored, locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import lineage_of
+from reparax.io._files import read_tensors
+from reparax.io._layouts import LAYOUTS, permute, write_layout
+from reparax.io._parameters import (
+    Entry,
+    Index,
+    Rules,
+    given_maps,
+    list_entries,
+    names_by_layer,
+    require_known,
+    stack_parts,
+)
+from reparax.io._torch_names import Naming, StageValues, Twin
+from reparax.io._torch_values import read_values, write_values
+from reparax.stages.matrices._orthogonal import Orthogonal
+from reparax.stages.norms._norm import WeightNorm
+
+
+def from_torch(
+    p: Parametrization,
+    state_dict: Mapping[str, Any],
+    like: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+    roles: PyTree = None,
+    orthogonal_map: str | Rules = None,
+) -> PyTree:
+    r"""Converts the state dict of a torch module, parametrized in the same way as ``p``, to a raw tree of ``p``.
+
+    Raw values are converted one by one, so training can continue: the ``g`` and ``v`` of :class:`WeightNorm`, the
+    vectors of :class:`SpectralNorm`, the base of :class:`Orthogonal`, and the masks of pruning, from torch's
+    parametrizations or hooks. Torch is not needed: tensors may be arrays, such as those of a safetensors file.
+
+    Two stages have other conventions in torch: the weights are equal, but later training steps differ. Orthogonal
+    matrices have other coordinates: gradient descent takes equal steps only with ``map="householder"``, and even then a
+    square matrix that torch stores transposed starts again from its weight, with its base there. So does every matrix
+    whose map in torch is not that of ``p``. The hook of spectral norm iterates ``v`` before ``u``.
+
+    Args:
+      p: The chain. For a plain state dict, ``Chain()`` or a chain of perturbations.
+      state_dict: A dict of names and tensors, or arrays.
+      like: The model's parameters, or their shapes and dtypes.
+      names: The torch names of parameters. Keys are regular expressions for whole paths here, values are whole names
+        in torch: ``{r"layers_(\d+)/kernel": r"\1.weight", r"layers_(\d+)/bias": r"\1.bias"}`` for a
+        ``torch.nn.Sequential`` and flax's. The first match counts, and each ``/`` becomes a ``.``. Default: the path,
+        with ``weight`` for ``kernel``, ``scale`` and ``embedding``. If layers are stacked along the first axis of an
+        array, ``{i}`` stands for their index: ``{r"layers/(.*)/kernel": r"model.layers.{i}.\1.weight"}``; for a stack
+        along the first two axes, ``{i}`` and ``{j}``. Stages need the same axes as ``stacked``.
+      layouts: The layouts of parameters, by regular expressions. ``"kernel"``: ``(*spatial, in, out)`` here, ``(out,
+        in, *spatial)`` in torch; the default for matrices named ``kernel``. ``"same"``: the axes of torch here too,
+        ``(out, in, *spatial)``. ``"conv_transpose"``: ``(*spatial, in, out)`` here, ``(in, out, *spatial)`` in torch,
+        and flipped along the spatial axes; for flax's transposed convolutions without ``transpose_kernel=True``.
+        ``"swapped"``: ``(out, in, *spatial)`` here, ``(in, out, *spatial)`` in torch; for equinox's transposed
+        convolutions. ``"conv1d"``: ``(in, out)`` here and in torch; for the weights of ``Conv1D`` in transformers.
+        ``"embedding"``: ``(num, features)`` in both; the default for matrices named ``embedding``. ``"vector"``:
+        ``(out, 1, ..., 1)`` here, ``(out,)`` in torch; for the biases of equinox's convolutions. ``"experts:kernel"``:
+        ``(experts, in, out)`` here, ``(experts, out, in)`` in torch; for stacks of experts that are one tensor there
+        too, as in Mixtral and Qwen-MoE of transformers 5. ``"experts:conv1d"``: ``(experts, in, out)`` in both, as in
+        GPT-OSS; ``"experts:same"``: ``(experts, out, in)`` in both. No layout is needed for arrays of one axis; for
+        linear layers, convolutions and tables of nnx and equinox, whose classes decide it; for ``w`` and ``embeddings``
+        of two axes in Haiku's nested modules; and for ``weight_ih`` and ``weight_hh``. All other arrays of two axes or
+        more, whatever their names, need a layout, or ``{i}`` in their names: the shape of a square matrix does not show
+        whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
+        that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
+        For recurrent cells, use :func:`convert`.
+      roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
+        tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
+        identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
+      orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:
+        ``"matrix_exp"``, ``"cayley"`` or ``"householder"``; or ``"default"``, if it was called without, which means
+        ``"matrix_exp"`` for square and complex matrices and ``"householder"`` for others. A word for all, or a dict of
+        regular expressions. Not needed where :class:`Orthogonal` has torch's default, or where the matrix is still at
+        its base.
+
+    Returns:
+      A raw tree, with None where ``like`` holds no array. For an equinox module, ``eqx.combine(raw, p.init(like))``
+      puts its functions back.
+
+    Raises:
+      TypeError: If ``p`` is not a parametrization.
+      ValueError: If the state dict has missing or unexpected entries, or entries of another shape or dtype; the error
+        names each of them. Also if a mask holds numbers other than 0 and 1, or if it is not known which map makes an
+        orthogonal matrix.
+
+    Example:
+      >>> import numpy as np, jax, reparax as rpx
+      >>> state_dict = {
+      ...     "dense.parametrizations.weight.original0": np.array([[5.0], [1.0]], np.float32),
+      ...     "dense.parametrizations.weight.original1": np.array([[3.0, 4.0], [0.0, 1.0]], np.float32),
+      ...     "dense.bias": np.zeros(2, np.float32),
+      ... }
+      >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
+      >>> p = rpx.WeightNorm()
+      >>> raw = rpx.from_torch(p, state_dict, like)
+      >>> p.fold(raw)["dense"]["kernel"]
+      Array([[3., 0.],
+             [4., 1.]], dtype=float32)
+    """
+    require_chains("from_torch(p, state_dict, like)", p)
+    arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
+    with locate_errors("from_torch"):
+        raw_types = types_of_result(with_any_key(p.init), like)
+        plan = make_plan(
+            p, raw_types, names, layouts, roles, orthogonal_map, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
+        ).like(arrays)
+        require_known(entry for entry, entry_names in plan.names.items() if any(name in arrays for name in entry_names))
+        _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
+        raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, raw_types)
+        _require_tied(plan, arrays, raw)
+    return raw
+
+
+_STYLES = ("parametrizations", "no_trivialization", "hooks")
+
+
+def to_torch(
+    p: Parametrization,
+    raw: PyTree,
+    *,
+    names: Rules = None,
+    layouts: Rules = None,
+    roles: PyTree = None,
+    orthogonal_map: str | Rules = None,
+    style: str = "parametrizations",
+) -> dict[str, np.ndarray]:
+    """Converts a raw tree of ``p`` to the state dict of a torch module that is parametrized in the same way.
+
+    The module's ``load_state_dict`` takes ``{name: torch.from_numpy(x) for name, x in state.items()}`` with
+    ``strict=True``, and safetensors takes the arrays directly. Each has the dtype of its weight. Torch cannot read
+    bfloat16 from numpy: use a file, or convert to float32, which ``load_state_dict`` casts back.
+
+    If torch has no equivalent of ``p``, or if you want plain weights there, use ``to_torch(Chain(), p.fold(raw))``.
+
+    Args:
+      p: The chain.
+      raw: A raw tree of it.
+      names: As for :func:`from_torch`.
+      layouts: As for :func:`from_torch`; but there is no tensor to show the number of axes, so name all convolutions of
+        linen, or give ``roles``.
+      roles: As for :func:`from_torch`.
+      orthogonal_map: As for :func:`from_torch`. An orthogonal matrix for which torch takes another map than ``p`` is
+        written with its base at the weight.
+      style: ``"parametrizations"``, the names of ``torch.nn.utils.parametrizations``; ``"no_trivialization"``, the
+        same without bases, for ``orthogonal(..., use_trivialization=False)``; or ``"hooks"``, the names of
+        ``torch.nn.utils.weight_norm`` and ``torch.nn.utils.spectral_norm``. Pruning has one style.
+
+    Raises:
+      TypeError: If ``p`` is not a parametrization.
+      ValueError: If torch has no equivalent of a stage of ``p``, or if ``p`` did not make the raw tree.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm()
+      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
+      >>> {name: x.shape for name, x in rpx.to_torch(p, raw, style="hooks").items()}
+      {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
+    """
+    require_chains("to_torch(p, raw)", p)
+    if style not in _STYLES:
+        *most, last = map(repr, _STYLES)
+        raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
+    with locate_errors("to_torch"):
+        plan = make_plan(p, raw, names, layouts, roles, orthogonal_map, lambda tensor, twin: style == "hooks")
+        require_known(plan.names)
+        state = plan.state_dict(raw, with_base=style != "no_trivialization")
+        return {name: np.array(x) for name, x in sorted(state.items())}
+
+
+def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
+    """Whether a state dict has values of a tensor under the names of torch's older hooks."""
+    return any(tensor + end in state for end in twin.hooked.values())
+
+
+def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Refuses a state dict that does not fit the chain, with a line for each difference."""
+    owners = {name: entry for entry, names in plan.names.items() for name in names}
+    holders = {name: stage_values for stage_values in plan.raw_values for name in stage_values.names.values()}
+    bases = {
+        stage_values.names["base"] for stage_values in plan.raw_values if isinstance(stage_values.stage, Orthogonal)
+    }
+    lines, doubtful = list[str](), list[str]()
+    for name in sorted(state.keys() | want.keys()):
+        if name not in want:
+            lines.append(f"{name}: unexpected, holds {describe_as_stored(state[name])}")
+        elif name not in state and name not in bases | {entry.tensor for entry in plan.tied}:
+            lines.append(f"{name}: missing, expected {describe_as_stored(want[name])} for {owners[name].path}")
+            doubtful += [] if owners[name].known else [owners[name].path]
+        elif name in state and describe_as_stored(state[name]) != describe_as_stored(want[name]):
+            lines.append(
+                f"{name}: expected {describe_as_stored(want[name])} for {owners[name].path}, "
+                f"got {describe_as_stored(state[name])}"
+                + _explain_fit(holders.get(name), name, tuple(state[name].shape))
+            )
+    if lines:
+        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
+        raise ValueError(
+            f"the state dict does not fit {p!r}:\n  "
+            + "\n  ".join(lines)
+            + f"\n{stack}Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the "
+            "state dict and from `like`."
+        )
+
+
+def _explain_fit(stage_values: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
+    """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
+    if stage_values is None or len(stage_values.entry.shape) <= 2:
+        return ""
+    axes_sizes, layout = stage_values.entry.shape, stage_values.entry.layout
+    if isinstance(stage_values.stage, WeightNorm) and name == stage_values.names["g"]:
+        norms = {
+            axis: np.where(np.arange(len(axes_sizes)) == axis, axes_sizes, 1).tolist()
+            for axis in range(len(axes_sizes))
+        }
+        axes = [axis - len(axes_sizes) for axis in norms if permute(norms[axis], layout) == shape]
+        fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
+        axis = last_to_number(stage_values.stage.axis)
+        axes_sizes = norms.get(axis % len(axes_sizes)) if isinstance(axis, int) else None
+    else:
+        fits = []
+    axes_sizes = None if stage_values.entry.by_class else axes_sizes
+    layouts = [
+        other_layout
+        for other_layout in LAYOUTS
+        if axes_sizes
+        and other_layout not in ("conv1d", "embedding", "vector", layout)
+        and permute(axes_sizes, other_layout) == shape
+    ]
+    fits += [f"layouts={{{stage_values.entry.path!r}: {other_layout!r}}}" for other_layout in layouts]
+    return f", which fits {' or '.join(fits)}" if fits else ""
+
+
+def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
+    """Refuses tied parameters whose values differ from those that they are tied to."""
+    tied_tensors = plan.tied_tensors(raw)
+    for entry in plan.tied:
+        name = entry.tensor
+        if name in state and not np.array_equal(tied_tensors[name], state[name]):
+            raise ValueError(
+                f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
+            )
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """The plan for one raw tree.
+
+    Attributes:
+      weights: The chain without perturbations; its effective weights are those of torch.
+      raw_values: The values, grouped by stage.
+      tied: The tensors of parameters without a value of their own.
+    """
+
+    weights: Parametrization
+    raw_values: tuple[StageValues, ...]
+    tied: tuple[Entry, ...]
+
+    @property
+    def names(self) -> dict[Entry, list[str]]:
+        """The names in torch of all values of each parameter."""
+        names = {entry: [entry.tensor] for entry in self.tied}
+        for stage_values in self.raw_values:
+            names.setdefault(stage_values.entry, []).extend(stage_values.names.values())
+        return names
+
+    def like(self, state: Mapping[str, Any]) -> TorchPlan:
+        """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
+        names = self.names.items()
+        entries = {
+            entry: entry.like(state[name] for name in entry_names if name in state) for entry, entry_names in names
+        }
+        raw_values = tuple(replace(stage_values, entry=entries[stage_values.entry]) for stage_values in self.raw_values)
+        return replace(self, raw_values=raw_values, tied=tuple(entries[stage_values] for stage_values in self.tied))
+
+    def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
+        """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
+        arrays, state = dict(items(raw)), dict[str, Array]()
+        for stage_values in self.raw_values:
+            with locate_errors(repr(stage_values.entry.path)):
+                values = {value: stage_values.entry.part(arrays[keys]) for value, keys in stage_values.keys.items()}
+                tensors = write_values(stage_values.stage, values, stage_values.entry, with_base=with_base)
+            state |= {stage_values.names[value]: x for value, x in tensors.items()}
+        return state | self.tied_tensors(raw)
+
+    def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
+        """The tied weights, which torch has under both names."""
+        effective = _leaves_by_path(self.weights.fold(raw)) if self.tied else {}
+        return {entry.tensor: write_layout(entry.part(effective[entry.path]), entry.layout) for entry in self.tied}
+
+    def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
+        """The raw tree of a state dict, with the structure of ``like``."""
+        paths, leaves, treedef = flatten_with_names(like)
+        type_at, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
+        for stage_values in self.raw_values:
+            values = {value: state[name] for value, name in stage_values.names.items() if name in state}
+            types = {value: stage_values.entry.part(type_at[keys]) for value, keys in stage_values.keys.items()}
+            with locate_errors(repr(stage_values.entry.path)):
+                values = read_values(stage_values.stage, values, stage_values.entry, types)
+            for value, x in values.items():
+                parts.setdefault(stage_values.keys[value], {})[stage_values.entry.index] = x
+        return treedef.unflatten([stack_parts(parts[path]) for path in paths])
+
+
+def make_plan(
+    p: Parametrization,
+    raw: PyTree,
+    names: Rules,
+    layouts: Rules,
+    roles: PyTree,
+    orthogonal_map: str | Rules,
+    by_hook: Callable[[str, Twin], bool],
+) -> TorchPlan:
+    """The plan for ``raw``, concrete or abstract, which ``p`` made."""
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
+    lineage = lineage_of(weights.deterministic, raw)
+    naming, raw_values, tied_entries = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
+    entries = list_entries(lineage.effective, names, layouts, roles)
+    maps = given_maps([entry.path for entry in entries], orthogonal_map)
+    for entry in entries:
+        place, entry = lineage.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
+        if lineage.has_values(place):
+            raw_values += naming.raw_values_of(place, entry)
+        else:
+            tied_entries.append(entry)
+    return TorchPlan(weights, tuple(raw_values), tuple(tied_entries))
+
+
+def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    return {path_text(names): x for names, x in items(tree)}

@@ -1,0 +1,742 @@
+"""Equations as typed views: what each says, by the names that JAX's functions give it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """An equation of any kind. Its subclasses say what is particular to theirs; this one stands for all others.
+
+    A view holds nothing but its equation, and reads a field when it is asked for, so it costs no more than the look.
+    Views are equal if their equations do the same with operands of the same types.
+    """
+
+    eqn: JaxprEqn
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """The primitives of this kind."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, View) and self._compared == other._compared
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @property
+    def _compared(self) -> tuple[Any, ...]:
+        """What is equal in equal views."""
+        return self.eqn.primitive, *self.eqn.params.items(), *(v.aval for v in self.operands)
+
+    @property
+    def operands(self) -> Sequence[Any]:
+        """The variables and literals that it reads."""
+        return self.eqn.invars
+
+    @property
+    def type(self) -> Any:
+        """The type of its first output."""
+        return self.eqn.outvars[0].aval
+
+    @property
+    def has_sharding(self) -> bool:
+        """Whether it says how its output is laid over devices."""
+        return any(self.eqn.params.get(name) is not None for name in ("sharding", "out_sharding"))
+
+    def bind(self, *args: Any, **new_params: Any) -> Any:
+        """The outputs for other operands, and with some settings changed."""
+        return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
+
+
+Axes = tuple[Sequence[int], Sequence[int]]
+"""Axes of the left and of the right operand, in pairs."""
+
+
+class Dot(View):
+    """A ``jax.lax.dot_general``."""
+
+    names = ("dot_general",)
+
+    @property
+    def contracting(self) -> Axes:
+        """The axes that are summed over."""
+        return self.eqn.params["dimension_numbers"][0]
+
+    @property
+    def batch(self) -> Axes:
+        """The axes that stay, as the first of the output."""
+        return self.eqn.params["dimension_numbers"][1]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands, or an algorithm."""
+        return self.eqn.params["precision"]
+
+
+class RaggedDot(View):
+    """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
+
+    The third operand holds how many entries each group has. Entries beyond all groups give zeros.
+    """
+
+    names = ("ragged_dot_general",)
+
+    @property
+    def contracting(self) -> Axes:
+        """The axes that are summed over; an axis of groups is none of them."""
+        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+
+    @property
+    def batch(self) -> Axes:
+        """The axes that stay, as the first of the output."""
+        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[1]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands, or an algorithm."""
+        return self.eqn.params["precision"]
+
+    @property
+    def ragged(self) -> int:
+        """The axis of the left operand whose entries form groups."""
+        (axis,) = self.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        return axis
+
+    @property
+    def group(self) -> int | None:
+        """The axis of the right operand that has an index for each group; None if the groups are summed each."""
+        return next(iter(self.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions), None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it computes all groups, and groups are not among the axes of a batch."""
+        return self.eqn.params["group_offset"] is None and self.ragged not in self.batch[0]
+
+    @property
+    def before(self) -> Sequence[int]:
+        """The axes of the left operand of which each index may have groups of its own."""
+        if self.operands[2].aval.ndim == 1:
+            return ()
+        contracting, batch = self.contracting[0], self.batch[0]
+        ndim = self.operands[0].aval.ndim
+        kind = contracting if self.group is None else [i for i in range(ndim) if i not in (*contracting, *batch)]
+        return *batch, *kind[: list(kind).index(self.ragged)]
+
+
+class Conv(View):
+    """A ``jax.lax.conv_general_dilated``."""
+
+    names = ("conv_general_dilated",)
+
+    @property
+    def dimension_numbers(self) -> lax.ConvDimensionNumbers:
+        """Where batch, features and places stand in the data, the kernel and the output."""
+        return self.eqn.params["dimension_numbers"]
+
+    @property
+    def window(self) -> dict[str, Any]:
+        """How the window moves: the arguments of this name."""
+        return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
+
+    @property
+    def feature_group_count(self) -> int:
+        """The number of groups of input features, each with its own kernels."""
+        return self.eqn.params["feature_group_count"]
+
+    @property
+    def batch_group_count(self) -> int:
+        """The number of groups of examples, each with its own kernels."""
+        return self.eqn.params["batch_group_count"]
+
+    @property
+    def precision(self) -> Any:
+        """The precision of both operands."""
+        return self.eqn.params["precision"]
+
+
+class Gather(View):
+    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
+
+    names = ("gather",)
+
+    @property
+    def dimension_numbers(self) -> lax.GatherDimensionNumbers:
+        """Where the axes of the operands stand in the output."""
+        return self.eqn.params["dimension_numbers"]
+
+    @property
+    def mode(self) -> lax.GatherScatterMode:
+        """What happens beyond the operand."""
+        return self.eqn.params["mode"]
+
+    @property
+    def fill_value(self) -> Any:
+        """What stands beyond the operand; None for the default of the dtype."""
+        return self.eqn.params["fill_value"]
+
+    @property
+    def hints(self) -> dict[str, bool]:
+        """What is promised of the places: the arguments of these names."""
+        return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
+
+    @property
+    def slice_sizes(self) -> Sequence[int]:
+        """The size of a slice along each axis of the operand."""
+        return self.eqn.params["slice_sizes"]
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The axes of the operand that slices do not have."""
+        numbers = self.dimension_numbers
+        return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """The axes of the operand of which slices have a part, but for those of a batch."""
+        sizes = enumerate(zip(self.slice_sizes, self.operands[0].aval.shape, strict=True))
+        numbers = self.dimension_numbers
+        return tuple(
+            i
+            for i, (m, n) in sizes
+            if (m < n or i in numbers.collapsed_slice_dims) and i not in numbers.operand_batching_dims
+        )
+
+    @property
+    def axis(self) -> int | None:
+        """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
+        numbers, sizes = self.dimension_numbers, self.slice_sizes
+        axes = tuple(numbers.start_index_map)
+        if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims:
+            return None
+        shape = self.operands[0].aval.shape
+        return axes[0] if all(sizes[i] == n for i, n in enumerate(shape) if i not in axes) else None
+
+    @property
+    def row(self) -> tuple[int, int] | None:
+        """The axis of the operand of which each slice has one index, and which of the numbers of a place says this one.
+
+        None if slices are not whole along all other axes.
+        """
+        numbers, sizes, shape = self.dimension_numbers, self.slice_sizes, self.operands[0].aval.shape
+        axes = tuple(numbers.start_index_map)
+        parts = [i for i, n in enumerate(shape) if sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
+        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or sizes[parts[0]] != 1:
+            return None
+        # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
+        if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
+            return None
+        return parts[0], axes.index(parts[0])
+
+
+class Reduce(View):
+    """A reduction along axes: of one of these kinds if it is no sum."""
+
+    names = ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
+
+    @property
+    def axes(self) -> Sequence[int]:
+        """The axes that go."""
+        return self.eqn.params["axes"]
+
+
+class ReduceSum(Reduce):
+    """A ``jax.lax.reduce_sum``."""
+
+    names = ("reduce_sum",)
+
+
+class ReduceProduct(Reduce):
+    """A ``jax.lax.reduce_prod``."""
+
+    names = ("reduce_prod",)
+
+
+class ReduceIndex(Reduce):
+    """The place of the largest or smallest entry along axes."""
+
+    names = ("argmax", "argmin")
+
+
+class ReduceWindow(View):
+    """A reduction of windows, such as pooling."""
+
+    names = ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
+
+    @property
+    def window_dimensions(self) -> Sequence[int]:
+        """The size of the window along each axis."""
+        return self.eqn.params["window_dimensions"]
+
+    @property
+    def keeps(self) -> Sequence[bool]:
+        """For each axis whether each entry is a window of its own."""
+        params = self.eqn.params
+        pads = params["padding"]
+        dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
+        settings = zip(self.window_dimensions, params["window_strides"], pads, dilations, strict=True)
+        return [size == stride == dilation == 1 and tuple(pad) == (0, 0) for size, stride, pad, dilation in settings]
+
+
+class Cumulative(View):
+    """A reduction of all entries up to each along an axis."""
+
+    names = ("cumprod", "cummax", "cummin", "cumlogsumexp")
+
+    @property
+    def axis(self) -> int:
+        """The axis along which it goes."""
+        return self.eqn.params["axis"]
+
+
+class CumulativeSum(Cumulative):
+    """A ``jax.lax.cumsum``."""
+
+    names = ("cumsum",)
+
+
+class Sort(View):
+    """A ``jax.lax.sort``: all operands in the order of the first ones."""
+
+    names = ("sort",)
+
+    @property
+    def axis(self) -> int:
+        """The axis along which it sorts."""
+        return self.eqn.params["dimension"]
+
+
+class TopK(View):
+    """A ``jax.lax.top_k``: the largest entries along an axis, and their places."""
+
+    names = ("top_k",)
+
+    @property
+    def axis(self) -> int:
+        """The axis along which it looks."""
+        ndim = self.operands[0].aval.ndim
+        return self.eqn.params.get("axis", ndim - 1) % ndim
+
+
+class Transpose(View):
+    """A ``jax.lax.transpose``."""
+
+    names = ("transpose",)
+
+    @property
+    def permutation(self) -> Sequence[int]:
+        """For each axis of the output, that of the operand."""
+        return self.eqn.params["permutation"]
+
+
+class Reshape(View):
+    """A ``jax.lax.reshape``."""
+
+    names = ("reshape",)
+
+    @property
+    def new_sizes(self) -> Sequence[int]:
+        """The new shape."""
+        return self.eqn.params["new_sizes"]
+
+    @property
+    def dimensions(self) -> Sequence[int] | None:
+        """The order in which the axes of the operand are read, if it is not their own."""
+        return self.eqn.params.get("dimensions")
+
+
+class Squeeze(View):
+    """A ``jax.lax.squeeze``."""
+
+    names = ("squeeze",)
+
+    @property
+    def dimensions(self) -> Sequence[int]:
+        """The axes, of size 1, that go; none is negative."""
+        return [i % self.operands[0].aval.ndim for i in self.eqn.params["dimensions"]]
+
+
+class Broadcast(View):
+    """A ``jax.lax.broadcast_in_dim``."""
+
+    names = ("broadcast_in_dim",)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The new shape."""
+        return self.eqn.params["shape"]
+
+    @property
+    def broadcast_dimensions(self) -> Sequence[int]:
+        """For each axis of the operand, that of the output."""
+        return self.eqn.params["broadcast_dimensions"]
+
+
+class Slice(View):
+    """A ``jax.lax.slice``."""
+
+    names = ("slice",)
+
+    @property
+    def bounds(self) -> Iterable[tuple[int, int, int]]:
+        """For each axis the start, the limit and the stride."""
+        params = self.eqn.params
+        starts, limits = params["start_indices"], params["limit_indices"]
+        return zip(starts, limits, params["strides"] or (1,) * len(starts), strict=True)
+
+
+class DynamicSlice(View):
+    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts."""
+
+    names = ("dynamic_slice",)
+
+    @property
+    def slice_sizes(self) -> Sequence[int]:
+        """The size along each axis."""
+        return self.eqn.params["slice_sizes"]
+
+
+class SplitAxis(View):
+    """A ``jax.lax.split``."""
+
+    names = ("split",)
+
+    @property
+    def axis(self) -> int:
+        """The axis that is split."""
+        return self.eqn.params["axis"]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The size of each output along it."""
+        return [int(n) for n in self.eqn.params["sizes"]]
+
+
+class Reverse(View):
+    """A ``jax.lax.rev``."""
+
+    names = ("rev",)
+
+    @property
+    def dimensions(self) -> Sequence[int]:
+        """The axes whose entries change their order."""
+        return self.eqn.params["dimensions"]
+
+
+class ReadInStep(View):
+    """An array that is read in a step: ``_numerics/tie.py``."""
+
+    names = ("reparax_read",)
+
+
+class Vary(View):
+    """An array marked as varying over the shards of a ``jax.shard_map``."""
+
+    names = ("pvary",)
+
+    @property
+    def axes(self) -> Sequence[str]:
+        """The mesh axes."""
+        return self.eqn.params["axes"]
+
+
+class Iota(View):
+    """A ``jax.lax.broadcasted_iota``."""
+
+    names = ("iota",)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape."""
+        return self.eqn.params["shape"]
+
+    @property
+    def dimension(self) -> int:
+        """The axis along which it counts."""
+        return self.eqn.params["dimension"]
+
+
+class Concatenate(View):
+    """A ``jax.lax.concatenate``."""
+
+    names = ("concatenate",)
+
+    @property
+    def dimension(self) -> int:
+        """The axis along which the operands follow each other."""
+        return self.eqn.params["dimension"]
+
+
+class Stack(View):
+    """Arrays along a new axis."""
+
+    names = ("stack",)
+
+    @property
+    def axis(self) -> int:
+        """The new axis."""
+        return self.eqn.params["axis"]
+
+
+class Unstack(View):
+    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
+
+    names = ("unstack",)
+
+    @property
+    def axis(self) -> int:
+        """The axis that goes."""
+        return self.eqn.params["axis"]
+
+
+class Pad(View):
+    """A ``jax.lax.pad``."""
+
+    names = ("pad",)
+
+    @property
+    def padding(self) -> Sequence[tuple[int, int, int]]:
+        """For each axis how many entries are added before, behind and between."""
+        return self.eqn.params["padding_config"]
+
+
+class DynamicUpdateSlice(View):
+    """A ``jax.lax.dynamic_update_slice``: the second operand replaces part of the first."""
+
+    names = ("dynamic_update_slice",)
+
+
+class Barrier(View):
+    """A ``jax.lax.optimization_barrier``: its operands as they are."""
+
+    names = ("optimization_barrier",)
+
+
+class Named(View):
+    """A ``jax.ad_checkpoint.checkpoint_name``."""
+
+    names = ("name",)
+
+    @property
+    def name(self) -> str:
+        """The name of the value."""
+        return self.eqn.params["name"]
+
+
+class Pointwise(View):
+    """An equation that computes each entry from the same entries; this one takes longer than a sum, or is rare."""
+
+    names = (
+        *("rem", "pow", "shift_right_arithmetic", "clamp", "nextafter", "real", "imag", "complex", "conj"),
+        *(
+            "exp",
+            "exp2",
+            "expm1",
+            "log",
+            "log1p",
+            "sqrt",
+            "rsqrt",
+            "cbrt",
+            "tanh",
+            "logistic",
+            "erf",
+            "erfc",
+            "erf_inv",
+        ),
+        *("sin", "cos", "tan", "floor", "ceil", "round"),
+    )
+
+
+class Add(Pointwise):
+    """A sum of two arrays; derivatives have a primitive of their own for it."""
+
+    names = ("add", "add_any")
+
+
+class Subtract(Pointwise):
+    """A difference of two arrays."""
+
+    names = ("sub",)
+
+
+class Multiply(Pointwise):
+    """A product, entry by entry."""
+
+    names = ("mul",)
+
+
+class Divide(Pointwise):
+    """A quotient, entry by entry."""
+
+    names = ("div",)
+
+
+class Negate(Pointwise):
+    """The numbers with the other sign."""
+
+    names = ("neg",)
+
+
+class Arithmetic(Pointwise):
+    """Another operation that takes about as long as a sum."""
+
+    names = ("max", "min", "abs", "sign", "is_finite", "square", "integer_pow")
+
+
+class Bitwise(Pointwise):
+    """An operation on bits."""
+
+    names = ("and", "or", "xor", "not", "shift_left", "shift_right_logical")
+
+
+class Comparison(Pointwise):
+    """A comparison of two arrays."""
+
+    names = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+class Select(Pointwise):
+    """A ``jax.lax.select_n``: entries of the operands after the first, as this says."""
+
+    names = ("select_n",)
+
+
+class ConvertType(Pointwise):
+    """A ``jax.lax.convert_element_type``."""
+
+    names = ("convert_element_type",)
+
+    @property
+    def new_dtype(self) -> Any:
+        """The dtype of the output."""
+        return self.eqn.params["new_dtype"]
+
+
+class Bitcast(Pointwise):
+    """A ``jax.lax.bitcast_convert_type``."""
+
+    names = ("bitcast_convert_type",)
+
+
+class StopGradient(Pointwise):
+    """A ``jax.lax.stop_gradient``."""
+
+    names = ("stop_gradient",)
+
+
+class ReducePrecision(Pointwise):
+    """A ``jax.lax.reduce_precision``."""
+
+    names = ("reduce_precision",)
+
+
+class Copy(Pointwise):
+    """A copy of an array."""
+
+    names = ("copy",)
+
+
+class Jit(View):
+    """A call of ``jax.jit``."""
+
+    names = ("jit",)
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.eqn.params["name"]
+
+
+class CustomJvp(View):
+    """A call of a ``jax.custom_jvp``."""
+
+    names = ("custom_jvp_call",)
+
+
+class Checkpoint(View):
+    """A call of ``jax.checkpoint``."""
+
+    names = ("remat2",)
+
+    @property
+    def policy(self) -> Any:
+        """What may be stored."""
+        return self.eqn.params["policy"]
+
+    @property
+    def prevent_cse(self) -> Any:
+        """Whether the compiler must compute again what was computed before."""
+        return self.eqn.params["prevent_cse"]
+
+
+class Scan(View):
+    """A ``jax.lax.scan``."""
+
+    names = ("scan",)
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return self.eqn.params["length"]
+
+    @property
+    def reverse(self) -> bool:
+        """Whether the last slices are taken first."""
+        return self.eqn.params["reverse"]
+
+
+class While(View):
+    """A ``jax.lax.while_loop``."""
+
+    names = ("while",)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many operands are constants of the condition, and how many of the body; the others are carried."""
+        return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
+
+
+class Cond(View):
+    """A ``jax.lax.switch`` or ``cond``."""
+
+    names = ("cond",)
+
+
+class ShardMap(View):
+    """A ``jax.shard_map``."""
+
+    names = ("shard_map",)
+
+    @property
+    def in_specs(self) -> Sequence[Any]:
+        """The partition spec of each operand."""
+        return self.eqn.params["in_specs"]
+
+    @property
+    def mesh_shape(self) -> Mapping[str, int]:
+        """The size of each mesh axis."""
+        return self.eqn.params["mesh"].shape
+
+
+def _with_subclasses(kind: type[View]) -> list[type[View]]:
+    """A class of views and all that are derived from it."""
+    return [kind, *(each for derived in kind.__subclasses__() for each in _with_subclasses(derived))]
+
+
+KINDS: dict[str, type[View]] = {name: kind for kind in _with_subclasses(View) for name in kind.names}
+
+
+def kind_of(eqn: JaxprEqn) -> type[View]:
+    """The class of the view of an equation; ``View`` itself if it has no other."""
+    kind = KINDS.get(eqn.primitive.name, View)
+    # Numbers seen as bytes have one more axis, so entries are not computed from the same entries.
+    view = kind(eqn)
+    return View if kind is Bitcast and view.operands[0].aval.shape != view.type.shape else kind
+
+
+def view_of(eqn: JaxprEqn) -> View:
+    """The view of an equation."""
+    return kind_of(eqn)(eqn)

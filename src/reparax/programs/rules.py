@@ -1,0 +1,474 @@
+"""What equations do to sums of products: they move, slice or cast them, take matrices from them, or make them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from reparax.programs import jaxprs
+from reparax.programs.dependence import Facts
+from reparax.programs.equations import (
+    Add,
+    Broadcast,
+    ConvertType,
+    Copy,
+    Divide,
+    Dot,
+    DynamicSlice,
+    Gather,
+    Multiply,
+    Negate,
+    Reshape,
+    Reverse,
+    Slice,
+    SplitAxis,
+    Squeeze,
+    StopGradient,
+    Subtract,
+    Transpose,
+    Vary,
+    View,
+    kind_of,
+    view_of,
+)
+from reparax.programs.jaxprs import type_of
+from reparax.programs.multiply import ENTRY, cost
+from reparax.programs.sums import (
+    Factor,
+    Label,
+    Merged,
+    Product,
+    Sum,
+    all_or_none,
+    cast_factor,
+    contract,
+    count_entries,
+    has_range,
+    holds_factors,
+    keeps_range,
+    multiply_entries,
+    narrows,
+)
+
+
+def look_up_matrices(view: Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
+    """The matrices that a look-up takes from a weight of several; None if it must be formed.
+
+    What is taken from an array of two axes are rows, which nothing multiplies as a weight.
+    """
+    (places,) = operands
+    if x.ndim < 3 or view.row is None or isinstance(places, Sum) or not _fills_all(view):
+        return None
+    axis, column = view.row
+    offset = view.dimension_numbers.offset_dims
+    rows = tuple(Label(n) for i, n in enumerate(view.type.shape) if i not in offset)
+    kept_axes = [i for i in range(x.ndim) if i not in view.gone]
+
+    def take(product: Product) -> Product | None:
+        product_of_rows = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
+        if product_of_rows is None:
+            return None
+        axes = {k: () if i == axis else product_of_rows.axes[i] for k, i in zip(offset, kept_axes, strict=True)}
+        row_labels = iter(rows)
+        return replace(
+            product_of_rows,
+            axes=tuple(axes[k] if k in axes else _axis_of(next(row_labels)) for k in range(view.type.ndim)),
+        )
+
+    return x.map_products(take, view.type.shape)
+
+
+def _axis_of(label: Label) -> Merged:
+    """The labels of an axis with this label: none if its size is 1."""
+    return () if label.size == 1 else (label,)
+
+
+def _fills_all(view: Gather) -> bool:
+    """Whether an entry that no place has is zero or no number: then it is where one of its factors is."""
+    fill = view.fill_value
+    return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
+
+
+def _take_from_product(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+    """A product of which all factors that depend on an axis are taken at places along it."""
+    group, factors = product.axes[axis], list(product.factors)
+    if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
+        return None
+    if view.mode != lax.GatherScatterMode.CLIP:
+        # Places beyond the axis give no gradient, and may give entries of their own: each factor has to know of them.
+        numbers = [i for i, factor in enumerate(factors) if jnp.issubdtype(factor.array.dtype, jnp.inexact)]
+        if not group or not numbers:
+            return None
+        apart = [i for i, factor in enumerate(factors) if group[0] not in factor.labels]
+        for i in apart if set(numbers) <= set(apart) else [i for i in apart if not factors[i].still]:
+            factors[i] = _repeat(factors[i], group[0])
+    return replace(product, factors=tuple(_take_from_factor(view, factor, group, rows, places) for factor in factors))
+
+
+def _repeat(factor: Factor, label: Label) -> Factor:
+    """The factor with a new first axis, along which it repeats itself."""
+    array = factor.dense
+    return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
+
+
+def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+    """The factor at places along one of its axes; as it is if it does not have that axis."""
+    if not set(along) & set(factor.labels):
+        return factor
+    at = factor.labels.index(along[0])
+    array = jnp.moveaxis(factor.dense, at, 0)
+    behind = range(len(rows), len(rows) + array.ndim - 1)
+    numbers = lax.GatherDimensionNumbers(offset_dims=tuple(behind), collapsed_slice_dims=(0,), start_index_map=(0,))
+    array = lax.gather(
+        array,
+        places,
+        numbers,
+        (1, *array.shape[1:]),
+        mode=view.mode,
+        fill_value=view.fill_value if jnp.issubdtype(array.dtype, jnp.inexact) else None,
+    )
+    return replace(factor, array=array, labels=(*rows, *factor.labels[:at], *factor.labels[at + 1 :]))
+
+
+Move = Callable[[Any, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
+"""The outputs, from the view of an equation, its first operand and the others."""
+
+
+def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
+    """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
+    view = view_of(eqn)
+    rule = _MOVES.get(type(view))
+    if rule is None or not isinstance(operands[0], Sum):
+        return None
+    result = rule(view, operands[0], operands[1:])
+    outs = result if isinstance(result, list) else [result]
+    return all_or_none(outs)
+
+
+def _move_transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
+    """The axes in another order."""
+    order = view.permutation
+    return x.map_products(lambda product: product.transpose(order), [x.shape[i] for i in order])
+
+
+def _move_reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
+    """Another shape; None if that would split an axis across its labels, or says how it lies on devices."""
+    if view.dimensions is not None or view.has_sharding:
+        return None
+    shape = view.new_sizes
+    return x.map_products(lambda product: product.reshape(shape), shape)
+
+
+def _move_squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
+    """The sum without axes of size 1."""
+    axes = view.dimensions
+    return x.map_products(lambda product: product.squeeze(axes), [n for i, n in enumerate(x.shape) if i not in axes])
+
+
+def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
+    """``x`` broadcast to this shape, with its axes at ``places``."""
+    return x.map_products(lambda product: product.broadcast(shape, places), shape)
+
+
+def _move_broadcast(view: Broadcast, x: Sum, sizes: Sequence[Any]) -> Sum | None:
+    """The sum repeated along new axes; None if the shape is not known, or it says how it lies on devices."""
+    if sizes or view.has_sharding:
+        return None
+    return broadcast_sum(x, view.shape, view.broadcast_dimensions)
+
+
+def _move_cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
+    """A cast that keeps the range and adds no digits; None for others."""
+    return cast_sum(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.has_sharding else None
+
+
+def cast_sum(x: Sum, dtype: Any) -> Sum:
+    """``x`` in another floating dtype."""
+    result = map_factors(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
+    return replace(result, dtype=dtype)
+
+
+def _move_stop_gradient(_view: StopGradient, x: Sum, _: Any) -> Sum:
+    """The sum with no gradient to any factor."""
+    return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
+
+
+def negate_sum(x: Sum) -> Sum:
+    """``x`` times -1."""
+
+    def change(product: Product) -> Product:
+        numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
+        other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
+        array = jnp.asarray(-1, x.dtype)
+        for factor in numbers:
+            array = array * factor.array.astype(x.dtype)
+        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.still for factor in numbers))))
+
+    return replace(x, products=tuple(map(change, x.products)))
+
+
+def _move_slice(view: Slice, x: Sum, _: Any) -> Sum | None:
+    """The slice of all factors that have an axis which it cuts."""
+    result: Sum | None = x
+    for axis, (start, limit, stride) in enumerate(view.bounds):
+        if result is not None and (start, limit, stride) != (0, x.shape[axis], 1):
+            result = _change_axis(result, axis, view.type.shape[axis], _slicer(start, limit, stride))
+    return result
+
+
+def _slicer(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
+    """A function of an array and an axis that takes this slice along it."""
+    return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
+
+
+def _move_split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
+    """The slices one after the other along an axis; None for one that cannot be taken from the factors."""
+    outs, start = list[Sum | None](), 0
+    for n in view.sizes:
+        outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
+        start += n
+    return outs
+
+
+def _move_dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
+    """The slice at given starts, of all factors that have an axis which it cuts."""
+    result: Sum | None = x
+    for axis, (start, n) in enumerate(zip(starts, view.slice_sizes, strict=True)):
+        if result is not None and n != x.shape[axis]:
+            result = _change_axis(result, axis, n, _dynamic_slicer(start, n))
+    return result
+
+
+def _dynamic_slicer(start: Any, n: int) -> Callable[[Any, int], Any]:
+    """A function of an array and an axis that takes ``n`` indices along it from ``start`` on."""
+
+    def slice_array(array: Any, place: int) -> Any:
+        starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
+        sizes = [n if i == place else size for i, size in enumerate(array.shape)]
+        # The program has counted negative places from the end already; those that are left are clipped.
+        return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+
+    return slice_array
+
+
+def _move_reverse(view: Reverse, x: Sum, _: Any) -> Sum | None:
+    """The sum with the indices of some axes in the reverse order."""
+    result: Sum | None = x
+    for axis in view.dimensions:
+        result = result and _change_axis(result, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
+    return result
+
+
+def _change_axis(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
+    """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
+    return x.map_products(
+        lambda product: change_axis_of_product(product, axis, size, change),
+        [size if i == axis else n for i, n in enumerate(x.shape)],
+    )
+
+
+def change_axis_of_product(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
+    """``product`` with one axis changed to another size, in all factors that have it."""
+    group = product.axes[axis]
+    if not group:  # of size 1
+        return product if size == 1 else None
+    label, new = group[0], Label(size)
+    if len(group) > 1 or sum(label in member for member in product.axes) > 1:
+        return None
+
+    def of_factor(factor: Factor) -> Factor:
+        if label not in factor.labels:
+            return factor
+        array = change(factor.dense, factor.labels.index(label))
+        return replace(
+            factor, array=array, labels=tuple(new if own_label is label else own_label for own_label in factor.labels)
+        )
+
+    axes = tuple(((new,) if size != 1 else ()) if i == axis else member for i, member in enumerate(product.axes))
+    return Product(tuple(map(of_factor, product.factors)), axes)
+
+
+def _move_vary(view: Vary, x: Sum, _: Any) -> Sum:
+    """The sum, all factors of which are marked as varying over mesh axes."""
+    vary = partial(jaxprs.as_varying, names=view.axes)
+    return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
+
+
+def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
+    """``x`` with each factor changed."""
+    return replace(
+        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
+    )
+
+
+_MOVES: dict[type[View], Move] = {
+    Transpose: _move_transpose,
+    Reshape: _move_reshape,
+    Squeeze: _move_squeeze,
+    Broadcast: _move_broadcast,
+    ConvertType: _move_cast,
+    StopGradient: _move_stop_gradient,
+    Negate: lambda _view, x, _: negate_sum(x),
+    Slice: _move_slice,
+    SplitAxis: _move_split,
+    DynamicSlice: _move_dynamic_slice,
+    Reverse: _move_reverse,
+    Copy: lambda _view, x, _: x,
+    Vary: _move_vary,
+    Gather: look_up_matrices,
+}
+
+
+def may_make(eqn: JaxprEqn) -> bool:
+    """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
+    kind = kind_of(eqn)
+    if kind not in _MAKERS or kind in (Add, Subtract):
+        return False
+    output = type_of(eqn.outvars[0])
+    if output.ndim < 2 or not has_range(output.dtype):
+        return False
+    operand_types = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
+    if kind is ConvertType:
+        return _holds_integers(operand_types[0].dtype)
+    smaller = [count_entries(aval.shape) < count_entries(output.shape) for aval in operand_types]
+    return all(smaller) if kind is Dot else any(smaller)
+
+
+def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum that an equation makes from known values, if it is worth it; None if it must make an array."""
+    made_sum = make_sum(eqn, args, facts)
+    return (
+        made_sum
+        if made_sum is not None and all(product.is_smaller_in_factors for product in made_sum.products)
+        else None
+    )
+
+
+def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum that an equation makes from known values; None if it must make an array."""
+    view = view_of(eqn)
+    rule, dtype = _MAKERS.get(type(view)), view.type.dtype
+    if rule is None or not holds_factors(dtype, args) or view.has_sharding:
+        return None
+    sums = [
+        x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
+    ]
+    return rule(view, *sums)
+
+
+def select_sum(args: Sequence[Any]) -> Sum | None:
+    """Entries of one of two arrays, as a known array says: each times the zeros and ones of that array."""
+    which, *cases = args
+    if isinstance(which, Sum) or len(cases) != 2:
+        return None
+    products: list[Product | None] = []
+    for number, case in enumerate(cases):
+        x = case if isinstance(case, Sum) else _sum_of_array(case, still=False)
+        mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
+        products += [multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
+    terms = all_or_none(products)
+    return None if terms is None else Sum(tuple(terms), cases[0].shape, cases[0].dtype, None, None)
+
+
+def _sum_of_array(x: Any, *, still: bool) -> Sum:
+    """An array as a sum of one product of one factor."""
+    return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
+
+
+def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
+    """The cost to form the output of an equation from arrays, including gradients."""
+    view = view_of(eqn)
+    if isinstance(view, Dot):
+        a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
+        product = contract(a, b, view.contracting, view.batch)
+        return math.inf if product is None else cost(product)
+    return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
+
+
+def _multiply_sums(
+    view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
+) -> Sum | None:
+    """The sum of the products of each term of one sum with each term of another."""
+    output = view.type
+    products = all_or_none(product(a, b) for a in x.products for b in y.products)
+    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
+
+
+def _make_dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
+    """The matrix product of two sums; None if it does not keep the range of float32."""
+    contracting, batch = view.contracting, view.batch
+    if not keeps_range(view.precision):
+        return None
+    precision = x.precision or y.precision or view.precision
+    return _multiply_sums(view, x, y, lambda a, b: contract(a, b, contracting, batch), precision)
+
+
+def _make_multiple(view: View, x: Sum, y: Sum) -> Sum | None:
+    """The product of two sums, entry by entry."""
+    return _multiply_sums(
+        view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, x.precision or y.precision
+    )
+
+
+def _with_ndim(x: Sum, ndim: int) -> Sum:
+    """``x``; if it is a number, with ``ndim`` axes of size 1."""
+    if x.ndim or not ndim:
+        return x
+    products = tuple(replace(product, axes=((),) * ndim) for product in x.products)
+    return replace(x, products=products, shape=(1,) * ndim)
+
+
+def _make_quotient(view: View, x: Sum, y: Sum) -> Sum | None:
+    """A sum divided by one array, entry by entry; None if that is a sum or a product itself."""
+    if len(y.products) != 1 or len(y.products[0].factors) != 1:
+        return None
+    (product,) = y.products
+    (factor,) = product.factors
+    inverse = replace(product, factors=(replace(factor, array=1 / factor.dense.astype(y.dtype)),))
+    return _make_multiple(view, x, replace(y, products=(inverse,)))
+
+
+def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
+    """The sum of two sums, or their difference, with the products of both."""
+    output = view.type
+    if isinstance(view, Subtract):
+        y = negate_sum(y)
+    wide = all_or_none(
+        broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)
+    )
+    if wide is None:
+        return None
+    products = tuple(product for term in wide for product in term.products)
+    return Sum(products, output.shape, output.dtype, x.precision or y.precision, None)
+
+
+def _make_floats(view: ConvertType, x: Sum) -> Sum | None:
+    """Integers as floats; the arrays stay integers until they are multiplied."""
+    return cast_sum(x, view.new_dtype) if _holds_integers(x.dtype) else None
+
+
+def _holds_integers(dtype: Any) -> bool:
+    """Whether a dtype holds integers or flags."""
+    return not jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _make_broadcast(view: Broadcast, x: Sum) -> Sum | None:
+    """A sum that is repeated along new axes."""
+    return broadcast_sum(x, view.shape, view.broadcast_dimensions)
+
+
+_MAKERS: dict[type[View], Callable[..., Sum | None]] = {
+    Dot: _make_dot,
+    Multiply: _make_multiple,
+    Divide: _make_quotient,
+    Broadcast: _make_broadcast,
+    ConvertType: _make_floats,
+    Add: _make_sum_of_two,
+    Subtract: _make_sum_of_two,
+}

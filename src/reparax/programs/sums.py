@@ -1,0 +1,439 @@
+"""Arrays as sums of products of smaller arrays, as in einsum; which dtypes may hold their factors."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from reparax.numerics.terms import circulant
+from reparax.programs.equations import RaggedDot
+
+
+def has_range(dtype: Any) -> bool:
+    """Whether a dtype has the range of float32; in less, factors may overflow where their product does not."""
+    return jnp.issubdtype(dtype, jnp.inexact) and covers(dtype, jnp.float32)
+
+
+def holds_factors(dtype: Any, arrays: Sequence[Any]) -> bool:
+    """Whether a weight of a dtype may be a product of arrays: it has the range of float32, and that of each."""
+    return has_range(dtype) and all(covers(dtype, x.dtype) for x in arrays)
+
+
+def covers(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype has the range of another floating dtype, or all whole numbers of an integer dtype."""
+    if not jnp.issubdtype(other_dtype, jnp.inexact):
+        return holds_exactly(dtype, other_dtype)
+    if jnp.issubdtype(other_dtype, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other_dtype)
+    return wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp and bool(wide.min < 0)
+
+
+def holds_exactly(dtype: Any, other_dtype: Any) -> bool:
+    """Whether a floating dtype holds each number of another dtype."""
+    digits = jnp.finfo(dtype).nmant + 1
+    if jnp.issubdtype(other_dtype, jnp.inexact):
+        return covers(dtype, other_dtype) and digits > jnp.finfo(other_dtype).nmant
+    if other_dtype == jnp.bool_:
+        return True
+    return digits >= jnp.iinfo(other_dtype).bits - int(jnp.issubdtype(other_dtype, jnp.signedinteger))
+
+
+def narrows(dtype: Any, new: Any) -> bool:
+    """Whether a cast from one floating dtype to another keeps the range and adds no digits."""
+    floats = jnp.issubdtype(new, jnp.inexact) and covers(new, dtype)
+    return floats and jnp.finfo(new).nmant <= jnp.finfo(dtype).nmant
+
+
+def product_dtype(dtype: Any, result: Any) -> Any:
+    """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
+    candidates = (result, dtype, jnp.float32, jnp.complex64)
+    return next(
+        candidate for candidate in candidates if holds_exactly(candidate, dtype) and holds_exactly(candidate, result)
+    )
+
+
+def cast_factor(array: Any, dtype: Any) -> Any:
+    """A factor of a weight of this dtype; whole numbers stay so until they are multiplied, if the dtype holds them."""
+    is_integer = not jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_integer and holds_exactly(dtype, array.dtype) else array.astype(dtype)
+
+
+def keeps_range(precision: Any) -> bool:
+    """Whether products of a precision keep the range of float32, as all do but some algorithms."""
+    algorithms = lax.DotAlgorithm | lax.DotAlgorithmPreset
+    if not isinstance(precision, algorithms) or precision is lax.DotAlgorithmPreset.DEFAULT:
+        return True
+    types = getattr(precision, "supported_lhs_types", None)  # those of the other operand are the same; None: not told
+    return types is not None and all(map(has_range, types))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Circle:
+    """Matrices with the entries ``numbers[..., (i - j) % n]``."""
+
+    numbers: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.numbers.shape, self.numbers.shape[-1])
+
+    @property
+    def dtype(self) -> Any:
+        return self.numbers.dtype
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored."""
+        return self.numbers.size
+
+    def astype(self, dtype: Any) -> "Circle":
+        return Circle(self.numbers.astype(dtype))
+
+    def todense(self) -> Any:
+        """The matrices."""
+        return circulant(self.numbers)
+
+    def spectrum(self, *, transposed: bool) -> Any:
+        """The Fourier transform of the first column, or of the first row."""
+        numbers = _in_fourier_dtype(self.numbers)
+        return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
+
+
+def _in_fourier_dtype(x: Any) -> Any:
+    """``x`` in a precision that Fourier transforms support."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+
+
+def _fourier(x: Any) -> Any:
+    """The Fourier transform along the last axis; for real numbers, its first half, which gives the other."""
+    return jnp.fft.fft(x) if jnp.iscomplexobj(x) else jnp.fft.rfft(x)
+
+
+def fourier_transform(x: Any) -> Any:
+    """The Fourier transform along the last axis."""
+    return _fourier(_in_fourier_dtype(x))
+
+
+def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:
+    """The ``n`` numbers along the last axis whose Fourier transform is ``x``."""
+    numbers = jnp.fft.ifft(x) if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.fft.irfft(x, n)
+    return numbers.astype(dtype)
+
+
+def fourier_cost(n: int) -> float:
+    """The number of operations of a Fourier transform of ``n`` numbers."""
+    return 2.5 * n * math.log2(max(n, 2))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """Matrices of zeros and ones, ``(..., rows, groups)``: the first rows are in the first group, and so on.
+
+    Rows beyond all groups are zero.
+    """
+
+    sizes: Any
+    rows: Any = field(metadata={"static": True})
+    dtype: Any = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *batch, groups = self.sizes.shape
+        return (*batch, self.rows, groups)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored."""
+        return self.sizes.size
+
+    def astype(self, dtype: Any) -> "Segments":
+        return replace(self, dtype=dtype)
+
+    def group_of_row(self) -> Any:
+        """The number of the group of each row, ``(..., rows)``; that of no group for rows beyond."""
+        ends = jnp.cumsum(self.sizes.astype(jnp.int32), axis=-1)
+        rows = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 2)
+        return jnp.sum(rows >= ends[..., None, :], axis=-1, dtype=jnp.int32)
+
+    def todense(self) -> Any:
+        """The matrices."""
+        groups = lax.broadcasted_iota(jnp.int32, self.shape, len(self.shape) - 1)
+        return (self.group_of_row()[..., None] == groups).astype(self.dtype)
+
+    def inside(self) -> Any:
+        """Ones for rows in a group, and zeros, ``(..., rows)``."""
+        return (self.group_of_row() < self.sizes.shape[-1]).astype(self.dtype)
+
+
+Shape = Sequence[int]
+T = TypeVar("T")
+
+UNKNOWN = 1024
+"""A size that is not known when a program is exported counts as this in costs."""
+
+
+def count_entries(sizes: Iterable[Any]) -> int:
+    """How many numbers an array of these sizes has, for costs."""
+    return math.prod([n if type(n) is int or not jax.export.is_symbolic_dim(n) else UNKNOWN for n in sizes])
+
+
+@dataclass(frozen=True, eq=False)
+class Label:
+    """An axis that several factors may share.
+
+    Attributes:
+      size: How many indices it has.
+    """
+
+    size: int
+
+
+Merged = tuple[Label, ...]
+"""The labels of one axis of a product, the slowest first: several if axes are merged, none if its size is 1."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """An array with a label for each axis.
+
+    Attributes:
+      array: The array.
+      labels: Its labels.
+      still: Whether it gets no gradient.
+      draw: What tells it from other draws, if it is one of independent normal numbers; else None.
+      key: The key of this draw, or its keys.
+    """
+
+    array: Any
+    labels: Merged
+    still: bool
+    draw: Hashable = None
+    key: Any = None
+
+    @property
+    def size(self) -> int:
+        """How many numbers are stored, for costs."""
+        return self.array.size if isinstance(self.array, Circle | Segments) else count_entries(self.array.shape)
+
+    @property
+    def dense(self) -> Any:
+        """The array; what is stored as fewer numbers is expanded."""
+        return self.array.todense() if isinstance(self.array, Circle | Segments) else self.array
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of factors, summed over labels without an axis; along a label that no factor has, it is repeated."""
+
+    factors: tuple[Factor, ...]
+    axes: tuple[Merged, ...]
+
+    @classmethod
+    def of(cls, x: Any, *, still: bool) -> "Product":
+        """A product with one array as its only factor."""
+        labels = tuple(Label(n) for n in x.shape)
+        return cls((Factor(x, labels, still),), tuple((label,) if label.size != 1 else () for label in labels))
+
+    @property
+    def labels(self) -> set[Label]:
+        """The labels of the factors."""
+        return {label for factor in self.factors for label in factor.labels}
+
+    @property
+    def is_smaller_in_factors(self) -> bool:
+        """Whether at most one factor is as large as the product, as the base of an adapter is."""
+        size = count_entries(label.size for group in self.axes for label in group)
+        return sum(factor.size >= size for factor in self.factors) <= 1
+
+    def transpose(self, order: Sequence[int]) -> "Product":
+        return replace(self, axes=tuple(self.axes[i] for i in order))
+
+    def squeeze(self, axes: Iterable[int]) -> "Product":
+        axis_set = set(axes)
+        return replace(self, axes=tuple(group for i, group in enumerate(self.axes) if i not in axis_set))
+
+    def broadcast(self, shape: Shape, places: Sequence[int]) -> "Product":
+        """This product broadcast to this shape, with its axes at ``places``."""
+        axis_at = dict(zip(places, self.axes, strict=True))
+        return replace(self, axes=tuple(axis_at.get(i) or _new_axis(n) for i, n in enumerate(shape)))
+
+    def reshape(self, shape: Shape) -> "Product | None":
+        """This product in another shape; None if this would split an axis across its labels."""
+        labels = [label for group in self.axes for label in group]
+        if len(set(labels)) < len(labels):
+            return None
+        cut = _common_refinement([label.size for label in labels], [n for n in shape if n != 1])
+        if cut is None:
+            return None
+        parts, sizes = cut
+        product = self
+        for label, part in zip(labels, parts, strict=True):
+            product = product.split_label(label, part)
+        flat = iter([label for group in product.axes for label in group])
+        axes = iter([tuple(next(flat) for _ in part) for part in sizes])
+        return replace(product, axes=tuple(next(axes) if n != 1 else () for n in shape))
+
+    def split_label(self, label: Label, sizes: Shape) -> "Product":
+        """This product with several labels instead of one."""
+        if len(sizes) == 1:
+            return self
+        new = {label: tuple(Label(n) for n in sizes)}
+        return self._change_labels(lambda factor: _split_labels(factor, new), new)
+
+    def rename_labels(self, names: dict[Label, Label]) -> "Product":
+        new = {old: (label,) for old, label in names.items()}
+        return self._change_labels(
+            lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
+        )
+
+    def _change_labels(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
+        """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""
+        axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
+        return Product(tuple(map(change, self.factors)), axes)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products of one shape.
+
+    Attributes:
+      products: The products.
+      shape: The shape of each, and of the array.
+      dtype: The dtype of the array.
+      precision: The precision of its products.
+      root: The equation that made it, before any transpose, cast or slice, after the equations whose bodies contain it.
+    """
+
+    products: tuple[Product, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    precision: Any
+    root: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def map_products(self, change: Callable[[Product], Product | None], shape: Shape) -> "Sum | None":
+        """This sum with each product changed; None if one cannot be changed."""
+        products = all_or_none(map(change, self.products))
+        return None if products is None else replace(self, products=tuple(products), shape=tuple(shape))
+
+
+def all_or_none(items: Iterable[T | None]) -> list[T] | None:
+    """The items; None if one of them is None."""
+    results: list[T] = []
+    for item in items:
+        if item is None:
+            return None
+        results.append(item)
+    return results
+
+
+for cls, data in {Factor: ["array", "key"], Product: ["factors"], Sum: ["products"]}.items():
+    meta = [each.name for each in fields(cls) if each.name not in data]
+    jax.tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
+
+
+def align_labels(a: Product, b: Product, pairs: Sequence[tuple[int, int]]) -> tuple[Product, Product] | None:
+    """Two products that share labels on these pairs of axes only; None if the axes are merged in different ways."""
+    b = b.rename_labels({label: Label(label.size) for label in b.labels.union(*b.axes)})
+    for i, j in pairs:
+        a_labels, b_labels = a.axes[i], b.axes[j]
+        if not a_labels or not b_labels:
+            continue
+        cut = _common_refinement([label.size for label in a_labels], [label.size for label in b_labels])
+        if cut is None or len({*a_labels}) < len(a_labels) or len({*b_labels}) < len(b_labels):
+            return None
+        for label, sizes in zip(a_labels, cut[0], strict=True):
+            a = a.split_label(label, sizes)
+        for label, sizes in zip(b_labels, cut[1], strict=True):
+            b = b.split_label(label, sizes)
+        names = dict(zip(b.axes[j], a.axes[i], strict=True))
+        a, b = a.rename_labels(names), b.rename_labels(names)
+    twice = any(len(set(factor.labels)) < len(factor.labels) for product in (a, b) for factor in product.factors)
+    return None if twice else (a, b)
+
+
+def multiply_entries(a: Product, b: Product) -> Product | None:
+    """The elementwise product of two products; either may have axes of size 1."""
+    pair = align_labels(a, b, [(i, i) for i in range(len(a.axes))])
+    if pair is None:
+        return None
+    a, b = pair
+    return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
+
+
+def contract(a: Product, b: Product, contracting: Sequence[Any], batch: Sequence[Any]) -> Product | None:
+    """The product of matrices, with the arguments of ``jax.lax.dot_general``."""
+    pairs = [*zip(*contracting, strict=True), *zip(*batch, strict=True)]
+    pair = align_labels(a, b, pairs)
+    if pair is None:
+        return None
+    a, b = pair
+    if any(label not in a.labels | b.labels for i in contracting[0] for label in a.axes[i]):
+        return None  # no factor has this summed label
+    axes = [a.axes[i] for i in batch[0]]
+    for product, k in ((a, 0), (b, 1)):
+        axes += [group for i, group in enumerate(product.axes) if i not in (*contracting[k], *batch[k])]
+    return Product(a.factors + b.factors, tuple(axes))
+
+
+def contract_in_groups(a: Product, b: Product, sizes: Any, view: RaggedDot) -> Product | None:
+    """The product of matrices along rows in groups of these sizes, as ``jax.lax.ragged_dot_general`` says."""
+    rows = math.prod(label.size for label in a.axes[view.ragged])
+    which = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
+    places = dict(zip((*view.before, view.ragged, len(a.axes)), which.axes, strict=True))
+    axes = tuple(places.get(i, ()) for i in range(len(a.axes) + 1))
+    a_in_groups = multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
+    if a_in_groups is None:
+        return None
+    (lhs, rhs), group = view.contracting, view.group
+    if group is not None:
+        return contract(a_in_groups, b, ((*lhs, len(a.axes)), (*rhs, group)), view.batch)
+    product = contract(a_in_groups, b, view.contracting, view.batch)
+    group_axis = len(a.axes) - len(lhs)  # the last of the left operand's axes is that of the groups
+    return product and product.transpose([group_axis, *(i for i in range(len(product.axes)) if i != group_axis)])
+
+
+def _new_axis(n: int) -> Merged:
+    """An axis of size ``n`` with a label of its own; none if the size is 1."""
+    return (Label(n),) if n != 1 else ()
+
+
+def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
+    """A factor with several labels instead of one, as ``new`` says, and reshaped alike."""
+    if not any(label in new for label in factor.labels):
+        return factor
+    labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
+    return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
+
+
+def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Two lists of sizes above 1, with each size split into the factors of their common refinement."""
+    parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+    if a == b and any(map(jax.export.is_symbolic_dim, a)):
+        return [[n] for n in a], [[n] for n in b]
+    if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
+        return None
+    i = j = 0
+    x = y = 1  # what is left of a[i] and b[j]
+    while i < len(a) or x > 1 or j < len(b) or y > 1:
+        if x == 1:
+            x, i = a[i], i + 1
+        if y == 1:
+            y, j = b[j], j + 1
+        n = min(x, y)
+        if x % n or y % n:
+            return None
+        parts[0][i - 1].append(n)
+        parts[1][j - 1].append(n)
+        x, y = x // n, y // n
+    return parts

@@ -1,0 +1,649 @@
+"""Losses whose products multiply by factors of weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax.numerics.terms import specs_of
+from reparax.programs import jaxprs
+from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.programs.dependence import Facts, combined_facts, facts_in, facts_of_inputs
+from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, kind_of, view_of
+from reparax.programs.interpreter import Answer, Outs, Reader, body_rule, stand_in
+from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
+from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make, move_sum
+from reparax.programs.sums import (
+    Circle,
+    Factor,
+    Label,
+    Merged,
+    Product,
+    Sum,
+    all_or_none,
+    cast_factor,
+    contract,
+    contract_in_groups,
+    count_entries,
+    holds_factors,
+    keeps_range,
+    product_dtype,
+)
+
+
+@dataclass(frozen=True)
+class SumRead:
+    """One read of a sum.
+
+    Attributes:
+      eqn: The equation that reads; None for the result of a program or of a body.
+      times: How often it runs.
+      in_formula: Whether it is part of a parametrization, not of the network.
+      cost_in_factors: The cost of a product with the factors; None if the read needs the array.
+      cost_as_array: The cost of a product with the array.
+    """
+
+    eqn: JaxprEqn | None
+    times: int
+    in_formula: bool
+    cost_in_factors: float | None = None
+    cost_as_array: float = 0.0
+
+
+@dataclass
+class Record:
+    """What a plan records about a sum.
+
+    Attributes:
+      eqn: The equation that made it.
+      shape: Its shape.
+      dtype: Its dtype.
+      origins: The arguments on which it depends.
+      parents: The sums from which it is made.
+      cost_to_form: The cost to form it and its parents.
+      times: How often it is made.
+      reads: What reads it, except other sums made from it.
+      is_formed: Whether it is formed where it is made.
+      read_if_formed: How it reads its parents where it is formed; None if it needs their arrays.
+    """
+
+    eqn: JaxprEqn
+    shape: tuple[int, ...]
+    dtype: Any
+    origins: frozenset[int]
+    parents: Sequence[Hashable]
+    cost_to_form: float
+    times: int
+    reads: list[SumRead] = field(default_factory=list)
+    is_formed: bool = False
+    read_if_formed: SumRead | None = None
+
+
+class SumPlan:
+    """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
+
+    Attributes:
+      records: The record of each sum, by its root.
+      is_decided: Whether the decision is made. Nothing is recorded after that.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[Hashable, Record] = {}
+        self.is_decided = False
+
+    def note(self, root: Hashable, record: Record) -> None:
+        """Records a new sum."""
+        self.records[root] = record
+
+    def reads(self, x: Sum, read: SumRead) -> None:
+        """Records a read of a sum."""
+        if not self.is_decided:
+            self.records[x.root].reads.append(read)
+
+    def forms(self, root: Hashable) -> bool:
+        """Whether a sum is formed where it is made; unrecorded sums, which only formed ones produce, are formed too."""
+        return root not in self.records or self.records[root].is_formed
+
+    def decide(self) -> None:
+        """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
+        needed = set[Hashable]()
+        for root, record in reversed(self.records.items()):
+            cost_in_factors, cost_formed = self.costs(root)
+            arrays = [read for read in record.reads if read.cost_in_factors is None]
+            if root not in needed and (cost_formed < cost_in_factors or (arrays and cost_formed == cost_in_factors)):
+                record.is_formed = True
+                for parent in record.parents:
+                    read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
+                    self.records[parent].reads.append(read)
+            elif root in needed or record.reads:
+                needed.update(record.parents)
+        self.is_decided = True
+
+    def costs(self, root: Hashable) -> tuple[float, float]:
+        """The cost of all reads of a sum if it stays in factors, and if it is formed."""
+        record, once = self.records[root], self.records[root].cost_to_form
+        rebuilds = max(
+            (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
+        )
+        in_factors = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
+        return in_factors + rebuilds * once, once + sum(read.times * read.cost_as_array for read in record.reads)
+
+
+def declares(eqn: JaxprEqn) -> bool:
+    """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
+    view = view_of(eqn)
+    return isinstance(view, Jit) and specs_of(view.name) is not None
+
+
+def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+    """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
+    specs = specs_of(Jit(eqn).name) or []
+    n_arrays = sum(len(spec.letters) for spec in specs)
+    if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
+        return None
+    jaxpr, consts = jaxprs.body(eqn)
+    program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
+    inputs = [
+        (x, input_facts)
+        for x, input_facts, flag in zip([*consts, *args], facts_in(consts, facts), is_read, strict=True)
+        if flag
+    ]
+    outs, input_facts = reader.inside(eqn).run(program, [x for x, _ in inputs], [fact for _, fact in inputs])
+    output = jaxprs.type_of(eqn.outvars[0])
+    if not holds_factors(output.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
+        return None
+    factor_arrays = iter([(reader.array(x, eqn), fact.still) for x, fact in zip(outs, input_facts, strict=True)])
+    products: list[Product] = []
+    for spec in specs:
+        batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
+        label_of: dict[str, Label] = {}
+        factors: list[Factor] = []
+        for letters, circle in zip(spec.letters, spec.circles, strict=True):
+            array, still = next(factor_arrays)
+            array = cast_factor(array, output.dtype)
+            array = Circle(array) if circle else array
+            n = len(array.shape) - len(letters)
+            if n not in (0, len(batch)):
+                return None
+            sizes = zip(letters, array.shape[n:], strict=True)
+            labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
+            factors.append(Factor(array, (*(batch if n else ()), *labels), still))
+        groups = [*((label,) for label in batch), *(tuple(label_of[letter] for letter in axis) for axis in spec.axes)]
+        products.append(Product(tuple(factors), tuple(tuple(x for x in group if x.size != 1) for group in groups)))
+    return Sum(tuple(products), output.shape, output.dtype, "highest", None)
+
+
+def _is_sentinel(v: Any) -> bool:
+    """Whether it is the output that no derivative has."""
+    output = jaxprs.type_of(v)
+    return output.shape == () and jnp.issubdtype(output.dtype, jnp.integer)
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """A product of data and a weight.
+
+    Attributes:
+      weight: The sum.
+      costs: Computes the cost with the factors, including all gradients, and that with the weight as one array.
+      array: Computes the product with the factors.
+    """
+
+    weight: Sum
+    costs: Callable[[], tuple[float, float]]
+    array: Callable[[], Any]
+
+
+def weight_use(eqn: JaxprEqn, args: Sequence[Any]) -> WeightUse | None:
+    """The product of data and one sum that an equation computes, if it can use the factors; else None."""
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
+    if rule is None or sum(isinstance(x, Sum) for x in args) != 1 or view.has_sharding:
+        return None
+    return rule(view, args)
+
+
+def _is_still(x: Sum) -> bool:
+    """Whether no factor of a sum gets a gradient."""
+    return all(factor.still for product in x.products for factor in product.factors)
+
+
+def _as_one_factor(x: Sum) -> Product:
+    """The sum as one factor: an array of its shape and dtype."""
+    return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_is_still(x))
+
+
+# ---- products of matrices
+
+
+def _use_in_dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight in a product of matrices."""
+    contracting, batch = view.contracting, view.batch
+    return _use_in_product(view, args, lambda a, b: contract(a, b, contracting, batch))
+
+
+def _use_in_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight in a product of rows in groups; None if it leaves groups out."""
+    *operands, sizes = args
+    if not view.is_whole or isinstance(sizes, Sum):
+        return None
+    return _use_in_product(view, operands, lambda a, b: contract_in_groups(a, b, sizes, view))
+
+
+def _use_in_product(
+    view: Dot | RaggedDot, args: Sequence[Any], product: Callable[[Product, Product], Product | None]
+) -> WeightUse | None:
+    """The use of a weight by ``product``, which multiplies a product with another; None if it must be an array."""
+    x, y = args
+    output, precision = view.type, view.precision
+    # JAX rounds neither operand to the dtype of the other.
+    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not keeps_range(precision):
+        return None
+    weight: Sum = x if isinstance(x, Sum) else y
+
+    def multiply_with_data(weights: Sequence[Product]) -> list[Product] | None:
+        lhs = weights if x is weight else [Product.of(x, still=False)]
+        rhs = weights if y is weight else [Product.of(y, still=False)]
+        return all_or_none([product(a, b) for a in lhs for b in rhs])
+
+    products, products_of_array = multiply_with_data(weight.products), multiply_with_data([_as_one_factor(weight)])
+    if products is None or products_of_array is None:
+        return None
+    how = How(weight.dtype, product_dtype(weight.dtype, output.dtype), precision)
+
+    def array() -> Any:
+        return array_of_products(products, output.shape, how).astype(output.dtype)
+
+    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))), array)
+
+
+# ---- matrices that an index chooses, and rows of a table
+
+
+def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
+    """The cost to take the factors of the chosen matrices; to form these from them; and to take the matrices."""
+    of_factors = sum(
+        (1 if factor.still else 2) * ENTRY * factor.size
+        for old_product, new_product in zip(weight.products, rows.products, strict=True)
+        for old, factor in zip(old_product.factors, new_product.factors, strict=True)
+        if factor.labels != old.labels
+    )
+    return of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
+
+
+def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
+    """The cost to take entries of a weight by its factors, and from its array."""
+    cost_of_writing = ENTRY * count_entries(shape)
+    table = 0.0 if _is_still(weight) else ENTRY * count_entries(weight.shape)
+    return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
+
+
+def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
+    weight, places = args[0], _in_counting_dtype(args[1])
+    axis, mode, fill = view.axis, view.mode, view.fill_value
+    if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
+        return None
+    other_axes = [i for i in range(weight.ndim) if i != axis]
+    output, offset = view.type, view.dimension_numbers.offset_dims
+    leading = [i for i in range(output.ndim) if i not in offset]
+    rows = [output.shape[i] for i in leading]
+    count = math.prod(rows)
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
+    gather_mode = lax.GatherScatterMode.CLIP if fills else mode
+
+    def take_rows(array: Any, place: int) -> Any:
+        front = jnp.moveaxis(array, place, 0)
+        numbers = lax.GatherDimensionNumbers(
+            offset_dims=tuple(range(len(rows), len(rows) + front.ndim - 1)),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+        )
+        rows_of_array = lax.gather(front, places, numbers, (1, *front.shape[1:]), mode=gather_mode, **view.hints)
+        return jnp.moveaxis(rows_of_array.reshape(count, *front.shape[1:]), 0, place)
+
+    def type_of_rows(array: Any, place: int) -> Any:
+        return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
+
+    def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
+        return all_or_none([change_axis_of_product(product, axis, count, change) for product in weight.products])
+
+    products_of_types = products_of_rows(type_of_rows)
+    if products_of_types is None:
+        return None
+
+    def array() -> Any:
+        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(take_rows) or []]
+        shape = [weight.shape[i] for i in other_axes]
+        x = array_of_products(products, [count, *shape], How(weight.dtype, output.dtype, weight.precision))
+        if mode != lax.GatherScatterMode.CLIP:
+            inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
+            x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _stop_gradient_beyond(x, inside)
+        return jnp.moveaxis(x.reshape(*rows, *shape), range(output.ndim), [*leading, *offset])
+
+    return WeightUse(weight, lambda: _costs_of_entries(weight, output.shape, products_of_types), array)
+
+
+def _in_counting_dtype(places: Any) -> Any:
+    """Places in a dtype that holds the number of rows."""
+    return places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
+
+
+_MODES = (
+    lax.GatherScatterMode.CLIP,
+    lax.GatherScatterMode.FILL_OR_DROP,
+    lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+)
+
+
+@jax.custom_jvp
+def _stop_gradient_beyond(x: Any, inside: Any) -> Any:
+    """``x``, of which rows beyond the array get no gradient: JAX clips places that it reads, and drops these."""
+    del inside
+    return x
+
+
+@_stop_gradient_beyond.defjvp
+def _stop_gradient_beyond_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The derivative: zero in rows beyond the array."""
+    return _stop_gradient_beyond(*primals), jnp.where(primals[1], tangents[0], jnp.zeros_like(tangents[0]))
+
+
+# ---- convolutions
+
+
+def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight as a kernel, of which one factor may mix channels after the others; None for groups."""
+    x, weight = args
+    output = view.type
+    if not isinstance(weight, Sum) or not jnp.issubdtype(output.dtype, jnp.inexact):
+        return None
+    if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
+        return None
+    result = product_dtype(weight.dtype, output.dtype)
+    numbers = view.dimension_numbers
+    to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
+    parts = all_or_none(_split_channels(product, to) for product in weight.products)
+    if parts is None:
+        return None
+    other_axes = [i for i in range(output.ndim) if i != channel]
+    places = count_entries(output.shape[i] for i in other_axes)
+
+    def dense(kernel: Product, n: int) -> float:
+        still = all(factor.still for factor in kernel.factors)
+        window = count_entries(size for i, size in enumerate(weight.shape) if i != to)
+        return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
+
+    def costs(kernel: Product, n: int, tail: Product | None) -> float:
+        few = jax.ShapeDtypeStruct((places, n), weight.dtype)
+        mixing = (
+            0.0 if tail is None else cost(jax.eval_shape(functools.partial(_mix_channels, channel=1, tail=tail), few))
+        )
+        return dense(kernel, n) + mixing
+
+    def convolve(kernel: Product, n: int, tail: Product | None) -> Any:
+        shape = [n if i == to else size for i, size in enumerate(weight.shape)]
+        y = lax.conv_general_dilated(
+            x,
+            array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
+            dimension_numbers=numbers,
+            **view.window,
+            precision=view.precision,
+            preferred_element_type=result,
+        )
+        if tail is None:
+            return y
+        how = How(weight.dtype, result, view.precision)
+        array_of_channels = array_of_products(
+            [_mix_channels(y, channel, tail)], [*(output.shape[i] for i in other_axes), output.shape[channel]], how
+        )
+        return jnp.moveaxis(array_of_channels, -1, channel)
+
+    return WeightUse(
+        weight,
+        lambda: (sum(costs(*part) for part in parts), dense(_as_one_factor(weight), weight.shape[to])),
+        lambda: functools.reduce(jnp.add, [convolve(*part) for part in parts]).astype(output.dtype),
+    )
+
+
+def _mix_channels(y: Any, channel: int, tail: Product) -> Product:
+    """Output channels computed from fewer channels, as the last axis."""
+    few, many = tail.axes
+    rows: list[Merged] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
+    labels = tuple(label for group in (*rows[:channel], few, *rows[channel:]) for label in group)
+    data = Factor(y.reshape([label.size for label in labels]), labels, still=False)
+    axes = (tuple(label for label in group if label.size != 1) for group in (*rows, many))
+    return Product((data, *tail.factors), tuple(axes))
+
+
+def _split_channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
+    """A kernel of few channels, their number, and the product that makes the others from them, if any.
+
+    None if the channels are not separate from the rest.
+    """
+    group = product.axes[to]
+    window = {label for i, axis in enumerate(product.axes) if i != to for label in axis}
+    if window.intersection(group):
+        return None
+    sides: tuple[list[Factor], list[Factor]] = ([], [])
+    for factor in product.factors:
+        sides[bool(factor.labels) and not window.intersection(factor.labels)].append(factor)
+    head, tail = sides
+    head_labels = {label for factor in head for label in factor.labels}
+    if not tail or not head or head_labels.intersection(group):
+        return product, math.prod(label.size for label in group), None
+    between = tuple(label for label in dict.fromkeys(x for f in tail for x in f.labels) if label in head_labels)
+    kernel = Product(tuple(head), tuple(between if i == to else axis for i, axis in enumerate(product.axes)))
+    return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
+
+
+_RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
+    Dot: _use_in_dot,
+    RaggedDot: _use_in_ragged_dot,
+    Gather: _use_in_gather,
+    Conv: _use_in_convolution,
+}
+
+
+class Factoring:
+    """Follows weights, and forms those that the plan says.
+
+    Attributes:
+      plan: The plan. Until it is decided, it is told what reads each weight.
+      state: Nothing.
+    """
+
+    def __init__(self, plan: SumPlan) -> None:
+        self.plan, self.state = plan, list[Any]()
+
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        if not any(fact.known and fact.origins for fact in facts):
+            return False
+        return (out_facts.known and may_make(eqn)) if body_rule(eqn) is None else _may_make_inside(eqn)
+
+    def take_instead(
+        self,
+        reader: Reader,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
+    ) -> Outs | Answer | None:
+        if isinstance(args[0], Sum) and kind_of(eqn) is Gather:
+            return self._look_up(reader, eqn, args[0], args[1:], facts)
+        is_declared = only_first_read and out_facts.known and declares(eqn)
+        declared_sum = recorded_sum(reader, eqn, args, facts) if is_declared else None
+        if declared_sum is None:
+            return None
+        weight = self._start_sum(reader, eqn, args, facts, out_facts, declared_sum)
+        return (
+            Answer.UNCHANGED
+            if weight is None
+            else ([weight, *(None for _ in eqn.outvars[1:])], [out_facts for _ in eqn.outvars])
+        )
+
+    def start(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Outs | Answer | None:
+        weight = make_if_smaller(eqn, args, facts) if out_facts.known else None
+        if weight is None:
+            return None
+        weight = self._start_sum(reader, eqn, args, facts, out_facts, weight)
+        return Answer.UNCHANGED if weight is None else ([weight], [out_facts])
+
+    def multiply(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
+        del out_facts
+        if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
+            pairs = zip(args, facts, strict=True)
+            args = [x if fact.known else reader.array(x, eqn) for x, fact in pairs]
+        use = weight_use(eqn, args)
+        if use is None:
+            return None
+        if self.plan.is_decided:
+            return use.array()
+        self.plan.reads(use.weight, SumRead(eqn, reader.times, reader.in_formula, *use.costs()))
+        return stand_in(eqn.outvars[0])
+
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+        self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
+        return array_of_sum(x)
+
+    def _look_up(
+        self, reader: Reader, eqn: JaxprEqn, weight: Sum, operands: Sequence[Any], facts: Sequence[Facts]
+    ) -> Outs | None:
+        """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
+        outs = move_sum(eqn, [weight, *operands])
+        if outs is None:
+            return None
+        matrices = replace(outs[0], root=(*reader.path, id(eqn)))
+        if not self.plan.is_decided:
+            times, parent = reader.times, self.plan.records[weight.root]
+            cost_of_factors, *ways = costs_of_lookup(weight, matrices)
+            read = SumRead(eqn, times, reader.in_formula, *ways)
+            cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
+            origins, parents = facts[0].origins, [weight.root]
+            self.plan.note(
+                matrices.root,
+                Record(eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read),
+            )
+            self.plan.reads(matrices, SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
+        return [array_of_sum(matrices) if self.plan.forms(matrices.root) else matrices], [combined_facts(facts)]
+
+    def _start_sum(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts, weight: Sum
+    ) -> Sum | None:
+        """A new sum; None if the plan forms it."""
+        weight = replace(weight, root=(*reader.path, id(eqn)))
+        if not self.plan.is_decided:
+            parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
+            records = self.plan.records
+            cost = reader.times * cost_to_form(eqn, facts) + sum(records[parent].cost_to_form for parent in parents)
+            self.plan.note(
+                weight.root, Record(eqn, weight.shape, weight.dtype, out_facts.origins, parents, cost, reader.times)
+            )
+        return None if self.plan.forms(weight.root) else weight
+
+
+def _may_make_inside(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation may make a sum."""
+    return declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
+
+
+def _may_make_in_program(jaxpr: Jaxpr) -> bool:
+    """Whether an equation of a program, or of one inside it, may make a sum."""
+    return any(may_make(eqn) or _may_make_inside(eqn) for eqn in jaxpr.eqns)
+
+
+def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
+    r"""``fun`` with products that multiply by the factors of weights and never form the weights.
+
+    For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
+    then need no gradient of the whole ``W``. It finds the factors in the jaxpr of ``fun``, so the network's code does
+    not change: wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`, :class:`Delta`,
+    :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`, :class:`Quantized`,
+    chains of these, or your own formulas; and if a stage defines ``terms_leaf``.
+
+    Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,
+    ``jax.checkpoint``, ``vmap`` and look-ups of matrices (``w[expert]``), up to matrix products (``@``, ``einsum``, and
+    ``jax.lax.ragged_dot`` of experts), convolutions and table lookups. For all other operations the array is formed
+    once; also in float16 and float8 and before a cast to a dtype of less range, where factors may overflow although
+    their product does not; before a cast to more digits, which keeps an earlier rounding; and if the factors cost more
+    operations than the array, including all gradients. :func:`explain` says which weights are formed, where and why.
+    Values and gradients are those of ``fun`` up to rounding.
+
+    To store no factors for the backward pass either, write ``rpx.remat(rpx.factored(loss))``. Apply ``jax.grad``,
+    ``jax.vmap``, ``jax.jit`` and other transformations outside of it. Gradients taken inside ``fun``, as in
+    meta-learning, form the weights that they read.
+
+    Args:
+      fun: A loss, or any pure function of arrays.
+      argnums: The positions of the arguments from which weights are computed, as in :func:`remat`. Default: the first,
+        and keys. Pass these by position: keyword arguments count as data.
+
+    Raises:
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
+        exist.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.LoRA(2)
+      >>> train, rest = rpx.partition(p.init({"w": jnp.ones((8, 8))}, jax.random.key(0)))
+      >>> def loss(train, x):
+      ...     return jnp.sum((x @ p.apply(rpx.combine(train, rest))["w"]) ** 2)
+      >>> grads = jax.grad(rpx.factored(loss))(train, jnp.ones((64, 8)))
+      >>> jax.tree.map(jnp.shape, grads["w"]["@lora"])["a"]
+      (8, 2)
+
+    References:
+      Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022.
+    """
+    who = check_call("factored", fun, argnums)
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        facts = facts_of_inputs(call.program, call.is_chosen)
+        plan = plan_sums(call.program, call.inputs, facts)
+        return call.restore(Reader(Factoring(plan)).arrays(call.program, call.inputs, facts))
+
+    return function
+
+
+@functools.cache
+def check_this_jax() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
+    jaxprs.check_this_jax(lambda: _products_of(lambda a, b, x: jaxprs.small_network(a @ b, x)) == [3])
+
+
+def _products_of(function: Callable[..., Array]) -> list[int]:
+    """For each weight that is not formed, how many products use its factors."""
+    a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
+    plan = plan_sums(
+        program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False])
+    )
+    apart = [record for record in plan.records.values() if not record.is_formed]
+    return [sum(read.cost_in_factors is not None for read in record.reads) for record in apart]
+
+
+def plan_sums(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
+    """Which weights of a program stay in factors, for inputs of these types."""
+    plan = SumPlan()
+    reader = Reader(Factoring(plan), computes=False)
+    jax.make_jaxpr(lambda *args: reader.arrays(program, args, facts))(*inputs)
+    plan.decide()
+    return plan

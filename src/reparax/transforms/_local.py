@@ -1,0 +1,548 @@
+"""Losses in which each example has noise of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from reparax.core import random
+from reparax.core.keys import key_of_use
+from reparax.numerics.arithmetic import widened
+from reparax.numerics.tie import compute_once, pull_back_once
+from reparax.programs import jaxprs
+from reparax.programs.call import Argnums, Arguments, Traced, check_call
+from reparax.programs.dependence import Facts, facts_of_inputs
+from reparax.programs.equations import (
+    Add,
+    Conv,
+    ConvertType,
+    Divide,
+    Dot,
+    Gather,
+    Jit,
+    Multiply,
+    RaggedDot,
+    Select,
+    Subtract,
+    View,
+    kind_of,
+    view_of,
+)
+from reparax.programs.interpreter import Outs, Reader, body_rule
+from reparax.programs.multiply import How, array_of_products, with_numbers
+from reparax.programs.rules import make_sum, select_sum
+from reparax.programs.sources import lines_by_origin, paths_of
+from reparax.programs.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups, narrows
+from reparax.transforms._remat import remat
+
+
+@dataclass(frozen=True)
+class Noisy:
+    r"""A weight :math:`m + \sum_k s_k \varepsilon_k` with independent draws of independent normal numbers.
+
+    Attributes:
+      mean: The mean; a sum of no products if it is zero.
+      std: The standard deviations, one product for each draw.
+      key: The key of the first draw, or its keys.
+      entries_may_repeat: Whether several entries may be equal.
+    """
+
+    mean: Sum
+    std: Sum
+    key: Any
+    entries_may_repeat: bool
+
+    @classmethod
+    def of(cls, x: Sum) -> Noisy | None:
+        """The parts of a sum; None if its entries are not independent."""
+        products_with_draws = [
+            (product, [factor for factor in product.factors if factor.draw is not None]) for product in x.products
+        ]
+        noise = [(product, draws) for product, draws in products_with_draws if draws]
+        names = {draws[0].draw for _, draws in noise}
+        if not noise or not all(_is_entrywise(*product) for product in noise) or len(names) < len(noise):
+            return None
+        dtype = _wide(x.dtype)
+        return cls(
+            replace(x, products=tuple(product for product, draws in products_with_draws if not draws)),
+            replace(
+                x, products=tuple(_without_draw(product, draws[0], dtype) for product, draws in noise), dtype=dtype
+            ),
+            noise[0][1][0].key,
+            any(_long_labels(draws[0].labels) != _long_labels(_all_labels(product)) for product, draws in noise),
+        )
+
+
+def _is_entrywise(product: Product, draws: Sequence[Factor]) -> bool:
+    """Whether each entry of a product has one number of one draw."""
+    flat = _all_labels(product)
+    return len(draws) == 1 and _long_labels(product.labels) <= set(flat) and len(set(flat)) == len(flat)
+
+
+def _all_labels(product: Product) -> list[Label]:
+    """All labels of the axes of a product."""
+    return [label for group in product.axes for label in group]
+
+
+def _long_labels(labels: Iterable[Label]) -> set[Label]:
+    """The labels of more than one index."""
+    return {label for label in labels if label.size != 1}
+
+
+def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
+    """A product without its draw."""
+    other_factors = [
+        replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw
+    ]
+    return replace(product, factors=tuple(other_factors or [Factor(jnp.ones((), dtype), (), still=True)]))
+
+
+Noise = Callable[[Any, Array], Array]
+"""Adds noise to the mean of a result, drawn with a key."""
+
+Rule = Callable[[Any, Sequence[Any], int, Noisy], Noise | None]
+"""The noise of the result of an equation, from its view, its operands and the weight's place in them, or None."""
+
+
+def mean_and_noise(
+    eqn: JaxprEqn, args: Sequence[Any], weight_operand: int, weight: Noisy
+) -> tuple[Array, Noise] | None:
+    """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
+    view = view_of(eqn)
+    rule = _RULES.get(type(view))
+    if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
+        return None
+    noise = rule(view, args, weight_operand, weight)
+    return noise and (
+        widened(view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])),
+        noise,
+    )
+
+
+def array_of(x: Sum) -> Array:
+    """The array of a sum, computed in float32 or wider, and rounded once."""
+    wide = _wide(x.dtype)
+    array = (
+        array_of_products(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
+    )
+    return array.astype(x.dtype)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype to compute in."""
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _square_factors(x: Sum) -> Sum:
+    """The squares of the factors of each product."""
+    products = tuple(
+        replace(product, factors=tuple(replace(factor, array=jnp.square(factor.dense)) for factor in product.factors))
+        for product in x.products
+    )
+    return replace(x, products=products)
+
+
+def _noise_adder(variance: Callable[..., Any], x: Any, std: Sum, *settings: Any) -> Noise:
+    """What adds noise with a variance computed from data, squared ``std`` and settings; traced once for equal types."""
+    numbered_std = replace(std, products=tuple(map(with_numbers, std.products)), root=None)
+    return partial(_add_noise, variance, settings, x, numbered_std)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _add_noise(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, std: Sum, key: Any, mean: Array) -> Any:
+    """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key."""
+
+    def noise(x: Any, std: Sum, key: Any) -> Array:
+        squares = variance(x, _square_factors(std), *settings)
+        # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
+        squares = pull_back_once(squares) if any(product.labels for product in std.products) else squares
+        return _scale_noise(squares.astype(mean.dtype), random.normal(key, mean))
+
+    # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
+    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, std, key))
+
+
+@jax.custom_jvp
+def _scale_noise(variance: Array, noise: Array) -> Array:
+    """Noise of this variance; the slope at zero is zero."""
+    return jnp.sqrt(variance) * noise
+
+
+@_scale_noise.defjvp
+def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The derivative of ``_scale_noise``, which is zero where the variance is."""
+    (variance, noise), (variance_dot, _) = primals, tangents  # noise is drawn from a key, so it has no tangent
+    slope = jnp.where(variance > 0, noise / 2 * jax.lax.rsqrt(variance), 0)
+    return _scale_noise(variance, noise), slope * variance_dot
+
+
+def _precision(view: Dot | RaggedDot | Conv) -> Any:
+    """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
+    return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
+
+
+def _square(x: Any) -> Array:
+    """The squares of data."""
+    return jnp.square(widened(x))
+
+
+def _noise_of_dot(view: Dot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a product of matrices."""
+    if (
+        weight.entries_may_repeat
+        or _products_with_data(args[1 - weight_operand], weight.std, weight_operand, view) is None
+    ):
+        return None
+    return _noise_adder(_variance_of_dot, args[1 - weight_operand], weight.std, weight_operand, view)
+
+
+def _products_with_data(x: Any, squares: Sum, weight_operand: int, view: Dot) -> list[Product] | None:
+    """The products of data and a weight, which is the operand ``weight_operand``."""
+    data = Product.of(x, still=False)
+    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
+    return all_or_none(contract(a, b, view.contracting, view.batch) for a, b in pairs)
+
+
+def _variance_of_dot(x: Any, squares: Sum, weight_operand: int, view: Dot) -> Any:
+    """The variance of a product of matrices, from data and squared standard deviations."""
+    how = How(squares.dtype, squares.dtype, _precision(view))
+    return array_of_products(_products_with_data(_square(x), squares, weight_operand, view) or [], view.type.shape, how)
+
+
+def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a product of groups of rows, each with a matrix of its own."""
+    *operands, sizes = args
+    if weight.entries_may_repeat or not view.is_whole or weight_operand == 2:
+        return None
+    if _products_in_groups(operands[1 - weight_operand], sizes, weight.std, weight_operand, view) is None:
+        return None
+    return _noise_adder(
+        _variance_of_ragged_dot, (operands[1 - weight_operand], sizes), weight.std, weight_operand, view
+    )
+
+
+def _products_in_groups(x: Any, sizes: Any, squares: Sum, weight_operand: int, view: RaggedDot) -> list[Product] | None:
+    """The products of data in groups of these sizes and a weight, which is the operand ``weight_operand``."""
+    data = Product.of(x, still=False)
+    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
+    return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
+
+
+def _variance_of_ragged_dot(x: tuple[Any, Any], squares: Sum, weight_operand: int, view: RaggedDot) -> Any:
+    """The variance of a product of groups of rows, from data with sizes of groups and squared standard deviations."""
+    how = How(squares.dtype, squares.dtype, _precision(view))
+    products = _products_in_groups(_square(x[0]), x[1], squares, weight_operand, view)
+    return array_of_products(products or [], view.type.shape, how)
+
+
+def _noise_of_convolution(view: Conv, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a convolution; None if the weight is not its kernel, has equal entries, or batches are in groups."""
+    if weight_operand != 1 or weight.entries_may_repeat or view.batch_group_count != 1:
+        return None
+    return _noise_adder(_variance_of_convolution, args[0], weight.std, view)
+
+
+def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
+    """The variance of a convolution, from data and squared standard deviations, for one channel if all are alike."""
+    numbers, groups = view.dimension_numbers, view.feature_group_count
+    channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
+    same_for_channels = not any(product.labels.intersection(product.axes[channels]) for product in squares.products)
+    n = groups if same_for_channels else squares.shape[channels]
+    kernel = lax.slice_in_dim(array_of(squares), 0, n, axis=channels)
+    settings = {"precision": _precision(view), "preferred_element_type": squares.dtype}
+    return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
+
+
+def _noise_of_gather(view: Gather, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of rows that are looked up."""
+    return (
+        None
+        if weight_operand != 0 or weight.entries_may_repeat
+        else _noise_adder(_variance_of_rows, args[1], weight.std, view)
+    )
+
+
+def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
+    """The variance of rows at these places; where there is no row, there is no noise."""
+    new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
+    return view.bind(array_of(squares), places, **new_params)
+
+
+def _noise_of_multiple(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight times data."""
+    return _noise_adder(_variance_of_multiple, args[1 - weight_operand], weight.std)
+
+
+def _noise_of_quotient(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight over data."""
+    return None if weight_operand == 1 else _noise_adder(_variance_of_quotient, args[1], weight.std)
+
+
+def _noise_of_sum(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a weight plus data, which is that of the weight."""
+    return _noise_adder(_variance_of_weight, None, weight.std)
+
+
+def _variance_of_multiple(x: Any, squares: Sum) -> Any:
+    """The variance of a weight times data, from data and squared standard deviations."""
+    return _square(x) * array_of(squares)
+
+
+def _variance_of_quotient(x: Any, squares: Sum) -> Any:
+    """The variance of a weight over data, from data and squared standard deviations."""
+    return array_of(squares) / _square(x)
+
+
+def _variance_of_weight(_: None, squares: Sum) -> Any:
+    """The variance of a weight."""
+    return array_of(squares)
+
+
+_RULES: dict[type[View], Rule] = {
+    Dot: _noise_of_dot,
+    RaggedDot: _noise_of_ragged_dot,
+    Conv: _noise_of_convolution,
+    Gather: _noise_of_gather,
+    Multiply: _noise_of_multiple,
+    Divide: _noise_of_quotient,
+    Add: _noise_of_sum,
+    Subtract: _noise_of_sum,
+}
+
+
+@dataclass(frozen=True)
+class NoiseOrigin:
+    """What made a weight: the arguments on which it depends, and its type before it was moved."""
+
+    origins: frozenset[int]
+    type: Any
+
+
+@dataclass(frozen=True)
+class NoisyRead:
+    """One read of a noisy weight.
+
+    Attributes:
+      eqn: The equation that reads; None for the result of a program or of a body.
+      origin: What made the weight.
+      is_own: Whether each row of the result has a draw of its own.
+    """
+
+    eqn: JaxprEqn | None
+    origin: NoiseOrigin
+    is_own: bool
+
+
+A_DRAW = -1
+"""Stands among the arguments on which a value depends, if it depends on a draw."""
+
+
+class Drawing:
+    """Follows noisy weights.
+
+    Attributes:
+      reads: What reads them.
+      state: How many products have drawn so far. So each step of a loop draws anew.
+    """
+
+    def __init__(self) -> None:
+        self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
+
+    def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        return is_draw(eqn) or (body_rule(eqn) is not None and _holds_draw(eqn))
+
+    def take_instead(
+        self,
+        reader: Reader,
+        eqn: JaxprEqn,
+        args: Sequence[Any],
+        facts: Sequence[Facts],
+        out_facts: Facts,
+        *,
+        only_first_read: bool,
+    ) -> Outs | None:
+        view = view_of(eqn)
+        if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
+            # The factors stay as they are, because the whole is rounded, and not each of them.
+            return [replace(args[0], dtype=view.new_dtype)], [out_facts]
+        if not is_draw(eqn):
+            return None
+        out_facts = replace(out_facts, origins=out_facts.origins | {A_DRAW})
+        (array,) = view.bind(*args)
+        product = Product.of(array, still=True)
+        (factor,) = product.factors
+        product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
+        return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))], [out_facts]
+
+    def start(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Outs | None:
+        array_facts = _facts_of_arrays(args, facts)
+        # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
+        if len(array_facts) == len(args) or not out_facts.known or any(A_DRAW in fact.origins for fact in array_facts):
+            return None
+        noisy_sum = select_sum(args) if kind_of(eqn) is Select else make_sum(eqn, args, facts)
+        return None if noisy_sum is None else ([replace(noisy_sum, root=_noise_origin(eqn, out_facts))], [out_facts])
+
+    def multiply(
+        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
+    ) -> Any:
+        array_facts = _facts_of_arrays(args, facts)
+        if len(array_facts) != len(args) - 1 or all(fact.known for fact in array_facts):
+            return None
+        (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
+        weight = Noisy.of(args[i])
+        mean_with_noise = weight and mean_and_noise(eqn, args, i, weight)
+        if weight is None or mean_with_noise is None:
+            return None
+        (number,), (mean, noise) = self.state, mean_with_noise
+        result = noise(key_of_use(weight.key, number, sorted(out_facts.differs)), mean)
+        if not jaxprs.tells_shards(jax.typeof(result)):
+            return None
+        self.state = [number + jnp.uint32(1)]
+        self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
+        return result.astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+
+    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+        self.reads.append(NoisyRead(eqn, x.root, is_own=False))
+        return array_of(x)
+
+
+def is_draw(eqn: JaxprEqn) -> bool:
+    """Whether the output of an equation is an array of independent normal numbers."""
+    view = view_of(eqn)
+    has_name = isinstance(view, Jit) and view.name == random.DRAW
+    return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
+
+
+def _facts_of_arrays(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
+    """The facts of the operands that are arrays."""
+    return [fact for x, fact in zip(args, facts, strict=True) if not isinstance(x, Sum)]
+
+
+def _holds_draw(eqn: JaxprEqn) -> bool:
+    """Whether a body of an equation draws."""
+    return any(is_draw(inner_eqn) or _holds_draw(inner_eqn) for jaxpr in jaxprs.inner(eqn) for inner_eqn in jaxpr.eqns)
+
+
+def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
+    """What a sum that an equation makes knows of its draw."""
+    output = jaxprs.type_of(eqn.outvars[0])
+    return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))
+
+
+class Local:
+    """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
+
+    def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
+        self.who, self.fun, self.argnums = check_call("local", fun, argnums), fun, argnums
+        functools.update_wrapper(self, fun)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call, program, consts = self.rewritten(Drawing(), args, kwargs)
+        # A draw that nothing reads is not drawn.
+        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
+
+    def noisy_reads(self, args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
+        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
+        check_this_jax()
+        way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        call, *_ = self.rewritten(way, args, kwargs)
+        return way.reads, paths_of(arguments, call), lines_by_origin(call.program)
+
+    def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
+        """The program, the one in which products draw for each row, and the constants that are its first inputs."""
+        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
+        call = arguments.trace()
+        closed_over = len(call.inputs) - len(arguments.arrays)
+        facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
+        closed_jaxpr = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(call.program, inputs, facts))(*call.inputs)
+        return call, *jaxprs.consts_first(closed_jaxpr)
+
+
+def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
+    r"""``fun`` with separate noise for each example, without a copy of the weights for each.
+
+    A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
+    batch, so their gradients err together. In a product :math:`x w`, each row of x sees a Gaussian vector with the mean
+    :math:`x m` and independent entries of the variance :math:`x^2 s^2`. ``local`` draws this instead: numbers for the
+    result, not for the weight, and new ones for each row. The mean of the gradient stays the same, and its variance
+    falls with the number of examples. The network's code does not change.
+
+    It finds the noise of :class:`VarNoise`, :class:`Gaussian` and :class:`VariationalDropout`, and follows it through
+    operations that keep entries independent: sums, multiples and choices of known arrays, such as those of
+    :class:`Mask`; transposes, reshapes, slices, and casts to fewer digits; ``jit``, ``scan``, ``cond``, ``shard_map``,
+    ``jax.checkpoint`` and ``vmap``. Each example gets its own draw in
+
+    - products of matrices (``@``, ``einsum``, and ``jax.lax.ragged_dot`` of experts, each with its own mean and
+      variance), convolutions, and sums and multiples with data, such as biases;
+    - rows of tables.
+
+    A row is whatever the weight does not index: an example, a position in a sentence or an image, or a look-up in a
+    table. Two rows of one example get different draws, while a weight drawn for the example would be the same in both;
+    the mean and the variance of each entry of the result are those of such weights. Each use of a weight draws
+    independently: both uses of a tied table, and each step of a loop over time.
+
+    Everything else reads one draw for all examples, the one that ``fun`` itself makes from the key: factorized noise,
+    :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
+    mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
+    arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
+    ``rpx.explain(rpx.local(loss), *args)`` shows which, where and why.
+
+    Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
+    variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
+    ``jax.vmap`` outside of it with a single key gives every example the same draws: map inside, or over keys too.
+    ``VarNoise(-s)`` no longer mirrors ``VarNoise(s)``.
+
+    Args:
+      fun: A loss, or any pure function of arrays.
+      argnums: The positions of the arguments from which weights are computed, as in :func:`factored`. Default: the
+        first, and keys. All others are data; closed-over arrays are not.
+
+    Raises:
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not a position or names an argument that does not
+        exist.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.1)
+      >>> def network(weights, key, x):
+      ...     return x @ p.apply(weights, key)["w"]
+      >>> args = {"w": jnp.ones((4, 2))}, jax.random.key(0), jnp.ones((3, 4))
+      >>> network(*args).std(0)
+      Array([0., 0.], dtype=float32)
+      >>> rpx.local(network)(*args).std(0)
+      Array([0.03846868, 0.08746041], dtype=float32)
+      >>> rpx.explain(rpx.local(network), *args)
+      1 of 1 noisy weights draw for each example
+        for each example:
+          weights/w  float32[4, 2]  1 product
+
+    References:
+      Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
+    """
+    return Local(fun, argnums)
+
+
+@functools.cache
+def check_this_jax() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
+    jaxprs.check_this_jax(lambda: _draws_of_a_network() == [True, True, True])
+
+
+def _draws_of_a_network() -> list[bool]:
+    """For each product of a small network whether it draws for itself."""
+    w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
+    noisy = Local(lambda w, key, x: jaxprs.small_network(w + random.normal(key, w), x), None)
+    noisy.rewritten(way, (w, jax.random.key(0), w), {})
+    return [read.is_own for read in way.reads]

@@ -1,0 +1,199 @@
+"""Gradients that recompute noise, masks and effective weights instead of storing them.
+
+The policies of ``jax.checkpoint`` choose by operation or by name. But the same ``add`` or ``transpose`` computes a
+weight in one place and an activation in another, and you cannot add names to a network that is not yours. ``remat``
+looks at the inputs instead: a value computed from parameters and keys alone can be recomputed from these, which are in
+memory anyway. So it splits the loss into two programs, and builds the derivative from them:
+
+>>> import jax, jax.numpy as jnp, reparax as rpx
+>>> def early(w, key):  # computed from parameters and key alone
+...     noisy = w + 0.1 * jax.random.normal(key, w.shape)
+...     return noisy, noisy.T
+>>> def late(weights, x):  # the rest
+...     return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
+>>> def loss(w, key, x):  # what you write; remat finds both halves in it
+...     return late(early(w, key), x)
+>>> args = jnp.ones((64, 2)), jax.random.key(0), jnp.ones((8, 64))
+>>> [rpx.transforms.saved_residuals(f, *args).bytes("weights") for f in (loss, rpx.remat(loss))]
+[512, 0]
+
+The late half is linearized. Residuals that depend on ``x`` are stored as without ``remat``: here ``x`` and what
+``tanh`` needs. The other residuals are outputs of the early half, here ``noisy.T``. They are not stored: the backward
+pass runs the early half again, and its derivative. No product of ``late`` runs twice.
+
+In both passes, each output of the early half is computed just before the late half uses it.
+
+``_remat_derivative`` finds the early half, by the ``Mark`` of each ``apply``, splits the program, and builds the
+derivative; ``_remat_rewrites`` changes the program before; ``_remat_order`` orders the equations of a program, and says
+which must wait; ``_remat_call`` has the primitive that holds a program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.recompute import recompute
+from reparax.programs import dependence, jaxprs
+from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.transforms._remat_derivative import recomputing_function
+
+
+def remat(
+    fun: Callable[..., Any], argnums: Argnums = None, *, keep: Literal["masks"] | None = None
+) -> Callable[..., Any]:
+    """``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
+
+    The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
+    the key. Everything else, such as activations, is stored exactly as without ``remat``; no matmul of the network runs
+    twice. In both passes, each weight is computed just before it is used, so only one layer's weights are in memory at
+    a time. Values, gradients and noise are those of ``fun``. You can combine it with ``jax.grad``,
+    ``jax.value_and_grad`` with ``has_aux``, ``jax.vjp``, ``jax.jvp``, ``jax.hessian``, ``jax.linear_transpose``,
+    ``jax.vmap``, ``jax.jit``, ``jax.shard_map``, ``jax.checkpoint`` and ``checkify``, inside and outside; and outside
+    with ``jax.experimental.jet``, as far as it supports what ``fun`` does. It has no rules for ``scan``,
+    ``jax.checkpoint`` and ``jax.custom_jvp``, and so none for ``apply`` without ``remat``, nor for most norms.
+
+    ``remat`` also handles the bodies of scans: if a scan over stacked layers calls ``apply`` in its body, each layer's
+    weights are recomputed in its own backward step. To wrap only a layer or a scan body, name the arguments:
+    ``rpx.remat(body, argnums=1)`` for ``body(carry, layer)``. If ``fun`` itself takes gradients, as in meta-learning,
+    apply ``remat`` outermost.
+
+    Args:
+      fun: A loss, or any pure function of arrays. What it writes into an argument, as nnx modules write their
+        statistics, is lost. Leaves of its arguments that are not arrays are constants; such leaves of its result are
+        returned unchanged.
+      argnums: The positions of the arguments from which weights are computed: raw parameters, keys, and numbers that
+        change the noise. Default: the first argument, and those that hold only PRNG keys (or uint32 arrays whose last
+        axis has the 2 or 4 entries of a legacy key). The inputs of ``p.apply``, and keys and numbers from which they
+        are computed, always count as named, even if ``fun`` closes over them. Other arrays that ``fun`` closes over
+        count as data.
+      keep: ``"masks"`` stores the random masks of dropout for the backward pass, instead of drawing them again: one bit
+        for each entry, 1/32 of a weight in float32. Random numbers that only a mask reads are then drawn once. This
+        holds for any array of bools that is made from a key, has 1024 entries or more, and has an axis whose size is a
+        multiple of 8 and that is not sharded by its type. Noise is drawn again, as it has no such bits.
+
+    Raises:
+      TypeError: If ``fun`` is not a function or uses mutable arrays, or ``argnums`` is not a position or names an
+        argument that does not exist.
+      ValueError: If ``keep`` is neither ``"masks"`` nor None.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+      >>> raw = p.init({"w": jnp.ones((3, 2))})
+      >>> def loss(raw, key, x):
+      ...     return jnp.sum((x @ p.apply(raw, key)["w"]) ** 2)
+      >>> grads = jax.grad(rpx.remat(loss))(raw, jax.random.key(0), jnp.ones((4, 3)))
+      >>> jax.tree.map(jnp.shape, grads)
+      {'w': {'@weight_norm': {'g': (1, 2), 'v': (3, 2)}}}
+
+    References:
+      Chen, Xu, Zhang and Guestrin, *Training Deep Nets with Sublinear Memory Cost*, 2016.
+    """
+    who = check_call("remat", fun, argnums)
+    if keep not in ("masks", None):
+        raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call = Arguments.of(who, fun, argnums, args, kwargs).trace()
+        if jaxprs.has_refs(call.program):
+            raise TypeError(
+                f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
+                f"function, and return its value together with the loss."
+            )
+        return call.restore(
+            recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
+        )
+
+    return function
+
+
+# ---- the installed JAX
+
+
+_TYPES = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
+
+
+@functools.cache
+def check_this_jax() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way."""
+    jaxprs.check_this_jax(lambda: all(map(_is_weight_known, _PAIRS)) and _is_recomputed(_network))
+
+
+# ---- a value that depends on weights only, and one that does not
+
+
+def _pair(w: Array, x: Array) -> tuple[Array, Array]:
+    """A pair of which the first output alone is a weight."""
+    return jnp.sin(w), x @ w
+
+
+_by_hand = jax.custom_jvp(_pair)
+
+
+@_by_hand.defjvp
+def _pair_jvp(primals: Any, tangents: Any) -> Any:
+    """The derivative of the pair."""
+    return jax.jvp(_pair, primals, tangents)
+
+
+def _loop(w: Array, x: Array) -> tuple[Array, Array]:
+    """The pair in a loop."""
+    return jax.lax.scan(lambda pair, _: ((pair[0] * 2, pair[1] @ w), None), (w, x), length=2)[0]
+
+
+def _choice(w: Array, x: Array) -> tuple[Array, Array]:
+    """The pair in a branch."""
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: (w * 2, x), lambda: (w, x * 2))
+
+
+_PAIRS = (_pair, jax.jit(_pair), jax.checkpoint(_pair), _by_hand, _loop, _choice)
+
+
+def _is_weight_known(pair: Any) -> bool:
+    """Whether the first output is known to follow from the weight alone, and the second not."""
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(pair)(*_TYPES))
+    is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
+    return dependence.are_known(is_known, program.outvars) == [True, False]
+
+
+# ---- a gradient
+
+
+def _network(w: Array, x: Array) -> Array:
+    """Weights from an ``apply``, which a call, the steps of a loop and a custom derivative read."""
+    w = recompute(lambda w, _: jnp.sin(w), w, None)
+    x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
+    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)
+
+
+def _is_recomputed(network: Any) -> bool:
+    """Whether a network keeps a weight without ``remat``, and none with it."""
+
+    def remat_network(w: Array, x: Array) -> Array:
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(network)(w, x))
+        # No input is known: apply alone marks the weights.
+        return recomputing_function(program, [False for _ in program.invars])(*consts, w, x)[0]
+
+    with_storage, with_remat = _depends_on_weights(network), _depends_on_weights(remat_network)
+    return any(with_storage) and not any(with_remat) and with_storage.count(False) == with_remat.count(False)
+
+
+def _depends_on_weights(network: Any) -> list[bool]:
+    """For each array that the gradient stores, except arguments, whether it depends on the weights only."""
+
+    def residuals(w: Array, x: Array) -> list[Any]:
+        return jaxprs.residuals(jax.linearize(lambda w: network(w, x), w)[1])[0]
+
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*_TYPES))
+    is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
+    return [is_known[v] for v in jaxprs.variables(program.outvars) if v not in program.invars]

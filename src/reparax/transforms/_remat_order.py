@@ -1,0 +1,263 @@
+"""The order of a program: a value that depends on known inputs only is computed just before its first use.
+
+So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from reparax.core.reports import size_in_bytes
+from reparax.numerics.tie import has_bits, store_whole, tie
+from reparax.programs import dependence, jaxprs
+from reparax.programs.dependence import EquationRule, Flags
+from reparax.programs.equations import (
+    Add,
+    Arithmetic,
+    Bitcast,
+    Bitwise,
+    Broadcast,
+    Comparison,
+    Conv,
+    ConvertType,
+    Copy,
+    Divide,
+    Dot,
+    Iota,
+    Multiply,
+    Negate,
+    RaggedDot,
+    ReadInStep,
+    Reshape,
+    Select,
+    Slice,
+    Squeeze,
+    StopGradient,
+    Subtract,
+    Transpose,
+    Vary,
+    View,
+    kind_of,
+)
+from reparax.programs.jaxprs import Env, values, variables
+
+
+def run_lazily(
+    jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
+) -> list[Any]:
+    """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
+    return _Run(jaxpr, args, known_inputs, rule).outs()
+
+
+class _Run:
+    """One evaluation: the values computed so far, and how often each value will still be read."""
+
+    def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule) -> None:
+        self._jaxpr, self._special = jaxpr, rule
+        self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
+        self._known = dependence.known_variables(jaxpr, known_inputs)
+        self._waits = [
+            all(dependence.are_known(self._known, e.invars)) and not jaxprs.has_effects(e) for e in jaxpr.eqns
+        ]
+        pairs = zip(jaxpr.eqns, self._waits, strict=True)
+        self._makers: dict[Var, int] = {v: i for i, (e, waits) in enumerate(pairs) if waits for v in e.outvars}
+        self._reads = jaxprs.reads(jaxpr)
+        self._next: list[JaxprEqn] = []
+
+    def outs(self) -> list[Any]:
+        """The outputs."""
+        for eqn, waits in zip(self._jaxpr.eqns, self._waits, strict=True):
+            if not waits:
+                self._run(eqn)
+        self._flush()
+        self._make(self._jaxpr.outvars, None)
+        return values(self._env, self._jaxpr.outvars)
+
+    def _run(self, eqn: JaxprEqn) -> None:
+        """Runs an equation now, in one batch with those before it if possible."""
+        function = self._special(eqn)
+        if function is None and not self._missing(eqn.invars):
+            self._next.append(eqn)
+            return
+        self._flush()
+        self._make(eqn.invars, eqn)
+        if function is None:
+            self._next.append(eqn)
+            return
+        with jaxprs.as_written_by(eqn):
+            outs = function(*values(self._env, eqn.invars))
+        self._env.update(zip(eqn.outvars, outs, strict=True))
+        self._reads.subtract(variables(eqn.invars))
+
+    def _missing(self, atoms: Sequence[Any]) -> list[Var]:
+        """The values among ``atoms`` that are not computed yet."""
+        return [v for v in variables(atoms) if v in self._makers and v not in self._env]
+
+    def _make(self, atoms: Sequence[Any], reader: JaxprEqn | None) -> None:
+        """Computes the missing values and all that they need, not before the other inputs of ``reader`` are ready."""
+        stack, makers = self._missing(atoms), set[int]()
+        while stack:
+            maker = self._makers[stack.pop()]
+            if maker not in makers:
+                makers.add(maker)
+                stack += self._missing(self._jaxpr.eqns[maker].invars)
+        if makers:
+            operands = [] if reader is None else variables(reader.invars)
+            data = [self._env[v] for v in operands if not self._known[v] and has_bits(self._env[v])]
+            self._evaluate([self._jaxpr.eqns[i] for i in sorted(makers)], max(data, key=lambda x: x.ndim, default=None))
+
+    def _flush(self) -> None:
+        eqns, self._next = self._next, []
+        if eqns:
+            self._evaluate(eqns, None)
+
+    def _evaluate(self, eqns: Sequence[JaxprEqn], barrier: Any) -> None:
+        """Evaluates equations as one program, which waits for ``barrier`` if there is one; keeps what is still read.
+
+        What these equations read is counted off first: it decides what is still read.
+        """
+        for eqn in eqns:
+            self._reads.subtract(variables(eqn.invars))
+        outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
+        piece = jaxprs.part(self._jaxpr, eqns, outvars)
+        args = values(self._env, piece.invars)
+        outs = jaxprs.evaluate(piece, args) if barrier is None else _evaluate_after(barrier, piece, args)
+        self._env.update(zip(outvars, outs, strict=True))
+
+
+def _evaluate_after(barrier: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """The outputs of a program that compilers cannot compute before ``barrier``."""
+    waiting = ties(piece)
+
+    def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if waiting.isdisjoint(eqn.outvars):
+            return None
+        program = jaxprs.part(piece, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in program.invars]
+        return lambda *args: tie_waiting(eqn.outvars, jaxprs.evaluate(program, [args[i] for i in places]))
+
+    def tie_waiting(names: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        return [tie(x, barrier) if v in waiting else x for v, x in zip(names, values, strict=True)]
+
+    outs = dependence.run(piece, tie_waiting(piece.invars, args), rule)
+    # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
+    whole = costly(piece)
+    return [
+        store_whole(x) if dependence.has_tangent(v) and v in whole else x
+        for v, x in zip(piece.outvars, outs, strict=True)
+    ]
+
+
+# ---- what must wait
+#
+# So that a program cannot run early, the smallest values from which all that costs is made must wait. A value that
+# waits is data with a zero added, and a whole weight would be a copy of it. But noise waits if its key does, and a
+# normalized weight waits if its lengths do. A transposed parameter need not wait: compilers read it in place.
+
+
+SMALL = 4
+"""A value is small if it is this many times smaller than what the program makes."""
+FEW = 32
+"""So many cheap operations on each entry cost no more than to store it and to read it."""
+
+_IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, Vary, ReadInStep}
+# Compilers compute these again for each reader, instead of storing them.
+_CHEAP: set[type[View]] = {
+    *_IN_PLACE,
+    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Bitwise, Comparison),
+    *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
+}
+# They read their operands as arrays, however cheap these are.
+_PRODUCTS: set[type[View]] = {Dot, RaggedDot, Conv}
+
+
+def ties(program: Jaxpr) -> set[Var]:
+    """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
+    free = _views(program)
+    products = [v for eqn in program.eqns if kind_of(eqn) in _PRODUCTS for v in eqn.invars]
+    targets = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
+    if not targets:
+        return set()
+    size = max(map(_bytes_of, targets)) / SMALL
+    tied = {v for v in program.invars if _bytes_of(v) <= size}
+    waiting, least = set(tied), {v: v for v in program.invars}
+
+    def wait(v: Var) -> None:
+        if v not in waiting and v in least:
+            tied.add(least[v])
+            waiting.update((v, least[v]))
+
+    for eqn in program.eqns:
+        operands = jaxprs.variables(eqn.invars)
+        if not operands:
+            continue
+        best = min((least[v] for v in operands if v in least), key=_bytes_of, default=None)
+        for v in eqn.outvars:
+            least[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
+            if not waiting.isdisjoint(operands):
+                waiting.add(v)
+            elif _bytes_of(v) > size and not _are([eqn], _CHEAP):
+                wait(v)
+    for v in targets:
+        wait(v)
+    return tied
+
+
+def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
+    """The known inputs from which a program computes more than views of them."""
+    is_known, views, copied = dependence.known_variables(program, known_inputs), _views(program), set[Var]()
+    for eqn in reversed(program.eqns):
+        if all(dependence.are_known(is_known, eqn.invars)) and any(v not in views or v in copied for v in eqn.outvars):
+            copied.update(jaxprs.variables(eqn.invars))
+    return copied.intersection(program.invars)
+
+
+def costly(program: Jaxpr) -> set[Var]:
+    """The outputs that take many operations for each entry, or one that is not cheap."""
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+
+    def cost(output: Var) -> int:
+        stack, counted, total = [output], set[int](), 0
+        while stack:
+            eqn = makers.get(stack.pop())
+            if eqn is not None and id(eqn) not in counted:
+                counted.add(id(eqn))
+                total += _count([eqn]) if _are([eqn], _CHEAP) else FEW + 1
+                stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
+        return total
+
+    return {v for v in jaxprs.variables(program.outvars) if cost(v) > FEW}
+
+
+def _views(program: Jaxpr) -> set[Var]:
+    """What compilers read in place, or compute from nothing."""
+    free = set(program.invars)
+    for eqn in program.eqns:
+        operands = jaxprs.variables(eqn.invars)
+        if not operands or (free.issuperset(operands) and (_are([eqn], _IN_PLACE) or _adds_axes(eqn))):
+            free.update(eqn.outvars)
+    return free
+
+
+def _adds_axes(eqn: JaxprEqn) -> bool:
+    """Whether an equation adds axes of size 1."""
+    return kind_of(eqn) is Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+
+
+def _count(eqns: Iterable[JaxprEqn]) -> int:
+    """How many equations there are, those of calls too."""
+    return sum(sum(_count(inside.eqns) for inside in jaxprs.inner(e)) if jaxprs.is_call(e) else 1 for e in eqns)
+
+
+def _bytes_of(v: Any) -> int:
+    """How many bytes a variable takes."""
+    return size_in_bytes(v.aval)
+
+
+def _are(eqns: Iterable[JaxprEqn], kinds: set[type[View]]) -> bool:
+    """Whether all equations are of one of these kinds, also in calls."""
+    return all(
+        kind_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_are(inside.eqns, kinds) for inside in jaxprs.inner(eqn)))
+        for eqn in eqns
+    )

@@ -1,0 +1,283 @@
+"""How a program is changed before it is differentiated.
+
+``apply`` is inlined, and bodies of loops and calls are split like the whole program. Stacked weights that a scan reads
+step by step are computed step by step, in its body. Random masks are stored in bits.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from reparax.core.reports import size_in_bytes
+from reparax.numerics.tie import read_in_step
+from reparax.programs import dependence, jaxprs, steps
+from reparax.programs.dependence import STORED, EquationRule, Flags, Known, contains_apply, is_apply, with_roots
+from reparax.programs.equations import Scan
+from reparax.programs.steps import LARGE, StepPlan
+from reparax.transforms._remat_order import read_as_more_than_views
+
+FunctionOfBody = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
+
+
+def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
+    """The program with every ``apply`` inlined and constants as its first inputs, and these constants.
+
+    A ``jit`` that contains one is inlined too, so that all readers share its values.
+    """
+    applies = functools.cache(contains_apply)  # many equations hold one program
+
+    def is_opened(eqn: JaxprEqn) -> bool:
+        return is_apply(eqn) or (jaxprs.is_jit(eqn) and any(map(applies, jaxprs.inner(eqn))))
+
+    def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if not is_opened(eqn):
+            return None
+        inner_jaxpr, consts = jaxprs.body(eqn)
+        return lambda *args: dependence.run(inner_jaxpr, [*consts, *args], rule)
+
+    return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
+
+
+def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> EquationRule:
+    """How to run the equations of a program: bodies that mix known values with others recompute too."""
+
+    def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        known_inputs = dependence.are_known(is_known, eqn.invars)
+        run_with_body = jaxprs.runner_of(eqn)
+        if run_with_body is None or all(known_inputs) or not any(known_inputs):
+            return None
+        if jaxprs.is_scan(eqn):
+            known_inputs = dependence.steady_inputs(eqn, known_inputs)
+        jaxpr, consts = jaxprs.body(eqn)
+        known_inputs = with_roots(jaxpr, [True for _ in consts] + known_inputs)
+        if jaxprs.is_scan(eqn):
+            jaxpr, new_consts = _read_by_steps(jaxpr, known_inputs, len(consts) + sum(jaxprs.scan_counts(eqn)))
+            consts, known_inputs = [*new_consts, *consts], [True for _ in new_consts] + known_inputs
+        if not _mixes(jaxpr, known_inputs):
+            return None
+        return functools.partial(run_with_body, functools.partial(function_of_body(jaxpr, known_inputs), *consts))
+
+    return rule
+
+
+def _mixes(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
+    """Whether there is anything to recompute, here or in an inner program."""
+    is_known = dependence.known_variables(jaxpr, known_inputs)
+    for eqn in jaxpr.eqns:
+        known_operands = dependence.are_known(is_known, eqn.invars)
+        if all(known_operands) or (any(known_operands) and jaxprs.runner_of(eqn) is not None):
+            return True
+    return False
+
+
+def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
+    """The body of a scan, in which weights are marked that a step reads as they are, and constants, its first inputs.
+
+    The inputs from ``start`` on are one step's slices.
+    """
+    copied = read_as_more_than_views(jaxpr, known_inputs)
+    slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
+    weights = {v for v, is_known in slices if is_known and v not in copied and _is_large(jaxprs.type_of(v))}
+    if not weights:
+        return jaxpr, []
+
+    def with_marks(*args: Any) -> list[Any]:
+        pairs = zip(jaxpr.invars, args, strict=True)
+        return jaxprs.evaluate(jaxpr, [read_in_step(x) if v in weights else x for v, x in pairs])
+
+    return jaxprs.consts_first(jax.make_jaxpr(with_marks)(*(v.aval for v in jaxpr.invars)))
+
+
+def _is_large(x: Any) -> bool:
+    """Whether an array in float32 has more than ``LARGE`` bytes."""
+    return x.dtype == jnp.float32 and size_in_bytes(x) > LARGE
+
+
+# ---- stacked weights
+#
+# A stacked weight is followed back from the scan to values that are in memory anyway: raw arrays, keys, lengths. The
+# scan reads these instead, and its body computes one step's weight, as if ``apply`` stood in the body.
+
+
+def sink_weights(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
+    """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
+    loops = [eqn for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)]
+    is_known = dependence.known_variables(jaxpr, known_inputs) if loops else {}
+    scan_of = {id(eqn): _Scan.of(jaxpr, eqn, is_known) for eqn in loops}
+    scans = {i: scan for i, scan in scan_of.items() if scan is not None}
+    if not scans:
+        return jaxpr, []
+    eqns = [scans[id(eqn)].eqn if id(eqn) in scans else eqn for eqn in jaxpr.eqns]
+    functions = {id(scan.eqn): scan.run for scan in scans.values()}
+    program = jaxpr.replace(eqns=eqns)
+
+    flat, consts = dependence.rewrite(program, args, lambda eqn: functions.get(id(eqn)))
+    return jaxprs.without_dead_code(flat), consts
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """A scan whose body computes some of what it read.
+
+    Attributes:
+      eqn: The scan, which now reads the other operands and then the inputs of the plan.
+      old: The scan as it was.
+      plan: How one step's parts are computed.
+    """
+
+    eqn: JaxprEqn
+    old: JaxprEqn
+    plan: StepPlan
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, is_known: Known) -> "_Scan | None":
+        """The scan changed; None if it reads nothing that its body can compute."""
+        sliced_operands = jaxprs.variables(eqn.invars[sum(jaxprs.scan_counts(eqn)) :])
+        weights = [v for v in sliced_operands if is_known[v] and _is_worth_sinking(jaxpr, v)]
+        if not weights:
+            return None
+        plan = steps.plan(jaxpr, [(v, 0) for v in weights])
+        other_operands = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.scan_counts(eqn)) or v not in weights]
+        return cls(eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)]), eqn, plan)
+
+    def run(self, *args: Any) -> Sequence[Any]:
+        """The outputs, from the operands of ``eqn``."""
+        eqn, parts = self.old, self.plan.parts
+        jaxpr, consts = jaxprs.body(eqn)
+        start, weights = sum(jaxprs.scan_counts(eqn)), [v for v, _ in self.plan.outputs]
+        arrays = list(args[len(args) - len(parts) :])
+        operands = args[: len(args) - len(parts)]
+        slices = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(arrays, parts, strict=True) if axis is not None]
+
+        def body(*inputs: Any) -> list[Any]:
+            step_operands, (number, *xs_of_step) = inputs[: len(operands)], inputs[len(operands) :]
+            step_slices = iter(xs_of_step)
+            values = [
+                x if axis is None else lax.expand_dims(next(step_slices), [axis])
+                for x, (_, axis) in zip(arrays, parts, strict=True)
+            ]
+            weight_of = dict(zip(weights, self.plan.run(number, values), strict=True))
+            other_slices = iter(step_operands[start:])
+            xs = [lax.squeeze(weight_of[v], [0]) if v in weight_of else next(other_slices) for v in eqn.invars[start:]]
+            return jaxprs.evaluate(jaxpr, [*consts, *step_operands[:start], *xs])
+
+        run_with_body = jaxprs.runner_of(eqn)
+        assert run_with_body is not None
+        return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *slices)
+
+
+def _is_worth_sinking(jaxpr: Jaxpr, v: Var) -> bool:
+    """Whether one step's part of a value is computed from inputs and small values, and large arrays are involved.
+
+    The cotangents of what it is computed from are large too, if that is large.
+    """
+    if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
+        return False
+    parts = steps.plan(jaxpr, [(v, 0)]).parts
+    n_bytes = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
+    size = max(size_in_bytes(u.aval) for u in (v, *(u for u, axis in parts if axis == 0)))
+    return size > LARGE and 2 * n_bytes <= size
+
+
+# ---- random masks
+#
+# A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing
+# else reads. Eight of its entries are one byte, which has a name in the program, so ``recomputing_program`` stores it.
+
+
+LEAST = 1024
+"""Masks of fewer entries are drawn again: to store them saves no time."""
+
+
+def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
+    """The program whose masks are read from bits, with constants as its first inputs, and these."""
+    masks = _masks(jaxpr, known_inputs)
+    if not masks:
+        return jaxpr, []
+
+    def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
+        if masks.isdisjoint(eqn.outvars):
+            return None
+        program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in program.invars]
+
+        def run_with_bits(*args: Any) -> list[Any]:
+            outs = jaxprs.evaluate(program, [args[i] for i in places])
+            return [_read_from_bits(x) if v in masks else x for v, x in zip(eqn.outvars, outs, strict=True)]
+
+        return run_with_bits
+
+    return dependence.rewrite(jaxpr, args, rule)
+
+
+def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
+    """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
+    is_known = dependence.known_variables(jaxpr, known_inputs)
+    randoms_behind: dict[Any, set[Var]] = {v: set() for v in jaxpr.invars if _is_key(v)}
+    masks = dict[Var, set[Var]]()
+    for eqn in jaxpr.eqns:
+        randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]
+        if randoms:
+            for v in eqn.outvars:
+                randoms_behind[v] = set().union(*randoms) | ({v} if not _is_bool(v) else set())
+                if _is_bool(v) and is_known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
+                    masks[v] = {u for u in randoms_behind[v] if _entries_of(u) >= _entries_of(v)}
+    candidates = set(masks)
+    while True:
+        needed = _variables_needed(jaxpr, candidates)
+        remaining = {v for v in candidates if masks[v].isdisjoint(needed)}
+        if remaining == candidates:
+            return candidates
+        candidates = remaining
+
+
+def _variables_needed(jaxpr: Jaxpr, candidates: set[Var]) -> set[Var]:
+    """What the outputs of a program depend on, if they read some values from memory."""
+    needed = set(jaxprs.variables(jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed and v not in candidates for v in eqn.outvars):
+            needed.update(jaxprs.variables(eqn.invars))
+    return needed
+
+
+def _is_key(v: Any) -> bool:
+    """Whether a variable is a PRNG key."""
+    return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
+
+
+def _is_bool(v: Any) -> bool:
+    """Whether a variable is of truth values."""
+    return v.aval.dtype == jnp.bool_
+
+
+def _entries_of(v: Var) -> int:
+    """How many entries a variable has."""
+    return math.prod(jaxprs.type_of(v).shape)
+
+
+def _axis(type_: Any) -> int | None:
+    """The first axis whose entries can be packed by eights on the device where they lie; None for small arrays."""
+    if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < LEAST:
+        return None
+    sizes = zip(type_.shape, type_.sharding.spec, strict=True)
+    return next((i for i, (n, name) in enumerate(sizes) if n % 8 == 0 and name is None), None)
+
+
+def _read_from_bits(mask: Array) -> Array:
+    """A mask, read from its bits."""
+    axis = _axis(jax.typeof(mask))
+    assert axis is not None
+    leading, trailing = mask.shape[:axis], mask.shape[axis + 1 :]
+    eights = mask.reshape(*leading, -1, 8, *trailing).astype(jnp.uint8)
+    places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
+    byte = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
+    bits = jnp.expand_dims(byte, axis + 1) >> places & jnp.uint8(1)
+    return bits.reshape(mask.shape).astype(jnp.bool_)

@@ -1,0 +1,591 @@
+"""Each example has noise of its own: means, variances and covariances against whole weights drawn for each example."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import effective, init
+from errors import table
+from grids import mostly_thorough
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from samples import ERRORS, N, assert_alike
+
+import reparax as rpx
+from reparax.core import random
+from reparax.core.random import DRAW
+from reparax.programs import jaxprs
+from reparax.transforms import _local
+
+KEY = jax.random.key(0)
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), jnp.float32)
+
+
+NOISE = rpx.VarNoise(0.3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its weights, one example, and the noise.
+
+    Attributes:
+      network: Of weights and of a batch of examples, which is the first axis.
+      weights: The weights.
+      x: One example.
+      p: The noise.
+      whole: The network of weights that are drawn for each use, which its last argument draws; None for one draw.
+    """
+
+    network: Callable[..., Any]
+    weights: Any
+    x: Any
+    p: rpx.Parametrization = NOISE
+    whole: Callable[..., Any] | None = None
+
+
+def dense(w, x):
+    return x @ w["w"] + w["b"][None]
+
+
+DENSE = {"w": normal(5, 3), "b": normal(3, seed=1)}
+
+
+def two_layers(w, x):
+    return jnp.tanh(x @ w["a"]) @ w["b"]
+
+
+def scanned(w, x):
+    return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w["w"])[0]
+
+
+def heads(w, x):
+    q, k = (jnp.einsum("btd,dhk->bthk", x, w[name]) for name in "qk")
+    return jnp.einsum("bthk,bshk->bhts", q, k)
+
+
+def out_of_heads(w, x):
+    return jnp.einsum("bthk,hkd->btd", x, w["w"])
+
+
+def convolution(**settings):
+    def network(w, x):
+        y = jax.lax.conv_general_dilated(x, w["w"], dimension_numbers=("NHWC", "HWIO", "NHWC"), **settings)
+        return y + w["b"][None, None, None]
+
+    return network
+
+
+def kernel(*shape):
+    return {"w": normal(*shape), "b": normal(shape[-1], seed=1)}
+
+
+IMAGE = normal(5, 5, 4, seed=2)
+
+
+def embedded(w, ids):
+    return w["table"][ids] + w["place"][None]
+
+
+TABLE = {"table": normal(6, 3), "place": normal(2, 3, seed=1)}
+
+
+def in_time(w, xs, draw):
+    """A loop in time by hand, in which each step draws."""
+    h = jnp.zeros((xs.shape[0], 3))
+    for i in range(xs.shape[1]):
+        h = jnp.tanh(h @ draw(i)["w"] + xs[:, i])
+    return h
+
+
+def recurrent(w, xs):
+    h = jnp.zeros((xs.shape[0], 3))
+    return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w["w"] + x), None), h, xs.swapaxes(0, 1))[0]
+
+
+def tied(w, ids):
+    return jnp.tanh(w["table"][ids]) @ w["table"].T
+
+
+EACH = rpx.Gaussian(0.3)
+CASES = {
+    "dense": Case(dense, DENSE, normal(5, seed=2)),
+    "dense, a spread for each": Case(dense, DENSE, normal(5, seed=2), EACH),
+    "dense, a spread for each column": Case(dense, DENSE, normal(5, seed=2), rpx.Gaussian(0.3, axis=-1)),
+    "dense, pruned": Case(dense, DENSE, normal(5, seed=2), rpx.noise.VariationalDropout(0.3)),
+    "dense, relative": Case(dense, DENSE, normal(5, seed=2), rpx.VarNoise(0.3, relative="std", axis=-1)),
+    "two noises": Case(dense, DENSE, normal(5, seed=2), EACH >> rpx.VarNoise(0.2)),
+    "pruned later": Case(dense, DENSE, normal(5, seed=2), NOISE >> rpx.MagnitudePruning(0.3)),
+    "two layers": Case(two_layers, {"a": normal(4, 3), "b": normal(3, 2, seed=1)}, normal(4, seed=2), EACH),
+    "scan over layers": Case(scanned, {"w": normal(3, 4, 4)}, normal(4, seed=2), EACH),
+    "heads": Case(heads, {"q": normal(3, 2, 4), "k": normal(3, 2, 4, seed=1)}, normal(2, 3, seed=2), EACH),
+    "out of heads": Case(out_of_heads, {"w": normal(2, 3, 4)}, normal(2, 2, 3, seed=2)),
+    "convolution": Case(convolution(window_strides=(1, 1), padding="SAME"), kernel(3, 3, 4, 2), IMAGE, EACH),
+    "stride": Case(convolution(window_strides=(2, 1), padding="VALID"), kernel(3, 2, 4, 2), IMAGE),
+    "groups": Case(
+        convolution(window_strides=(1, 1), padding="VALID", feature_group_count=2), kernel(3, 3, 2, 4), IMAGE
+    ),
+    "groups, a spread for each": Case(
+        convolution(window_strides=(1, 1), padding="VALID", feature_group_count=2), kernel(3, 3, 2, 4), IMAGE, EACH
+    ),
+    "dilation": Case(
+        convolution(window_strides=(1, 1), padding="SAME", rhs_dilation=(2, 1)), kernel(2, 3, 4, 2), IMAGE, EACH
+    ),
+    "embedding": Case(embedded, TABLE, jnp.array([4, 1]), EACH),
+    "embedding, one spread": Case(embedded, TABLE, jnp.array([4, 1])),
+    "tied": Case(
+        tied,
+        {"table": normal(6, 3)},
+        jnp.array(4),
+        EACH,
+        lambda w, ids, draw: jnp.tanh(draw(0)["table"][ids]) @ draw(1)["table"].T,
+    ),
+    "scan over time": Case(recurrent, {"w": normal(3, 3)}, normal(4, 3, seed=2), EACH, in_time),
+    "square": Case(lambda w, x: x @ w["w"], {"w": normal(8, 8)}, normal(8, seed=2), EACH),
+}
+TRANSFORMED = {
+    "remat": lambda f: jax.jit(rpx.remat(f)),
+    "factored": lambda f: jax.jit(rpx.factored(f)),
+    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+}
+
+
+def noisy(case):
+    """The network of raw values, a key and a batch."""
+    return lambda raw, key, x: case.network(case.p.apply(raw, key), x)
+
+
+def wide(name):
+    """A case with its raw values and a batch."""
+    case = CASES[name]
+    return case, init(case.p, case.weights), np.broadcast_to(case.x, (N, *case.x.shape))
+
+
+def flat(y):
+    return np.asarray(y, np.float64).reshape(len(y), -1)
+
+
+@functools.cache
+def whole_draws(name):
+    """The results of one example with weights drawn for it, ``N`` times."""
+    case, raw, _ = wide(name)
+
+    def one(key):
+        if case.whole is None:
+            return noisy(case)(raw, key, case.x[None])[0]
+        keys = jax.random.split(key, 8)
+        return case.whole(None, case.x[None], lambda i: case.p.apply(raw, keys[i]))[0]
+
+    return flat(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), N)))
+
+
+@functools.cache
+def own_draws(name, transform=jax.jit):
+    """The results of ``N`` equal examples."""
+    case, raw, x = wide(name)
+    return flat(transform(rpx.local(noisy(case)))(raw, KEY, x))
+
+
+@pytest.mark.parametrize("name", mostly_thorough(CASES, "two noises", "scan over layers", "embedding"))
+def test_each_example_has_noise_of_its_own(name):
+    assert_alike(own_draws(name), whole_draws(name))
+
+
+@pytest.mark.parametrize(
+    "name", mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers")
+)
+def test_entries_of_one_row_covary_as_with_whole_weights(name):
+    got, want = own_draws(name), whole_draws(name)
+    products = [(x - x.mean(0))[:, :, None] * (x - x.mean(0))[:, None, :] for x in (got, want)]
+    error = np.sqrt(sum(each.var(0) for each in products) / N)
+    assert np.all(np.abs(products[0].mean(0) - products[1].mean(0)) <= ERRORS * error)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense, a spread for each"])
+def test_moments_are_those_of_the_closed_form(name):
+    case, got = CASES[name], own_draws(name)
+    x, w, b = (np.asarray(each, np.float64) for each in (case.x, case.weights["w"], case.weights["b"]))
+    variance = 0.09 * (np.sum(x**2) + 1)
+    assert np.all(np.abs(got.mean(0) - (x @ w + b)) <= ERRORS * np.sqrt(variance / N))
+    assert np.all(np.abs(got.var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "transform"), [*zip(CASES, itertools.cycle(TRANSFORMED))])
+def test_under_transformations(name, transform):
+    assert_alike(own_draws(name, TRANSFORMED[transform]), whole_draws(name))
+
+
+# ---- numbers
+
+
+NUMBERS = {
+    "1 + w": (lambda w, _: 1 + w, 1, 1),
+    "w + 1": (lambda w, _: w + 1, 1, 1),
+    "1 - w": (lambda w, _: 1 - w, -1, 1),
+    "w - 0.5": (lambda w, _: w - 0.5, 1, -0.5),
+    "w / 2": (lambda w, _: w / 2, 0.5, 0),
+    "2 * w": (lambda w, _: 2 * w, 2, 0),
+    "a number of the tree": (lambda w, n: w * n + n, 3, 3),
+    "a number of fewer digits": (lambda w, n: w + n.astype(jnp.bfloat16).astype(jnp.float32), 1, 3),
+    "an array of one number": (lambda w, n: n[None, None] + w, 1, 3),
+    "a row of ones": (lambda w, _: w + jnp.ones((1, w.shape[1])), 1, 1),
+    "a column of ones": (lambda w, _: jnp.ones((w.shape[0], 1)) - w, -1, 1),
+    "a choice by one flag": (lambda w, n: jnp.where(n > 0, w, 0.0), 1, 0),
+    "a choice of a number": (lambda w, n: jnp.where(jnp.arange(w.shape[0])[:, None] >= 0, w, n), 1, 0),
+    "in a call": (lambda w, n: jax.jit(lambda w, n: n - w)(w, n), -1, 3),
+}
+"""What is made of a noisy weight with a number, which gives ``a w + b``."""
+
+
+def test_numbers_leave_each_example_its_own_noise():
+    weights, x = {"w": normal(4, 3), "n": jnp.float32(3)}, normal(4, seed=2)
+
+    def network(weights, key, x):
+        w, n = NOISE.apply(weights["w"], key), weights["n"]
+        gains = {name: x * change(w, n)[:, 0][None] for name, (change, *_) in NUMBERS.items()}
+        return gains, {name: x @ change(w, n) for name, (change, *_) in NUMBERS.items()}
+
+    gains, products = jax.jit(rpx.local(network))(weights, KEY, np.broadcast_to(x, (N, 4)))
+    x, w = (np.asarray(each, np.float64) for each in (x, weights["w"]))
+    for name, (_, a, b) in NUMBERS.items():
+        for got, mean, variance in (
+            (gains[name], x * (a * w + b)[:, 0], (0.3 * a * x) ** 2),
+            (products[name], x @ (a * w + b), np.sum((0.3 * a * x) ** 2)),
+        ):
+            assert np.all(np.abs(flat(got).mean(0) - mean) <= ERRORS * np.sqrt(variance / N)), name
+            assert np.all(np.abs(flat(got).var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N)), name
+    report = rpx.explain(rpx.local(network), weights, KEY, x[None].astype(np.float32))
+    assert all(each.is_own for each in report.weights)
+
+
+# ---- contexts
+
+
+def test_copies_under_vmap_with_a_key_for_each():
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
+
+    def copies(raw, key, x):
+        return jax.vmap(lambda key: noisy(case)(raw, key, x), out_axes=1)(jax.random.split(key, 3))
+
+    got, want = flat(jax.jit(rpx.local(copies))(raw, KEY, x)), whole_draws(name)
+    assert_alike(got, np.tile(want, 3))
+    assert np.all(np.abs(np.corrcoef(got.T) - np.eye(9)) <= ERRORS / np.sqrt(N))
+
+
+def test_examples_under_vmap_inside():
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
+
+    def each(raw, key, x):
+        w = case.p.apply(raw, key)
+        return jax.vmap(lambda x: case.network(w, x[None])[0])(x)
+
+    assert_alike(flat(jax.jit(rpx.local(each))(raw, KEY, x)), whole_draws(name))
+
+
+def test_noise_that_each_step_of_a_scan_draws():
+    p, weights, x = rpx.Gaussian(0.3), normal(3, 4, 4), normal(4, seed=2)
+    raw = init(p, {"w": weights})
+
+    def steps(raw, key, x):
+        def step(h, layer):
+            values, key = layer
+            return jnp.tanh(h @ p.apply(values, key)["w"]), None
+
+        return jax.lax.scan(step, x, (raw, jax.random.split(key, 3)))[0]
+
+    got = jax.jit(rpx.local(steps))(raw, KEY, np.broadcast_to(x, (N, 4)))
+    whole = jax.jit(jax.vmap(lambda key: steps(raw, key, x[None])[0]))(jax.random.split(jax.random.key(1), N))
+    assert_alike(flat(got), flat(whole))
+
+
+def test_branches_draw_too():
+    name = "dense, a spread for each"
+    case, raw, x = wide(name)
+
+    def either(raw, key, x):
+        w = case.p.apply(raw, key)
+        return jax.lax.cond(x[0, 0] > 0, lambda w, x: case.network(w, x), lambda w, x: -case.network(w, x), w, x)
+
+    sign = np.sign(float(case.x[0]))
+    assert_alike(sign * flat(jax.jit(rpx.local(either))(raw, KEY, x)), whole_draws(name))
+
+
+def sharded(case, spec, out, *, check):
+    """The network on 8 devices, with a batch, weights and results that are sharded as these say."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def network(raw, key, x):
+        w = case.p.apply(raw, key)
+
+        def on_shard(w, x):
+            return jax.lax.psum(x @ w, "d") if out == P() else x @ w
+
+        specs = {"mesh": mesh, "in_specs": spec, "out_specs": out, "check_vma": check}
+        return jax.shard_map(on_shard, **specs)(w["w"], x)
+
+    return network
+
+
+SHARDS = {
+    "examples": ((P(), P("d")), P("d")),
+    "columns": ((P(None, "d"), P()), P(None, "d")),
+    "summed": ((P("d"), P(None, "d")), P()),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(SHARDS, "columns", "summed"))
+def test_shards(name):
+    case, raw, x = wide("square")
+    network = sharded(case, *SHARDS[name], check=True)
+    got = flat(jax.jit(rpx.local(network))(raw, KEY, x))
+    assert_alike(got, whole_draws("square"))
+    covariance = np.corrcoef(got.T) - np.eye(8)
+    assert np.all(np.abs(covariance) <= ERRORS / np.sqrt(N))
+    shards = got.reshape(8, -1)
+    assert np.all(np.abs(np.corrcoef(shards - shards.mean(1, keepdims=True)) - np.eye(8))[0, 1:] < 0.9)
+
+
+def test_shards_of_which_jax_does_not_tell_share_one_draw():
+    case, raw, x = wide("square")
+    network = sharded(case, *SHARDS["examples"], check=False)
+    got, want = jax.jit(lambda *args: (rpx.local(network)(*args), network(*args)))(raw, KEY, x[:16])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_right_to_rounding():
+    w, x = (np.asarray(each).astype(jnp.bfloat16) for each in (normal(64, 3), normal(64, seed=2)))
+    p = rpx.Gaussian(0.3)
+    raw = p.init({"w": w})
+    y = jax.jit(rpx.local(lambda raw, key, x: x @ p.apply(raw, key)["w"]))(raw, KEY, np.broadcast_to(x, (N, 64)))
+    assert y.dtype == jnp.bfloat16
+    exact, mean = (np.asarray(each, np.float64) for each in (x, w))
+    variance, got = 0.09 * np.sum(exact**2), flat(y)
+    assert np.all(np.abs(got.mean(0) - exact @ mean) <= ERRORS * np.sqrt(variance / N) + 2**-8 * np.abs(exact @ mean))
+    assert np.all(np.abs(got.var(0) / variance - 1) <= ERRORS * np.sqrt(2 / N) + 2**-7)
+
+
+# ---- what reads one draw for all
+
+
+def pairs(w, x):
+    return x @ jnp.concatenate([w["w"], w["w"]], 1)
+
+
+def carried(w, x):
+    return jax.lax.scan(lambda w, x: (-w, x @ w), w["w"], x[:, None])[1][:, 0]
+
+
+SQUARE = normal(3, 3)
+SHARED = {
+    "a formula mixes entries": (lambda w, x: x @ w["w"], NOISE >> rpx.WeightNorm(), "custom_jvp_call"),
+    "factorized": (lambda w, x: x @ w["w"], rpx.Gaussian(0.3, noise="factorized"), "sign"),
+    "turned over": (lambda w, x: x @ (w["w"] + w["w"][::-1]), NOISE, "dot_general"),
+    "symmetric": (lambda w, x: x @ (w["w"] + w["w"].T), NOISE, "dot_general"),
+    "repeated": (lambda w, x: x @ jnp.broadcast_to(w["w"][:, :1], (3, 3)), NOISE, "dot_general"),
+    "side by side": (pairs, NOISE, "concatenate"),
+    "a square": (lambda w, x: x @ jnp.square(w["w"]), NOISE, "square"),
+    "a product without data": (lambda w, x: x * (jnp.ones((1, 3)) @ w["w"]), NOISE, "mul"),
+    "both sides": (lambda w, x: x @ (w["w"] @ w["w"]), NOISE, "dot_general"),
+    "carried": (carried, NOISE, "scan"),
+    "float16": (lambda w, x: x.astype(jnp.float16) @ w["w"].astype(jnp.float16), NOISE, "convert_element_type"),
+    "more digits": (lambda w, x: x @ w["w"].astype(jnp.bfloat16).astype(jnp.float32), NOISE, "convert_element_type"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", mostly_thorough(SHARED, "factorized", "carried", "repeated", "more digits", "a square")
+)
+def test_one_draw_for_all(name):
+    network, p, reader = SHARED[name]
+    raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)
+
+    def loss(raw, key, x):
+        return network(p.apply(raw, key), x)
+
+    got, want = jax.jit(rpx.local(loss))(raw, KEY, x), jax.jit(network)(effective(p, raw, KEY), x)
+    np.testing.assert_allclose(got, want, rtol=1e-2 if got.dtype == jnp.float16 else 1e-5, atol=1e-5)
+    report = rpx.explain(rpx.local(loss), raw, KEY, x)
+    assert not any(each.is_own for each in report.weights)
+    assert any(each.reason.startswith(reader) for each in report.weights)
+
+
+@pytest.mark.parametrize("p", [rpx.WeightDropout(0.3), rpx.noise.HardConcrete(0.3)])
+def test_what_is_not_gaussian_is_as_it_was(p):
+    raw, x = p.init({"w": SQUARE}), normal(5, 3, seed=2)
+
+    def loss(raw, key, x):
+        return x @ p.apply(raw, key)["w"]
+
+    np.testing.assert_array_equal(rpx.local(loss)(raw, KEY, x), loss(raw, KEY, x))
+    assert rpx.explain(rpx.local(loss), raw, KEY, x).weights == ()
+
+
+def test_complex_weights_share_one_draw():
+    raw, x = {"w": np.asarray(SQUARE, np.complex64)}, np.asarray(normal(5, 3, seed=2), np.complex64)
+
+    def loss(raw, key, x):
+        return x @ NOISE.apply(raw, key)["w"]
+
+    np.testing.assert_allclose(rpx.local(loss)(raw, KEY, x), loss(raw, KEY, x), rtol=1e-5, atol=1e-6)
+    assert "complex takes one draw for all" in repr(rpx.explain(rpx.local(loss), raw, KEY, x))
+
+
+# ---- gradients, memory, reports
+
+
+@pytest.mark.thorough
+def test_gradients_are_those_of_the_mean_and_the_spread():
+    p, x = rpx.Gaussian(0.3), normal(5, 3, seed=2).at[0].set(0.0)
+    raw = p.init({"w": SQUARE})
+
+    def network(raw, x):
+        return rpx.local(lambda raw, key, x: x @ p.apply(raw, key)["w"])(raw, KEY, x)
+
+    def by_hand(raw, x, noise):
+        held = raw["w"]["@gaussian"]
+        variance = jnp.square(x) @ jnp.square(jax.nn.softplus(held["rho"]))
+        return x @ held["mean"] + jnp.sqrt(variance) * noise
+
+    rest = slice(1, None)  # without the zero row, whose variance is zero
+    noise = (network(raw, x) - by_hand(raw, x, 0.0))[rest] / jnp.sqrt(0.09 * jnp.sum(jnp.square(x), 1))[rest, None]
+    slope = normal(5, 3, seed=3)
+    got = jax.grad(lambda raw, x: jnp.sum(slope * network(raw, x)), (0, 1))(raw, x)
+    want = jax.grad(lambda raw, x: jnp.sum(slope[rest] * by_hand(raw, x[rest], noise)), (0, 1))(raw, x)
+    want[1].at[0].set(slope[0] @ SQUARE.T)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got[0], want[0])
+    np.testing.assert_allclose(got[1][rest], want[1][rest], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got[1][0], slope[0] @ SQUARE.T, rtol=1e-5, atol=1e-6)
+
+
+def shapes_drawn(jaxpr):
+    """The shapes of all draws in a program."""
+    for eqn in jaxpr.eqns:
+        if jaxprs.is_jit(eqn) and eqn.params["name"] == DRAW:
+            yield jaxprs.type_of(eqn.outvars[0]).shape
+        for inside in jaxprs.inner(eqn):
+            yield from shapes_drawn(inside)
+
+
+def test_nothing_of_the_size_of_the_weight_is_drawn():
+    p = rpx.Gaussian(0.1)
+    raw = p.init({"a": normal(64, 32), "b": normal(4, 32, 32, seed=1)})
+
+    def loss(raw, key, x):
+        w = p.apply(raw, key)
+        return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ w["a"], w["b"])[0])
+
+    program = jax.make_jaxpr(jax.grad(rpx.local(loss)))(raw, KEY, normal(8, 64))
+    assert set(shapes_drawn(program.jaxpr)) == {(8, 32)}
+
+
+def test_one_key_gives_one_result_with_jit_and_without():
+    case, raw, x = wide("dense")
+    f = rpx.local(noisy(case))
+    got, other = (np.asarray(f(raw, key, x[:8])) for key in (KEY, jax.random.key(1)))
+    np.testing.assert_allclose(jax.jit(f)(raw, KEY, x[:8]), got, rtol=1e-5, atol=1e-6)
+    assert np.all(np.abs(got - other) > 1e-6)
+
+
+def test_the_report():
+    p = rpx.VarNoise(0.1)
+    raw = {"a": {"w": normal(4, 4)}, "b": {"w": normal(4, 4), "scale": normal(4)}}
+
+    def loss(raw, key, x):
+        w = p.apply(raw, key)
+        y = jnp.tanh(x @ w["a"]["w"]) @ w["b"]["w"] + x @ w["b"]["w"]
+        return jnp.sum(y) + jnp.sum(jnp.abs(w["b"]["scale"])) + jnp.sum(jnp.square(w["a"]["w"]))
+
+    text = repr(rpx.explain(rpx.local(loss), raw, KEY, normal(2, 4))).splitlines()
+    line = f"{__file__}:{loss.__code__.co_firstlineno + 3}"
+    assert text[:3] == [
+        "1 of 3 noisy weights draw for each example",
+        "  for each example:",
+        "    raw/b/w  float32[4, 4]  2 products",
+    ]
+    assert text[3] == "  one draw for all:"
+    assert text[4].startswith(f"    raw/a/w      float32[4, 4]  1 product; square takes one draw for all: {line}:")
+    assert text[5].startswith(f"    raw/b/scale  float32[4]  abs takes one draw for all: {line}:")
+
+
+def test_the_backward_pass_draws_again_what_it_reads():
+    """No array of the size of the result is stored for the backward pass of a product: no variance, and no noise."""
+    raw = rpx.Gaussian(0.1).init({"w": jnp.ones((4, 3))})
+
+    def loss(raw, key, x):
+        return jnp.sum(x @ rpx.Gaussian(0.1).apply(raw, key)["w"])
+
+    def stored(fun):
+        program = jax.make_jaxpr(lambda *args: jax.vjp(lambda raw: fun(raw, *args[1:]), args[0])[1])
+        return [v.shape for v in program(raw, jax.random.key(0), jnp.ones((5, 4))).out_avals]
+
+    assert (5, 3) not in stored(rpx.local(loss))
+    assert stored(rpx.local(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it
+
+
+def kept(jaxpr):
+    """The shapes of what a program computes once, in its order."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reparax_once":
+            yield jaxprs.type_of(eqn.outvars[0]).shape
+        for inside in jaxprs.inner(eqn):
+            yield from kept(inside)
+
+
+@pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
+def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
+    """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""
+    raw = p.init({"w": jnp.ones((4, 3))})
+
+    def loss(raw, key, x):
+        return jnp.sum(x @ p.apply(raw, key)["w"])
+
+    program = jax.make_jaxpr(jax.grad(rpx.local(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
+    assert list(kept(program.jaxpr)) == [(5, 3)] * times
+
+
+PRODUCTS = {
+    "matrices": (lambda w, x: x @ w, (7, 5), normal(3, 7)),
+    "groups of rows": (lambda w, x: jax.lax.ragged_dot(x, w, jnp.array([2, 1])), (2, 7, 6), normal(3, 7)),
+    "images": (
+        lambda w, x: jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+        (3, 7, 5),
+        normal(2, 4, 7),
+    ),
+    "a table": (lambda w, x: w[x], (7, 11), jnp.array([1, 4, 2])),
+    "multiples": (lambda w, x: x * w[None], (7,), normal(13, 7)),
+}
+
+
+@pytest.mark.parametrize("name", mostly_thorough(PRODUCTS, "images", "a table"))
+def test_equal_products_are_traced_once(name, monkeypatch):
+    product, shape, x = PRODUCTS[name]
+    raw, traced = {"a": jnp.ones(shape), "b": jnp.ones(shape)}, []
+
+    def counted(key, mean):
+        traced.append(mean.shape)
+        return random.normal(key, mean)
+
+    def network(raw, key, x):
+        w = NOISE.apply(raw, key)
+        return product(w["a"], x), product(w["b"], x)
+
+    monkeypatch.setattr(_local, "random", SimpleNamespace(normal=counted, DRAW=random.DRAW))
+    jax.make_jaxpr(rpx.local(network))(raw, KEY, x)
+    assert len(traced) == 1
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())
