@@ -8,10 +8,10 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.noise``       noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
 ``rpx.numbers``     single numbers: ``Positive``, ``Bounded``, ``Scale``
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
-``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
+``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Stored``, ``Quantize``
+``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
@@ -37,8 +37,8 @@ from reparax.axes import axis_groups as axis_groups
 from reparax.axes import roles as roles
 from reparax.axes import shrink as shrink
 from reparax.core import stage as stage
-from reparax.core.chains.names import LIBRARIES as _LIBRARIES
-from reparax.core.chains.names import unknown_name_error as _unknown_name
+from reparax.core.names import LIBRARIES as _LIBRARIES
+from reparax.core.names import unknown_name_error as _unknown_name
 from reparax.core.stage import Chain as Chain
 from reparax.core.stage import Parametrization as Parametrization
 from reparax.core.stage import Perturbation as Perturbation
@@ -72,11 +72,11 @@ from reparax.stages.norms import WeightNorm as WeightNorm
 from reparax.stages.numbers import Bounded as Bounded
 from reparax.stages.numbers import Positive as Positive
 from reparax.stages.numbers import Scale as Scale
-from reparax.stages.quantized import Quantize as Quantize
-from reparax.stages.quantized import Stored as Stored
+from reparax.stages.quantized import FakeQuantized as FakeQuantized
+from reparax.stages.quantized import Quantized as Quantized
 from reparax.stages.shared import Tie as Tie
 from reparax.stages.sparse import Freeze as Freeze
-from reparax.stages.sparse import MagnitudePrune as MagnitudePrune
+from reparax.stages.sparse import MagnitudePruning as MagnitudePruning
 from reparax.stages.sparse import Mask as Mask
 from reparax.training import combine as combine
 from reparax.training import decay_mask as decay_mask

@@ -9,7 +9,7 @@ from errors import raises
 from grids import mostly_thorough
 
 from reparax.axes import Role, axis_groups, roles
-from reparax.core.tree.paths import flatten_with_names, path_text
+from reparax.core.paths import flatten_with_names, path_text
 
 
 def axes(role):

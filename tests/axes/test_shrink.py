@@ -13,7 +13,7 @@ from grids import mostly_thorough
 
 import reparax as rpx
 from reparax.axes import axis_groups, prune_units, shrink
-from reparax.core.tree import paths
+from reparax.core import paths
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ def test_a_convolutional_network():
 
     params = {"first": normal(3, 3, 2, 6), "second": normal(3, 3, 6, 4), "bias": normal(4), "last": normal(64, 3)}
     x = normal(2, 4, 4, 2)
-    p = rpx.MagnitudePrune(0.5, axis=-1, where="first") >> rpx.MagnitudePrune(0.5, axis=2, where="second")
+    p = rpx.MagnitudePruning(0.5, axis=-1, where="first") >> rpx.MagnitudePruning(0.5, axis=2, where="second")
     raw = p.init(params)
     groups = axis_groups(forward, params, x)
     small = p.fold(shrink(p, raw, groups))
@@ -194,7 +194,7 @@ def test_a_convolutional_network():
     assert small["second"].shape == (3, 3, 6, 3)
 
 
-PRUNE = rpx.MagnitudePrune(0.5, axis=0, where="c")
+PRUNE = rpx.MagnitudePruning(0.5, axis=0, where="c")
 
 
 def test_raw_values_are_cut_with_the_arrays_and_pass_check():
@@ -205,7 +205,7 @@ def test_raw_values_are_cut_with_the_arrays_and_pass_check():
     left = np.flatnonzero(np.abs(p.fold(raw)["c"]).sum(1))
     assert len(left) == 3
     np.testing.assert_array_equal(small["a"]["@weight_norm"]["g"], raw["a"]["@weight_norm"]["g"][:, left])
-    np.testing.assert_array_equal(small["c"]["@magnitude_prune"]["w"], params["c"][left])
+    np.testing.assert_array_equal(small["c"]["@magnitude_pruning"]["w"], params["c"][left])
     p.check(small, like=of_mlp() | {"a": normal(3, 3), "b": normal(3), "c": normal(3, 2)})
     np.testing.assert_allclose(mlp(p.fold(small), X), mlp(p.fold(raw), X), rtol=1e-5)
 

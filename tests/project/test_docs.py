@@ -250,7 +250,7 @@ def test_the_lines_for_weights_in_few_bits_run_after_those_of_their_page():
         x = jax.random.normal(jax.random.key(1), (8, 32))
         got, want = jax.jit(tuned)(raw, x), np.mean(names["network"](q.apply(whole), x) ** 2)
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    assert raw["up"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]["q"].sharding.memory_kind == "pinned_host"
+    assert raw["up"]["@lora"]["@fixed"]["w"]["@quantized"]["@fixed"]["q"].sharding.memory_kind == "pinned_host"
 
 
 @pytest.mark.thorough
@@ -372,12 +372,12 @@ def test_the_table_of_stages_says_in_which_family_each_is():
         "weight noise": rpx.VarNoise,
         "DropConnect": rpx.WeightDropout,
         "NoisyNet": rpx.Gaussian,
-        "QLoRA": rpx.Stored,
+        "QLoRA": rpx.Quantized,
         "IA3": rpx.Gain,
         "LoHa": rpx.adapters.Hadamard,
         "OFT": rpx.adapters.Rotated,
-        "2:4": rpx.sparse.NofM,
-        "BitNet": rpx.Quantize,
+        "2:4": rpx.sparse.NByM,
+        "BitNet": rpx.FakeQuantized,
         "parametrize": rpx.Reparametrization,
     }.items(),
 )

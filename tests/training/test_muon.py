@@ -12,7 +12,7 @@ from one_array import normal
 from optax.contrib import MuonDimensionNumbers, muon
 
 import reparax as rpx
-from reparax.core.tree.paths import items, path_text
+from reparax.core.paths import items, path_text
 
 PAGE = (Path(__file__).parents[2] / "docs" / "notebooks" / "recipes.md").read_text()
 RECIPE = {"jax": jax, "rpx": rpx, "MuonDimensionNumbers": MuonDimensionNumbers}

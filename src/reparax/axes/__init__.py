@@ -9,7 +9,7 @@ from reparax.axes._permute import permute as permute
 from reparax.axes._roles import roles as roles
 from reparax.axes._shrink import prune_units as prune_units
 from reparax.axes._shrink import shrink as shrink
-from reparax.core.axes.misfit import Misfit as Misfit
-from reparax.core.axes.misfit import Misfits as Misfits
-from reparax.core.axes.roles import Role as Role
-from reparax.core.axes.roles import Use as Use
+from reparax.core.roles import Misfit as Misfit
+from reparax.core.roles import Misfits as Misfits
+from reparax.core.roles import Role as Role
+from reparax.core.roles import Use as Use

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reparax.axes._roles import roles
-from reparax.core.axes.misfit import Misfit, Misfits
-from reparax.core.axes.roles import Role
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import require_chains
-from reparax.core.chains.over_roles import visit_with_roles
-from reparax.core.chains.planner import Planner
-from reparax.core.tree.flat import Flat
-from reparax.core.tree.paths import Names
+from reparax.core.calls import require_chains
+from reparax.core.chain import Parametrization
+from reparax.core.paths import Names
+from reparax.core.plan import Planner, visit_with_roles
+from reparax.core.raw import Flat
+from reparax.core.roles import Misfit, Misfits, Role
 from reparax.numerics.usage import shows_usage
 
 

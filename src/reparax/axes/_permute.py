@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from reparax.axes._groups import Group, Member
 from reparax.axes._units import require_arrays
-from reparax.core.tree.paths import PyTree, flatten_with_names, path_text
+from reparax.core.paths import PyTree, flatten_with_names, path_text
 
 
 def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from reparax.axes._reading import Reading, arguments_of
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins
-from reparax.core.axes.roles import Numbers, Role, Use
-from reparax.core.tree.paths import PyTree
+from reparax.core.paths import PyTree
+from reparax.core.roles import Numbers, Role, Use
 from reparax.numerics.usage import shows_usage
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")

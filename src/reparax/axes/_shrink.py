@@ -23,9 +23,10 @@ from reparax.axes._units import (
     require_arrays,
     take_chosen,
 )
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.verbs import follow_axes
-from reparax.core.tree.paths import Names, PyTree, describe, is_array, items, path_text
+from reparax.core.chain import Parametrization
+from reparax.core.paths import Names, PyTree, describe, items, path_text
+from reparax.core.plan import follow_axes
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 
 Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
@@ -98,9 +99,9 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
 def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
     """The raw tree of a smaller network that computes the same: units that contribute nothing are removed.
 
-    Zero whole units first, with ``MagnitudePrune(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
+    Zero whole units first, with ``MagnitudePruning(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
     with :func:`prune_units` on all members of a group. Then build your model with the new sizes, and compare:
-    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would prune that share of
+    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePruning(0.5)``, would prune that share of
     the remaining weights in its next ``update``.
 
     An index of a group is cut if each product that sums along its axis has a term of zero there: either all weights
@@ -138,7 +139,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
       >>> groups = rpx.axis_groups(forward, params, jnp.ones((5, 3)))
-      >>> p = rpx.MagnitudePrune(0.5, axis=0, where="v")
+      >>> p = rpx.MagnitudePruning(0.5, axis=0, where="v")
       >>> small = rpx.shrink(p, p.init(params), groups)
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Parametrization
+from reparax.core.chain import Parametrization
 from reparax.io._peft_method import (
     ANY,
     FLAG,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.tree.paths import PyTree
+from reparax.core.axes import list_axes
+from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, list_entries
 

@@ -6,9 +6,9 @@ import functools
 import inspect
 from typing import Any, ClassVar
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import needed_key
-from reparax.core.tree.paths import PyTree
+from reparax.core.calls import needed_key
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree
 from reparax.models.chains import (
     check_chain,
     has_fixed,

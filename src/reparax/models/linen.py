@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import needed_key
-from reparax.core.tree.paths import PyTree
+from reparax.core.calls import needed_key
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree
 from reparax.models.chains import (
     check_chain,
     check_model,

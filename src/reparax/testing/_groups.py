@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from reparax.axes import Group, permute
-from reparax.core.tree.paths import PyTree, flatten_with_names, path_text
+from reparax.core.paths import PyTree, flatten_with_names, path_text
 
 Order = np.ndarray[Any, Any]
 

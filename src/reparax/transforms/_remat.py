@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.recompute import recompute
+from reparax.core.recompute import recompute
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.transforms._remat_derivative import recomputing_function

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from reparax.core.reports.folding import Line, count_lines, fold_lines
-from reparax.core.reports.sizes import readable_size, size_in_bytes
-from reparax.core.tree.paths import describe
+from reparax.core.paths import describe
+from reparax.core.reports import Line, count_lines, fold_lines, readable_size, size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.sources import line_of_output, lines_by_origin

@@ -14,7 +14,7 @@ from one_array import normal
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.tree.paths import items
+from reparax.core.paths import items
 
 X = normal(5, 4, seed=1)
 PARAMS = {
@@ -56,10 +56,10 @@ ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
         (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
         (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
         (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
-        (rpx.Stored("int4", block=4, where="embed"), "Stored('int4', axis=-1, block=4, where='embed')"),
-        (rpx.Stored("mxfp4", where="lay.*nel"), "Stored('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
-        (rpx.Stored("int8", where="out"), "Stored('int8', where='out')"),
-        (rpx.Stored("int8", block=3, where="out"), "Stored('int8', axis=(-3, -1), block=3, where='out')"),
+        (rpx.Quantized("int4", block=4, where="embed"), "Quantized('int4', axis=-1, block=4, where='embed')"),
+        (rpx.Quantized("mxfp4", where="lay.*nel"), "Quantized('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
+        (rpx.Quantized("int8", where="out"), "Quantized('int8', where='out')"),
+        (rpx.Quantized("int8", block=3, where="out"), "Quantized('int8', axis=(-3, -1), block=3, where='out')"),
         (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
         (rpx.norms.Sphere(where="embed"), "Sphere(along=-1, where='embed')"),  # the rows that are looked up
         (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
@@ -78,8 +78,8 @@ ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
             "WeightDropout(0.5, broadcast=-1, where='lay.*nel', stacked=0)",
         ),
         (
-            rpx.Stored("int8", axis=("stacked", "outputs"), where="lay.*nel"),
-            "Stored('int8', axis=(-3, -2), where='lay.*nel')",
+            rpx.Quantized("int8", axis=("stacked", "outputs"), where="lay.*nel"),
+            "Quantized('int8', axis=(-3, -2), where='lay.*nel')",
         ),
         (rpx.WeightNorm(axis={"out": "outputs", "embed": 0}), "WeightNorm(axis={'out': -1, 'embed': 0})"),
         (rpx.Freeze() >> rpx.LoRA(1, where="out"), "Freeze() >> LoRA(1, columns=-1, where='out')"),
@@ -199,9 +199,9 @@ def graph_attention(params, x):
         (rpx.SpectralNorm(), "SpectralNorm(columns={'out': -1, 'w': (-2, -1)})"),
         (rpx.LoRA(1), "LoRA(1, columns={'out': -1, 'w': (-2, -1)})"),
         (rpx.LoRA(1, where="out"), "LoRA(1, columns=-1, where='out')"),
-        (rpx.MagnitudePrune(0.5), "MagnitudePrune(sparsity=0.5, stacked={'out|w': ()})"),
-        (rpx.Stored("int8"), "Stored('int8', stacked={'out|w': ()})"),
-        (rpx.MagnitudePrune({"out": 0.5, "w": 0.1}), "MagnitudePrune(sparsity={'out': 0.5, 'w': 0.1})"),
+        (rpx.MagnitudePruning(0.5), "MagnitudePruning(sparsity=0.5, stacked={'out|w': ()})"),
+        (rpx.Quantized("int8"), "Quantized('int8', stacked={'out|w': ()})"),
+        (rpx.MagnitudePruning({"out": 0.5, "w": 0.1}), "MagnitudePruning(sparsity={'out': 0.5, 'w': 0.1})"),
     ],
     ids=repr,
 )
@@ -290,18 +290,18 @@ SHAPED = [
     rpx.norms.MaxNorm(1.0),
     rpx.norms.Sphere(),
     rpx.norms.PoincareBall(outside="project"),
-    rpx.sparse.NofM(2, 4),
-    rpx.MagnitudePrune(0.5, axis="inputs"),
-    rpx.sparse.RandomPrune(0.5, axis="inputs"),
-    rpx.sparse.GlobalPrune(0.5),
+    rpx.sparse.NByM(2, 4),
+    rpx.MagnitudePruning(0.5, axis="inputs"),
+    rpx.sparse.RandomPruning(0.5, axis="inputs"),
+    rpx.sparse.GlobalMagnitudePruning(0.5),
     rpx.Gain(axis="outputs"),
-    rpx.adapters.Slices((0, 2)),
+    rpx.adapters.TrainableSlices((0, 2)),
     rpx.numbers.Simplex(outside="project"),
     rpx.Gaussian(axis="outputs"),
     rpx.noise.HardConcrete(axis="inputs"),
-    rpx.Quantize("int8", axis="outputs"),
-    rpx.Quantize("int4", block=2),
-    rpx.Stored("int4", block=2) >> rpx.LoRA(2),
+    rpx.FakeQuantized("int8", axis="outputs"),
+    rpx.FakeQuantized("int4", block=2),
+    rpx.Quantized("int4", block=2) >> rpx.LoRA(2),
     rpx.LowRank(2),
     rpx.LoRA(2),
     rpx.WeightNorm() >> rpx.LoRA(2),
@@ -343,7 +343,7 @@ CONSTRAINED = [
 def test_each_stage_with_axes_is_among_these():
     chains = [*SHAPED, *(p for p, _ in CONSTRAINED)]
     with_axes = {name for name, x in PUBLIC.items() if getattr(x, "_axis_fields", ())}
-    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalPrune"} | OTHERS
+    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalMagnitudePruning"} | OTHERS
 
 
 def after_a_step(p, network, w):
@@ -448,9 +448,9 @@ def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_opera
     [
         (rpx.WeightNorm(), "query", "axis", (-1,), (-2, -1)),  # one norm for all heads
         (rpx.SpectralNorm(columns=-1), "query", "columns", (-1,), (-2, -1)),  # across heads
-        (rpx.Stored("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
+        (rpx.Quantized("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
         (rpx.LoRA(2, columns=-1), "layers/kernel", "stacked", (), (0,)),  # layers as one matrix
-        (rpx.MagnitudePrune(0.5), "layers/kernel", "stacked", (), (0,)),
+        (rpx.MagnitudePruning(0.5), "layers/kernel", "stacked", (), (0,)),
         (rpx.WeightNorm(stacked=0), "layers/kernel", "axis", (-1,), (-2,)),  # weights (out, in)
         (rpx.norms.Sphere(along=-1), "out", "along", (-1,), (-3, -2)),
     ],

@@ -7,9 +7,9 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import identity, product

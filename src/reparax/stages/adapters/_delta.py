@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_weight
 from reparax.numerics.arithmetic import scalar
 
@@ -21,7 +20,7 @@ class Delta(Reparametrization):
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
-    store or freeze act on the base: ``Stored("int8") >> Delta()``.
+    store or freeze act on the base: ``Quantized("int8") >> Delta()``.
 
     Args:
       strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls

@@ -7,10 +7,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import Axes, check_features, count_from_front, other_axes
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, aux, main
+from reparax.core.axes import Axes, check_features, count_from_front, other_axes
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, aux, main
 from reparax.numerics.arithmetic import widened
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, main
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, main
 
 
 class Hadamard(Reparametrization):

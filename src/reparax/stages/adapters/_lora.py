@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_positive_whole, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import product, rank_error
@@ -64,7 +63,7 @@ class LoRA(RowsAndColumns):
     rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
-    QLoRA                             ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``
+    QLoRA                             ``Freeze() >> Quantized("nf4", block=64) >> LoRA(8)``
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
     ================================  =========================================================
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_known_number, check_positive_whole, check_whole
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import product

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, main
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_positive_whole, check_two
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.inlined import inlined

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, main
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_function
 
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import one_of
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, not_square_error, polar, product, without_reflection

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint, is_near
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.constraint import Constraint, is_near
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_known_number, check_whole
 from reparax.numerics.arithmetic import softplus_inverse, widened
 from reparax.numerics.linalg import (

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.stages.leaf import Perturbation
+from reparax.core.leaf import Perturbation
 
 
 class Cast(Perturbation):

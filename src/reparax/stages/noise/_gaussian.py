@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import EACH, Axes, check_slices, other_axes
-from reparax.core.chains import random
-from reparax.core.chains.keys import split_key
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, aux, main
+from reparax.core import random
+from reparax.core.axes import EACH, Axes, check_slices, other_axes
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.keys import split_key
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, aux, main
 from reparax.numerics.arguments import check_positive_number, one_of
 from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax.numerics.inlined import inlined

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import EACH, Axes, check_slices, other_axes
-from reparax.core.chains import random
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, aux, fixed, main
+from reparax.core import random
+from reparax.core.axes import EACH, Axes, check_slices, other_axes
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number
 from reparax.numerics.arithmetic import widened
 

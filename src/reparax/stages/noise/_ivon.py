@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, path_text
-from reparax.core.tree.transformation import Transformation
+from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
 from reparax.numerics.arguments import check_number, check_positive_number
 from reparax.numerics.arithmetic import softplus_inverse, widened
 from reparax.numerics.usage import shows_usage

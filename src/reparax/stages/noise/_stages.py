@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import Axes, axes_in_stack, check_axes, check_features, find_axes, other_axes
-from reparax.core.axes.stacked import map_stacked
-from reparax.core.chains import random
-from reparax.core.chains.planner import Planner
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.stages.leaf_sites import InPlace, Noise
-from reparax.core.stages.on_arrays import OnArraysInPlace
-from reparax.core.stages.varied import Number, per_array
+from reparax.core import random
+from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Perturbation
+from reparax.core.plan import Planner
+from reparax.core.planners import OnArraysInPlace
+from reparax.core.sites import InPlace, Noise
 from reparax.numerics.arguments import check_number, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.lengths import norm

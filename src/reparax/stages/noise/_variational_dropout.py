@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains import random
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, aux, fixed, main
+from reparax.core import random
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, check_positive_number
 from reparax.numerics.arithmetic import scalar, widened
 

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import LAST, Axes, check_channels, other_axes
-from reparax.core.axes.roles import OUTPUTS
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import Values, aux, main
+from reparax.core.axes import LAST, Axes, check_channels, other_axes
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import OUTPUTS
+from reparax.core.values import Values, aux, main
 from reparax.numerics.arguments import check_flag
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.lengths import is_zero, norm, scale_near_one, with_length, with_length_detached

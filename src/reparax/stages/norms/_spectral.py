@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.matrices import MatrixAxes, merge_axes
-from reparax.core.tree.values import Values, fixed, main
+from reparax.core.axes import list_axes
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.matrices import MatrixAxes, merge_axes
+from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole, optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.lengths import inverse, unit

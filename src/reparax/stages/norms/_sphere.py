@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import LAST, Axes, check_along, check_channels, count_from_front, other_axes
-from reparax.core.axes.roles import OUTPUTS, VECTORS
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, main
+from reparax.core.axes import LAST, Axes, check_along, check_channels, count_from_front, other_axes
+from reparax.core.constraint import Constraint
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.roles import OUTPUTS, VECTORS
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_positive_number
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.lengths import is_zero, norm, unit

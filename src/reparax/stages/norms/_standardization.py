@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import LAST, Axes, check_channels, last_to_number, other_axes
-from reparax.core.axes.roles import OUTPUTS
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.tree.values import Values, main
+from reparax.core.axes import LAST, Axes, check_channels, last_to_number, other_axes
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.roles import OUTPUTS
+from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.lengths import scale, unit
 

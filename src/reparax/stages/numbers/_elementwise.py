@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint, is_known
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.stages.varied import Number, per_array
-from reparax.core.tree.values import Values, main
+from reparax.core.constraint import Constraint, is_known
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_function, check_number, one_of
 from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import LAST, Axis, check_one_along, position
-from reparax.core.axes.roles import VECTORS
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint
-from reparax.core.tree.values import Values, main
+from reparax.core.axes import LAST, Axis, check_one_along, position
+from reparax.core.constraint import Constraint
+from reparax.core.fields import argument
+from reparax.core.roles import VECTORS
+from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.inlined import inlined
 

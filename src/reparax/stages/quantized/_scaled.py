@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import Axes, check_features, other_axes
-from reparax.core.axes.roles import UNCUT
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
+from reparax.core.axes import Axes, check_features, other_axes
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import UNCUT
 from reparax.numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.inlined import inlined

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.config import register_class
-from reparax.core.chains.known import as_python
-from reparax.core.tree.paths import describe
+from reparax.core.config import as_python, register_class
+from reparax.core.paths import describe
 from reparax.numerics.arguments import check_whole
 
 Axis = tuple[str, ...]

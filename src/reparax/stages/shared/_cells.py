@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.tree.markers import locate_errors
+from reparax.core.checks import locate_errors
 from reparax.stages.shared._block import Block, Concat, Sizes, cut_values, join_values, value_names
 
 Blocks = Mapping[str, Block]

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, is_array, items, path_text
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, items, path_text
+from reparax.numerics.arithmetic import is_array
 from reparax.stages.shared._block import value_names
 from reparax.stages.shared._cells import Blocks, blocks_of, read_values, write_arrays
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.leaf import Reparametrization
-from reparax.core.tree.values import OTHERS, Values, main
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.values import OTHERS, Values, main
 from reparax.numerics.arguments import check_whole
 from reparax.stages.shared._block import Concat, Sizes, cut_values, join_values, value_names
 

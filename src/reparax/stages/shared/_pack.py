@@ -10,18 +10,17 @@ from typing import Any, ClassVar
 import jax
 from jax import Array
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.config import changed_arguments
-from reparax.core.chains.layers import Layer, Site, SiteValues, opened_spot
-from reparax.core.chains.planner import Planner
-from reparax.core.stages.nodes import own_nodes
-from reparax.core.stages.where import matches, nearest
-from reparax.core.tree.flat import Flat
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, describe, is_array
-from reparax.core.tree.raw import OTHER_CHAIN, Slot
-from reparax.core.tree.values import OTHERS, Values, main
+from reparax.core.chain import Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.config import changed_arguments
+from reparax.core.paths import Names, describe
+from reparax.core.plan import Layer, Planner, Site, SiteValues, opened_spot
+from reparax.core.raw import OTHER_CHAIN, Flat, Slot
+from reparax.core.sites import own_nodes
+from reparax.core.values import OTHERS, Values, main
+from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
+from reparax.numerics.arithmetic import is_array
 from reparax.stages.shared._block import Block, require_unique, value_names, value_texts
 from reparax.stages.shared._cells import blocks_of, is_optional, read_values, write_arrays
 
