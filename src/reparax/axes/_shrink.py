@@ -60,7 +60,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((1, 3)), "v": jnp.array([[1.0], [2.0], [3.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((1, 1)))
+      >>> groups = rpx.axis_groups(forward, params, jnp.ones((1, 1)))
       >>> rpx.axes.prune_units(params, groups, 0.4)["w"]
       Array([[0., 1., 1.]], dtype=float32)
 
@@ -138,7 +138,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
+      >>> groups = rpx.axis_groups(forward, params, jnp.ones((5, 3)))
       >>> p = rpx.MagnitudePruning(0.5, axis=0, where="v")
       >>> small = rpx.shrink(p, p.init(params), groups)
       >>> jax.tree.map(jnp.shape, p.fold(small))
