@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from axes.networks import KV, NETWORKS, SIZE, normal
 from errors import raises, table
 from grids import mostly_thorough
 
 from reparax.axes import Group, Member, axis_groups, permute
-from reparax.testing import check_groups
 
 
 @pytest.fixture(autouse=True)
