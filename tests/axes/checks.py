@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.axes import Group, permute
+from reparax.axes import permute
+from reparax.axes._groups import Group
 from reparax.core.paths import PyTree, flatten_with_names, path_text
 
 Order = np.ndarray[Any, Any]

@@ -11,7 +11,8 @@ from axes.networks import KV, NETWORKS, SIZE, normal
 from errors import raises, table
 from grids import mostly_thorough
 
-from reparax.axes import Group, Member, axis_groups, permute
+from reparax.axes import axis_groups, permute
+from reparax.axes._groups import Group, Member
 
 
 @pytest.fixture(autouse=True)
