@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax.core.names import import_stage
 from reparax.core.paths import describe
 from reparax.core.raw import marker, registered_kind
 from reparax.numerics.shortest import shortest, shortest_parts
@@ -256,6 +257,8 @@ def _advice(name: str) -> str:
 def _build_stage(entry: Mapping[str, Any]) -> Any:
     """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
     name = entry["class"]
+    if name not in _classes and name.startswith(f"{__name__.partition('.')[0]}."):
+        import_stage(name.partition(".")[2])
     if name not in _classes:
         raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
     cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}

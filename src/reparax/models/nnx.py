@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
 from reparax.core.raw import holds_markers
 from reparax.models.attributes import find_attribute
@@ -30,6 +31,8 @@ from reparax.models.nnx_modules import (
 )
 from reparax.numerics.imported import import_library
 from reparax.training import labels
+
+__dir__ = dir_of("nnx")
 
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
 
