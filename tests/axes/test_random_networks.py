@@ -167,7 +167,7 @@ def promotion():
 @pytest.mark.parametrize("seed", mostly_thorough(range(5), 0))
 def test_groups_and_roles_of_random_networks(seed):
     fun, params, want = network(seed)
-    found = roles(fun)(params, TOKENS)
+    found = roles(fun, params, TOKENS)
     assert {name: (role.inputs, role.outputs, role.stacked) for name, role in found.items()} == want
-    groups = axis_groups(fun)(params, TOKENS)
+    groups = axis_groups(fun, params, TOKENS)
     check_groups(fun, params, TOKENS, groups=groups)

@@ -60,7 +60,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((1, 3)), "v": jnp.array([[1.0], [2.0], [3.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((1, 1)))
+      >>> groups = rpx.axis_groups(forward, params, jnp.ones((1, 1)))
       >>> rpx.axes.prune_units(params, groups, 0.4)["w"]
       Array([[0., 1., 1.]], dtype=float32)
 
@@ -99,9 +99,9 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
 def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
     """The raw tree of a smaller network that computes the same: units that contribute nothing are removed.
 
-    Zero whole units first, with ``MagnitudePrune(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
+    Zero whole units first, with ``MagnitudePruning(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
     with :func:`prune_units` on all members of a group. Then build your model with the new sizes, and compare:
-    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would prune that share of
+    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePruning(0.5)``, would prune that share of
     the remaining weights in its next ``update``.
 
     An index of a group is cut if each product that sums along its axis has a term of zero there: either all weights
@@ -138,8 +138,8 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
-      >>> p = rpx.MagnitudePrune(0.5, axis=0, where="v")
+      >>> groups = rpx.axis_groups(forward, params, jnp.ones((5, 3)))
+      >>> p = rpx.MagnitudePruning(0.5, axis=0, where="v")
       >>> small = rpx.shrink(p, p.init(params), groups)
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}

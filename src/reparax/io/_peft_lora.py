@@ -33,7 +33,7 @@ from reparax.io._peft_method import (
     require_matrix,
 )
 from reparax.io._peft_target import Target
-from reparax.stages.adapters import Delta, Gain, LoRA, Slices
+from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
 from reparax.stages.sparse import Freeze
@@ -57,8 +57,8 @@ class TokensMethod(Method):
         require(tensors, {_DELTA: (len(index), target.shape[1 - axis])})
         if max(index, default=0) >= target.shape[axis]:
             raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
-        slices = Slices(index, axis=axis)
-        return Adapted((slices,), {"@slices/x": _swap_token_axis(jnp.asarray(tensors[_DELTA]), axis)})
+        slices = TrainableSlices(index, axis=axis)
+        return Adapted((slices,), {"@trainable_slices/x": _swap_token_axis(jnp.asarray(tensors[_DELTA]), axis)})
 
     def write(self, target: Target, node: StageNode) -> Written:
         stage: Any = node.stage

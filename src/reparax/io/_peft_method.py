@@ -19,7 +19,7 @@ from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Rotated
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -173,7 +173,7 @@ class StageNode:
 
     def of(self, target: Target, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
-        if isinstance(self.stage, Freeze | Stored | Tie):  # of which most methods store nothing
+        if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
         stage = unstack_stage(self.stage, len(target.index))
         if target.n_experts and not inside:

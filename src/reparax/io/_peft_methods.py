@@ -31,11 +31,11 @@ from reparax.io._peft_method import (
 from reparax.io._peft_products import LoHaMethod, LoKrMethod
 from reparax.io._peft_target import Target
 from reparax.numerics.linalg import identity, product
-from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, Slices
+from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, TrainableSlices
 from reparax.stages.matrices import Kronecker, Orthogonal
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.sparse import Freeze
 
 
@@ -62,7 +62,7 @@ class IA3Method(Method):
 
     def write(self, target: Target, node: StageNode) -> Written:
         g, gain, base = node.require_array("g"), node.stage, node.values["w"]
-        if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Stored):
+        if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Quantized):
             raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
         axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
         if axis not in (self._axis(target, feedforward=True), target.out):
@@ -206,7 +206,7 @@ def method_of(node: StageNode) -> Method:
             return IA3
         case Rotated():
             return OFT
-        case Slices():
+        case TrainableSlices():
             return TOKENS
         case Delta():
             return _method_of_difference(node)

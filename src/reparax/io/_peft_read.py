@@ -226,7 +226,11 @@ def _explain_numbers(x: np.ndarray) -> str | None:
 def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
     """An error for each table with trained tokens that another array repeats: PEFT moves both if they are tied."""
     arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
-    tables = [path for path, layers in layers_of_path.items() if any("@slices/x" in x.values for x in layers.values())]
+    tables = [
+        path
+        for path, layers in layers_of_path.items()
+        if any("@trainable_slices/x" in x.values for x in layers.values())
+    ]
     return [
         f"{path}: {other!r} holds the same numbers, and if they are tied in torch, PEFT moves the tokens of both. Give "
         f"the model one array for both, or merge the adapter in PEFT"

@@ -22,7 +22,7 @@ from reparax.io._peft_method import Method, StageNode, Written, known_number
 from reparax.io._peft_methods import LORA, METHODS, method_of
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
-from reparax.stages.quantized import Quantize, Stored
+from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -62,7 +62,7 @@ def to_peft(
       ('LORA', 1, 2, ['dense'])
     """
     require_chains("to_peft(p, raw)", p)
-    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         lineage = lineage_of(weights.deterministic, raw)
         targets = targets_of(lineage.effective, names, layouts, roles)
@@ -174,7 +174,7 @@ def _sort_places(
             if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Stored):
+            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Quantized):
                 nodes[tensor] = node.of(target)
         except ValueError as error:
             lines.append(f"{target.path}: {error}")

@@ -84,7 +84,7 @@ def from_torch(
         whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
         that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
         For recurrent cells, use :func:`convert`.
-      roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
+      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions and
         tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
         identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
       orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:

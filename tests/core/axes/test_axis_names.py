@@ -106,9 +106,9 @@ BY_NAME = [
     lambda axis, **where: rpx.norms.Sphere(along=axis, **where),
     lambda axis, **where: rpx.norms.PoincareBall(0.01, along=axis, **where),
     lambda axis, **where: rpx.numbers.Simplex(along=axis, **where),
-    lambda axis, **where: rpx.sparse.NofM(1, 1, along=axis, **where),
-    lambda axis, **where: rpx.MagnitudePrune(0.5, axis=axis, **where),
-    lambda axis, **where: rpx.sparse.RandomPrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.NByM(1, 1, along=axis, **where),
+    lambda axis, **where: rpx.MagnitudePruning(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.RandomPruning(0.5, axis=axis, **where),
     lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
 ]
 

@@ -9,5 +9,5 @@ from reparax.stages.adapters._gain import Gain as Gain
 from reparax.stages.adapters._hadamard import Hadamard as Hadamard
 from reparax.stages.adapters._lora import LoRA as LoRA
 from reparax.stages.adapters._rotated import Rotated as Rotated
-from reparax.stages.adapters._slices import Slices as Slices
+from reparax.stages.adapters._slices import TrainableSlices as TrainableSlices
 from reparax.stages.adapters._vera import VeRA as VeRA

@@ -20,7 +20,7 @@ class Delta(Reparametrization):
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
     ``Kronecker((4, 4)) >> Delta()`` is LoKr, and ``LowRank(4) >> Hadamard() >> Delta()`` is LoHa. Only stages that
-    store or freeze act on the base: ``Stored("int8") >> Delta()``.
+    store or freeze act on the base: ``Quantized("int8") >> Delta()``.
 
     Args:
       strength: The penalty is ``strength / 2`` times the squared norm of ``x``, so that ``p.penalty(raw)`` pulls

@@ -63,7 +63,7 @@ class LoRA(RowsAndColumns):
     rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
     PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
-    QLoRA                             ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``
+    QLoRA                             ``Freeze() >> Quantized("nf4", block=64) >> LoRA(8)``
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
     ================================  =========================================================
 

@@ -24,12 +24,12 @@ def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
     return tuple(map(int, value))
 
 
-class Slices(Reparametrization):
+class TrainableSlices(Reparametrization):
     r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
 
     Raw values: ``x`` (main), these slices, like ``w`` with ``len(index)`` entries along ``axis``; ``w`` (fixed), the
     base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
-    ``Freeze() >> Slices((5, 7), where="embed/embedding")`` trains two tokens.
+    ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains two tokens.
 
     Args:
       index: The indices of the slices, from 0.
@@ -44,9 +44,9 @@ class Slices(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.adapters.Slices((0, 2))
+      >>> p = rpx.adapters.TrainableSlices((0, 2))
       >>> raw = p.init({"table": jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])})
-      >>> raw["table"]["@slices"]["x"]
+      >>> raw["table"]["@trainable_slices"]["x"]
       Array([[1., 2.],
              [5., 6.]], dtype=float32)
     """

@@ -1,8 +1,8 @@
 """Quantized weights: stored in few bits, or rounded during training.
 
-A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Stored`` and ``Quantize``
-round with the same formula.
+A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Quantized`` and
+``FakeQuantized`` round with the same formula.
 """
 
-from reparax.stages.quantized._quantize import Quantize as Quantize
-from reparax.stages.quantized._stored import Stored as Stored
+from reparax.stages.quantized._quantize import FakeQuantized as FakeQuantized
+from reparax.stages.quantized._stored import Quantized as Quantized

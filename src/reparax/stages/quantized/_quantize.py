@@ -36,13 +36,13 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
     return primals[1], tangents[0]
 
 
-class Quantize(Scaled):
+class FakeQuantized(Scaled):
     r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
 
     The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
-    numbers equal those of :class:`Stored`, bit for bit, so deploy the trained model with ``Stored(f).init(raw)``, where
-    ``raw`` is the raw tree of this stage; ``Stored`` has no ternary numbers and no learned steps. The gradient is that
-    of the identity (straight-through), and scales count as constants.
+    numbers equal those of :class:`Quantized`, bit for bit, so deploy the trained model with ``Quantized(f).init(raw)``,
+    where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no learned steps. The gradient
+    is that of the identity (straight-through), and scales count as constants.
 
     With ``step="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
     (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude
@@ -51,9 +51,9 @@ class Quantize(Scaled):
     range and the bound outside, times :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
 
     Args:
-      format: As for :class:`Stored`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
+      format: As for :class:`Quantized`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
-      axis, block, double_quant, fit, reach: As for :class:`Stored`.
+      axis, block, double_quant, fit, reach: As for :class:`Quantized`.
       step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
@@ -65,9 +65,9 @@ class Quantize(Scaled):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Quantize("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
+      >>> rpx.FakeQuantized("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
       {'w': Array([[ 0.1,  0.5, -0.7]], dtype=float32)}
-      >>> rpx.Quantize("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
+      >>> rpx.FakeQuantized("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
       {'w': Array([[ 0. ,  0.4, -0.4]], dtype=float32)}
 
     References:
@@ -87,7 +87,7 @@ class Quantize(Scaled):
         if self.step == "learned" and (self.format not in BITS or self.double_quant):
             twice = " and double_quant=True" if self.double_quant else ""
             raise ValueError(
-                f"Quantize got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
+                f"FakeQuantized got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
                 f"without double_quant. Use step='absmax'."
             )
 

@@ -1,4 +1,4 @@
-"""``Stored``: frozen weights quantized to few bits."""
+"""``Quantized``: frozen weights quantized to few bits."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from reparax.stages.quantized._scaled import Scaled
 HALF_MOST = float(jnp.finfo(jnp.float16).max)
 
 
-class Stored(Scaled):
+class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
-    For inference, use ``Stored("int8", axis=-1)``, on a trained model as ``Stored("int8", axis=-1).init(p.fold(raw))``.
-    For LoRA on few bits (QLoRA), use ``Freeze() >> Stored("nf4", block=64) >> LoRA(8)``: if an array has an adapter,
-    only its base is stored in few bits.
+    For inference, use ``Quantized("int8", axis=-1)``, on a trained model as ``Quantized("int8",
+    axis=-1).init(p.fold(raw))``. For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block=64) >>
+    LoRA(8)``: if an array has an adapter, only its base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
     number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
@@ -93,11 +93,11 @@ class Stored(Scaled):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> raw = rpx.Stored("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})
-      >>> raw["w"]["@stored"]["@fixed"]["q"]
+      >>> raw = rpx.Quantized("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})
+      >>> raw["w"]["@quantized"]["@fixed"]["q"]
       Array([[  64,  127],
              [-127,  127]], dtype=int8)
-      >>> raw = rpx.Stored("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
+      >>> raw = rpx.Quantized("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
       >>> sum(x.nbytes for x in jax.tree.leaves(raw)) / (1024 * 256)
       0.51953125
 

@@ -18,11 +18,11 @@ from reparax.stages.sparse import _amount
 from reparax.stages.sparse._mask import apply_mask, mask_values
 
 
-class GlobalPrune(Together):
+class GlobalMagnitudePruning(Together):
     r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
-    Like :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main) and
-    ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
+    Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
+    and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
@@ -39,7 +39,7 @@ class GlobalPrune(Together):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.GlobalPrune(0.5)
+      >>> p = rpx.sparse.GlobalMagnitudePruning(0.5)
       >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "c": jnp.array([[4.0, 5.0, 6.0]])}))
       {'a': Array([[0., 0., 0.]], dtype=float32), 'c': Array([[4., 5., 6.]], dtype=float32)}
 

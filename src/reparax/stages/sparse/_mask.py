@@ -65,7 +65,7 @@ class Mask(Reparametrization):
         return apply_mask(values)
 
 
-class NofM(Constraint):
+class NByM(Constraint):
     r"""N:M sparsity, such as 2:4, :math:`w = m \, x`: of each ``m`` weights in a row, only the ``n`` largest.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
@@ -90,7 +90,7 @@ class NofM(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.sparse.NofM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
+      >>> rpx.sparse.NByM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
       Array([[ 0. ,  0. ,  7. ,  8. ,  0. ,  0.2, -0.3,  0. ]], dtype=float32)
 
     References:
@@ -109,7 +109,7 @@ class NofM(Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.n <= self.m or self.m < 1:
-            raise ValueError(f"NofM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
+            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
         if w.shape[position(self.along, w)] % self.m:

@@ -54,7 +54,7 @@ def _check_order(value: Any, who: str, name: str) -> float:
     return order
 
 
-class MagnitudePrune(_Prune):
+class MagnitudePruning(_Prune):
     r"""Weights with a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
@@ -62,14 +62,14 @@ class MagnitudePrune(_Prune):
     weights, those with lower index stay.
 
     ``update`` computes the mask again, from the current weight. Call it in the steps that prune, with the sparsity of
-    that step: ``MagnitudePrune(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
+    that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. No gradient passes to masked
     entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
     :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
 
     A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
     quarter. If you chain two stages instead, both shares are of all weights. To rank the weights of all arrays
-    together, use :class:`GlobalPrune`.
+    together, use :class:`GlobalMagnitudePruning`.
 
     Args:
       sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
@@ -90,7 +90,7 @@ class MagnitudePrune(_Prune):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.MagnitudePrune(0.5)
+      >>> p = rpx.MagnitudePruning(0.5)
       >>> p.apply(p.init({"w": jnp.array([[3.0, 1.0], [-2.0, 0.5]])}))["w"]
       Array([[ 3.,  0.],
              [-2.,  0.]], dtype=float32)
@@ -108,7 +108,7 @@ class MagnitudePrune(_Prune):
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
 
-class RandomPrune(_Prune):
+class RandomPruning(_Prune):
     r"""Weights with a given sparsity: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
@@ -132,7 +132,7 @@ class RandomPrune(_Prune):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.RandomPrune(0.5)
+      >>> p = rpx.sparse.RandomPruning(0.5)
       >>> p.apply(p.init({"w": jnp.ones((2, 4))}, jax.random.key(0)))["w"]
       Array([[1., 0., 1., 1.],
              [0., 0., 0., 1.]], dtype=float32)

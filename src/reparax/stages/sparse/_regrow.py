@@ -92,10 +92,10 @@ class RigL(_Regrow):
     ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
 
     Args:
-      sparsity: As for :class:`RandomPrune`.
+      sparsity: As for :class:`RandomPruning`.
       drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
         down to whole weights, in float32.
-      count: As for :class:`RandomPrune`.
+      count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -134,9 +134,9 @@ class SET(_Regrow):
     needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
-      sparsity: As for :class:`RandomPrune`.
+      sparsity: As for :class:`RandomPruning`.
       drop: As for :class:`RigL`; the paper's :math:`\zeta`.
-      count: As for :class:`RandomPrune`.
+      count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
