@@ -77,7 +77,7 @@ FAMILIES = {
         (
             "axes",
             "reparax.axes",
-            "roles Role Use check_axes Misfit Misfits axis_groups Groups Group Member permute shrink prune_units",
+            "roles Role check_axes axis_groups permute shrink prune_units",
         ),
         (
             "io",
