@@ -65,7 +65,9 @@ class TokensMethod(Method):
         axis = _token_axis(target)
         if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
             raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
-        return Written({_DELTA: _swap_token_axis(node.require_array("x"), axis)}, flags={"token_indices": stage.index})
+        return Written(
+            {_DELTA: _swap_token_axis(node.require_array("x"), axis)}, flags={"token_indices": stage.indices}
+        )
 
 
 class VeRAMethod(Method):
@@ -161,22 +163,22 @@ class LoRAMethod(Method):
             raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
 
     def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        divisor = "sqrt" if config.get("use_rslora") else "rank"
+        use_rslora = bool(config.get("use_rslora"))
         if _TOKENS in tensors:
             return TOKENS.read(target, {_DELTA: tensors[_TOKENS]}, _token_settings(target, config), alpha, rank)
         if BIAS in tensors:
             require(tensors, {BIAS: target.shape})
-            scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
+            scale = Scale(alpha / (math.sqrt(rank) if use_rslora else rank))
             return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
         if target.n_experts:
-            return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
+            return _read_experts(target, tensors, config, LoRA(rank, alpha, use_rslora=use_rslora))
         names, ones = _factor_names(target), target.ones
         outputs = target.shape[target.out]
         shapes = {names[0]: target.inputs_shape(rank), names[1]: (outputs, rank, *ones)}
         magnitude = (1, outputs, *ones) if ones else (outputs,)
         dora = bool(config.get("use_dora"))
         require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
-        lora = LoRA(rank, alpha, divisor=divisor, **target.sides)
+        lora = LoRA(rank, alpha, use_rslora=use_rslora, **target.sides)
         values = {
             "@lora/a": target.read_inputs(tensors[names[0]]),
             "@lora/b": jnp.asarray(tensors[names[1]]).reshape(outputs, rank).T,
@@ -209,7 +211,7 @@ class LoRAMethod(Method):
         if norm is not None:
             g = norm.require_array("g").astype(a.dtype)
             tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
-        root = stage.divisor == "sqrt" and stage.alpha is not None
+        root = stage.use_rslora and stage.alpha is not None
         flags = {"root": root, "use_dora": norm is not None, "lora_bias": False}
         return Written(tensors, _factor_of(stage), stage.rank, flags)
 
@@ -242,7 +244,7 @@ def _factor_of(lora: Any) -> float:
     """The factor of the difference."""
     if lora.alpha is None:
         return 1.0
-    return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.divisor == "sqrt" else lora.rank)
+    return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
 def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], lora: LoRA) -> Adapted:

@@ -115,7 +115,7 @@ class OFTMethod(Method):
         require(tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
         if config.get("coft"):
             free = _clip_to_ball(free, config["eps"])
-        stage_of_rotation = Rotated(blocks, shared=is_shared, **target.sides)
+        stage_of_rotation = Rotated(blocks, block_share=is_shared, **target.sides)
         if config.get("use_cayley_neumann"):
             terms = config["num_cayley_neumann_terms"]
             if terms < 3:
@@ -139,7 +139,7 @@ class OFTMethod(Method):
             else _matrices_of_rotations(node.require_stage_on("r", Orthogonal))
         )
         rows = target.shape[target.ins[0]]
-        flags = {"oft_block_size": rows // stage.blocks, "r": stage.blocks, "block_share": stage.shared}
+        flags = {"oft_block_size": rows // stage.num_blocks, "r": stage.num_blocks, "block_share": stage.block_share}
         flags |= {
             "num_cayley_neumann_terms": rotation_node.stage.degree + 1 if series else 5,
             "use_cayley_neumann": series,
