@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reparax as rpx
-from reparax.io._peft_read import pattern_of
+from reparax.io._parameters import pattern_of
 
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
@@ -137,6 +137,16 @@ def test_what_peft_has_put_aside_is_not_read():
     }
     p, raw = rpx.from_peft(tensors, CONFIG, model())
     np.testing.assert_array_equal(p.fold(raw)["out"]["kernel"], normal(4, 6, seed=7).T)
+
+
+def test_a_base_that_is_saved_with_its_adapter_is_the_base():
+    params = {"embed": {"embedding": normal(5, 3)}, "dense": model()["dense"]}
+    table, a, b = normal(5, 3, seed=4), normal(2, 5, seed=5), normal(3, 2, seed=6)
+    name = f"{PREFIX}embed"
+    tensors = {f"{name}.lora_embedding_A": a, f"{name}.lora_embedding_B": b, f"{name}.base_layer.weight": table}
+    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    assert p == rpx.Freeze() >> rpx.LoRA(2, 4.0, where="embed/embedding")
+    np.testing.assert_allclose(p.fold(raw)["embed"]["embedding"], table + 2.0 * (b @ a).T, rtol=1e-5)
 
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
@@ -837,6 +847,43 @@ WRITING = {
     "gains of another matrix": (
         lambda: written(rpx.LowRank(2, where=OUT) >> rpx.Gain(axis=0, where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Gain(axis=0, where='out/kernel') with other stages on its 'w'"),
+    ),
+    "a base that trains": (
+        lambda: written(rpx.Gain(axis=-1, where=OUT)),
+        refused(
+            "out/kernel: PEFT does not train what Gain(axis=-1, where='out/kernel') multiplies. Put `Freeze()` before "
+            "it"
+        ),
+    ),
+    "a bias that trains under a tied gain": (
+        lambda: written(
+            rpx.Freeze(where=".*/kernel")
+            >> rpx.Tie({"dense/bias/g": "dense/kernel/g"})
+            >> rpx.Gain(axis=-1, where="dense/.*")
+        ),
+        refused(
+            "dense/bias: PEFT does not train what Gain(axis=-1, where='dense/.*') multiplies. Put `Freeze()` before it"
+        ),
+    ),
+    "factors that were taken out of the base": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, start="pissa", where=OUT)),
+        refused(
+            "out/kernel: PEFT adds the factors to the base of its model, from which LoRA(2, start='pissa', "
+            "where='out/kernel') has taken them away"
+        ),
+    ),
+    "products of two ranks": (
+        lambda: written(
+            rpx.Freeze()
+            >> rpx.LowRank(1, where=".*@hadamard/x")
+            >> rpx.LowRank(2, where=".*@hadamard/y")
+            >> rpx.adapters.Hadamard(where=OUT)
+            >> rpx.Delta(where=OUT)
+        ),
+        refused(
+            "out/kernel: PEFT has two products of one rank, but no equivalent of LowRank(1, where='.*@hadamard/x') and "
+            "LowRank(2, where='.*@hadamard/y')"
+        ),
     ),
     "tokens along another axis": (
         lambda: written(rpx.Freeze() >> rpx.adapters.Slices((0, 2), where=OUT)),
