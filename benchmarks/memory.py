@@ -116,7 +116,10 @@ def residuals(network: Network) -> Rows:
     losses["no chain"] = network.params, with_chain(lambda params, key: params)
     key = jax.random.key(0)
     return exact(
-        {name: rpx.saved(f, raw, key, network.data).bytes("weights") / KIB for name, (raw, f) in losses.items()}
+        {
+            name: rpx.transforms.saved_residuals(f, raw, key, network.data).bytes("weights") / KIB
+            for name, (raw, f) in losses.items()
+        }
     )
 
 

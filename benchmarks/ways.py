@@ -19,19 +19,19 @@ import reparax as rpx
 
 ROOT = Path(rpx.__file__).parent
 
-ASKED = ("core/chains/lineage lineage_of", "core/chains/plan decide", "core/chains/planner Planner.plan")
-PLAN = (*ASKED, "core/stages/on_arrays OnArrays.plan", "core/chains/planner Planner.layer", "core/chains/layers Layer")
+ASKED = ("core/plan lineage_of", "core/plan decide", "core/plan Planner.plan")
+PLAN = (*ASKED, "core/planners OnArrays.plan", "core/plan Planner.layer", "core/plan Layer")
 TIED = (
     *ASKED,
     "stages/shared/_tie _Ties.plan",
     "stages/shared/_tie _Ties._sites",
     "stages/shared/_tie _Tied",
-    "core/chains/layers Site",
+    "core/plan Site",
 )
 WAYS = {
     "transfer": ("training/_transfer transfer", "training/_transfer _carry_over", "training/_transfer _Old", *PLAN),
     "summary": ("training/_summary summary", "training/_summary _acting_stages", *PLAN),
-    "owners": ("core/chains/algebra Parametrization.owners", *TIED),
+    "owners": ("core/chain Parametrization.owners", *TIED),
     "to_peft": ("io/_peft_write to_peft", *PLAN),
     "to_torch": ("io/_torch to_torch", "io/_torch make_plan", *PLAN),
 }
@@ -39,7 +39,7 @@ WAYS = {
 
 @functools.cache
 def parsed(module: str) -> ast.Module:
-    """The syntax of a module, such as ``_core/plan``."""
+    """The syntax of a module, such as ``core/plan``."""
     return ast.parse((ROOT / f"{module}.py").read_text())
 
 

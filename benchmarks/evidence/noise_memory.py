@@ -123,7 +123,9 @@ def kept(chain: str | None, way: str, sizes: Sizes, *, scanned: bool) -> dict[st
     """KiB that are kept for the backward pass, by what they are made of."""
     raw, keys, x = types(chain, sizes)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), raw)
-    report = rpx.saved(loss_of(chain, way, scanned=scanned), raw if scanned else [one] * sizes.layers, keys, x)
+    report = rpx.transforms.saved_residuals(
+        loss_of(chain, way, scanned=scanned), raw if scanned else [one] * sizes.layers, keys, x
+    )
     form = "scanned" if scanned else "unrolled"
     return {f"{kind}, {form}": report.bytes(kind) / KIB for kind in ("weights", "activations")}
 

@@ -231,7 +231,7 @@ def damaged(name, number):
 def read(name, tensors, config):
     """The weights of a file, and the name of its reader."""
     if name == "torch":
-        p = rpx.MagnitudePrune(0.5)
+        p = rpx.MagnitudePruning(0.5)
         return "from_torch", lambda: (p, rpx.from_torch(p, tensors, LIKE))
     if "quant_method" in FILES[name]()[1]:
         return "from_quantized", lambda: rpx.io.from_quantized(tensors, config, LIKE)

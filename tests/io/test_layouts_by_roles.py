@@ -43,7 +43,7 @@ def network(params, tokens):
     return jnp.einsum("bd,edf->bef", x, params["experts"]).sum(1) @ params["tied"].T
 
 
-ROLES = rpx.roles(network)(PARAMS, TOKENS)
+ROLES = rpx.roles(network, PARAMS, TOKENS)
 NAMES = {"(layers|turned)": r"\1.{i}.weight"}
 BY_HAND = {
     "words|tied": "embedding",
@@ -95,7 +95,7 @@ def test_adapters_are_those_of_layouts_by_hand():
 def told(fun, *shapes):
     """Whether roles are enough to write the parameter of a network."""
     params, *args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    roles = rpx.roles(lambda params, *args: fun(params["w"], *args))({"w": params}, *args)
+    roles = rpx.roles(lambda params, *args: fun(params["w"], *args), {"w": params}, *args)
     rpx.to_torch(rpx.Chain(), {"w": jnp.zeros(params.shape)}, roles=roles)
 
 

@@ -15,7 +15,8 @@ from flax import nnx
 from grids import mostly_thorough
 
 import reparax as rpx
-from reparax.core.tree.paths import is_array, items, path_text
+from reparax.core.paths import items, path_text
+from reparax.numerics.arithmetic import is_array
 
 RNG = np.random.default_rng(0)
 N = 6  # the size of all axes: no shape tells one from another

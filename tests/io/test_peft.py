@@ -98,7 +98,7 @@ def test_a_name_that_ends_others_is_written_from_its_start():
 
 def test_a_stored_base_and_noise_are_left_out():
     params = model()
-    p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
+    p = rpx.Quantized("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
     raw = init(p, params, jax.random.key(0))
     tensors, config = rpx.to_peft(p, raw)
     assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
@@ -886,8 +886,10 @@ WRITING = {
         ),
     ),
     "tokens along another axis": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Slices((0, 2), where=OUT)),
-        refused("out/kernel: PEFT has tokens along axis 1, but no equivalent of Slices((0, 2), where='out/kernel')"),
+        lambda: written(rpx.Freeze() >> rpx.adapters.TrainableSlices((0, 2), where=OUT)),
+        refused(
+            "out/kernel: PEFT has tokens along axis 1, but no equivalent of TrainableSlices((0, 2), where='out/kernel')"
+        ),
     ),
     "a difference of one product": (
         lambda: written(rpx.Freeze() >> rpx.adapters.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),

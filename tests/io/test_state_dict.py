@@ -81,8 +81,8 @@ NAMES = {
         {"weight_orig": W, "weight_mask": MASK},
     ),
     "pruned outputs": (
-        rpx.MagnitudePrune(count=1, axis=-1),
-        dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
+        rpx.MagnitudePruning(count=1, axis=-1),
+        dense("magnitude_pruning", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
     ),
@@ -256,8 +256,8 @@ STACKED = {
     "both": rpx.WeightNorm(stacked=0) >> rpx.SpectralNorm(stacked=0),
     "orthogonal": rpx.Orthogonal("expm", stacked=0),
     "frozen": rpx.Freeze(),
-    "pruned together": rpx.MagnitudePrune(0.5),
-    "pruned one by one": rpx.MagnitudePrune(count=1, axis=-1, stacked=0),
+    "pruned together": rpx.MagnitudePruning(0.5),
+    "pruned one by one": rpx.MagnitudePruning(count=1, axis=-1, stacked=0),
 }
 
 
@@ -370,7 +370,7 @@ def test_the_classes_of_equinox_tell_transposed_convolutions():
     np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, module).weight, module.weight)
 
 
-@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPrune(0.5, where=".*bias")], ids=repr)
+@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPruning(0.5, where=".*bias")], ids=repr)
 @pytest.mark.parametrize(
     "module",
     [eqx.nn.Conv2d(3, 4, 2, key=jax.random.key(0)), eqx.nn.ConvTranspose1d(3, 4, 2, key=jax.random.key(0))],

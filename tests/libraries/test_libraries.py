@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from one_array import normal
 
 import reparax as rpx
-from reparax.core.tree.paths import flatten_with_names, path_text
+from reparax.core.paths import flatten_with_names, path_text
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075)

@@ -68,7 +68,7 @@ TRACED: list[None] = []
 
 def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None:
     wrapped = rpx.nnx.Parametrized(model(), mlp.P)
-    optimizer = nnx.Optimizer(wrapped, optax.sgd(mlp.RATE), wrt=rpx.nnx.Free)
+    optimizer = nnx.Optimizer(wrapped, optax.sgd(mlp.RATE), wrt=nnx.Param)
     before = len(TRACED)
     losses = [train_step(wrapped, optimizer) for _ in range(mlp.STEPS)]
     assert len(TRACED) == before + 1
@@ -77,10 +77,10 @@ def test_a_loop_that_owns_the_loss_trains_raw_values_and_compiles_once() -> None
     assert type(folded.l1.kernel) is nnx.Param
     mlp.assert_trained(losses, weights(folded))
     mlp.P.check(nnx.state(wrapped.raw), like=model())
-    assert {type(x) for x in jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, nnx.Variable))} == {rpx.nnx.Free}
+    assert {type(x) for x in jax.tree.leaves(wrapped, is_leaf=lambda x: isinstance(x, nnx.Variable))} == {nnx.Param}
 
 
-@pytest.mark.parametrize(("variable", "wrt"), [(rpx.nnx.Free, nnx.Param), (nnx.LoRAParam, nnx.LoRAParam)])
+@pytest.mark.parametrize(("variable", "wrt"), [(nnx.Param, nnx.Param), (nnx.LoRAParam, nnx.LoRAParam)])
 def test_a_bare_adamw_moves_what_trains_and_no_bit_of_the_rest(variable: Any, wrt: Any) -> None:
     p = rpx.Freeze() >> rpx.LoRA(2, where="l1/kernel")
     wrapped = rpx.nnx.Parametrized(model(), p, rngs=nnx.Rngs(0), variable=variable)
@@ -293,7 +293,7 @@ class Shared(nnx.Module):
 def test_shared_parameters_stay_one_and_other_variables_change_in_the_call() -> None:
     plain: Any = Shared(nnx.Rngs(0))
     wrapped = rpx.nnx.Parametrized(plain, rpx.WeightNorm())
-    raw = nnx.to_pure_dict(nnx.state(wrapped, rpx.nnx.Free))["raw"]
+    raw = nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))["raw"]
     assert set(raw) == {"decoder", "norm", "output"}
     assert list(raw["output"]) == ["kernel"]
     count = int(plain.dropout.rngs.count[...])
@@ -358,7 +358,7 @@ def test_checkpoints_are_raw_trees_and_go_both_ways() -> None:
     other = rpx.nnx.Parametrized(MLP(nnx.Rngs(1)), mlp.P)
     nnx.update(other.raw, functional)
     np.testing.assert_array_equal(other(X), wrapped(X))
-    assert isinstance(other.raw.l1.kernel["@weight_norm"]["g"], rpx.nnx.Free)
+    assert isinstance(other.raw.l1.kernel["@weight_norm"]["g"], nnx.Param)
 
 
 class Graph(nnx.Module, pytree=False):

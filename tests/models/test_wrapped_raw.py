@@ -18,7 +18,7 @@ import reparax as rpx
 
 X = jnp.asarray(np.linspace(-1, 1, 32).reshape(8, 4) ** 3, jnp.float32)
 W = jnp.asarray(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1, jnp.float32)
-STORED = rpx.Stored("int8")  # integers, scales, and nothing that trains
+STORED = rpx.Quantized("int8")  # integers, scales, and nothing that trains
 
 
 class Road(NamedTuple):
@@ -129,7 +129,7 @@ def test_values_of_a_split_model_go_into_a_wrapped_nnx_model_and_modules_of_othe
         "replace only values, use `nnx.update(model.raw, nnx.to_pure_dict(raw))`.",
     ):
         rpx.nnx.Parametrized(plain, p, raw=raw)
-    for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (rpx.nnx.Free, raw)):
+    for variable, values in ((nnx.LoRAParam, nnx.to_pure_dict(raw)), (nnx.Param, raw)):
         model = rpx.nnx.Parametrized(plain, p, rngs=nnx.Rngs(1), variable=variable)
         nnx.update(model.raw, values)
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(model.raw)), nnx.to_pure_dict(raw))

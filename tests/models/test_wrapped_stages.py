@@ -69,7 +69,7 @@ def all_results(p: Any, params: Any) -> Any:
     state = network.start(params, {}, start)
     got = [of_nnx(), module.apply(variables, rngs={"noise": key}), of_equinox(key=key), network.apply(*state, key)[0]]
     trained = [
-        nnx.state(of_nnx, rpx.nnx.Free),
+        nnx.state(of_nnx, nnx.Param),
         variables["params"],
         eqx.filter(of_equinox, eqx.is_inexact_array),
         state[0],

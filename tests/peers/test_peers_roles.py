@@ -85,7 +85,7 @@ def promotion():
 
 @pytest.fixture
 def roles():
-    return rpx.roles(network)(LIKE, TOKENS, IMAGES)
+    return rpx.roles(network, LIKE, TOKENS, IMAGES)
 
 
 def torch_net():

@@ -21,11 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
-from reparax.core.chains.recompute import recompute
+from reparax.core.recompute import recompute
 from reparax.numerics.inlined import inlined
 from reparax.programs import jaxprs
 from reparax.programs.dependence import is_apply
-from reparax.transforms import _factored, _remat
+from reparax.transforms import _factored, _remat, saved_residuals
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -401,8 +401,8 @@ def test_other_equations_are_not_written_again():
 def unreadable(what):
     return raises(
         RuntimeError,
-        f"remat, saved and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was tested with "
-        f"JAX 0.8.0 to {jaxprs.NEWEST}. Install one of these versions, or a newer reparax.",
+        f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
+        f"tested with JAX 0.8.0 to {jaxprs.NEWEST}. Install one of these versions, or a newer reparax.",
     )
 
 
@@ -434,7 +434,10 @@ def loss(w, key, xs):
     return jnp.sum(jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ jnp.sin(w)), None), jnp.zeros(3), xs)[0])
 
 
-EVERYONE = {"remat": lambda: rpx.remat(loss)(W, KEYS[0], X), "saved": lambda: rpx.saved(loss, W, KEYS[0], X)}
+EVERYONE = {
+    "remat": lambda: rpx.remat(loss)(W, KEYS[0], X),
+    "saved_residuals": lambda: saved_residuals(loss, W, KEYS[0], X),
+}
 everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
 
@@ -458,8 +461,8 @@ def newer(monkeypatch):
 
 @pytest.mark.usefixtures("newer")
 def test_a_newer_jax_that_writes_programs_in_the_same_way_works():
-    assert rpx.saved(loss, W, KEYS[0], X).bytes("weights") > 0
-    assert rpx.saved(rpx.remat(loss), W, KEYS[0], X).bytes("weights") == 0
+    assert saved_residuals(loss, W, KEYS[0], X).bytes("weights") > 0
+    assert saved_residuals(rpx.remat(loss), W, KEYS[0], X).bytes("weights") == 0
     got, expected = jax.jit(lambda *args: (rpx.factored(loss)(*args), loss(*args)))(W, KEYS[0], X)
     assert got == expected
 

@@ -17,9 +17,9 @@ from errors import table
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.chains.names import OF_OTHERS, how_to_write
-from reparax.core.chains.words import OF_OTHERS as ARGUMENTS
-from reparax.core.tree.raw import holds_markers
+from reparax.core.names import NAMES_OF_OTHERS, how_to_write
+from reparax.core.names import WORDS_OF_OTHERS as ARGUMENTS
+from reparax.core.raw import holds_markers
 from reparax.testing import check_laws
 
 PARAMS = {
@@ -83,6 +83,6 @@ def test_the_words_of_others_lead_to_words_that_exist():
     taken = {field.name for stage in filter(dataclasses.is_dataclass, stages) for field in dataclasses.fields(stage)}
     assert {word for words in ARGUMENTS.values() for word in words} <= taken
     assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
-    for name, text in OF_OTHERS.items():
+    for name, text in NAMES_OF_OTHERS.items():
         assert name not in PUBLIC
-        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write(vars(rpx)).values()), text
+        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write().values()), text

@@ -17,8 +17,8 @@ from grids import mostly_thorough
 from jax.scipy.linalg import expm, solve_triangular
 
 import reparax as rpx
-from reparax.core.chains import random
-from reparax.core.chains.keys import Keys
+from reparax.core import random
+from reparax.core.keys import Keys
 
 MATRICES = matrices()
 SQUARE, TALL, WIDE, BATCH = (MATRICES[name] for name in ("square", "tall", "wide", "batch"))
@@ -223,12 +223,12 @@ STAGES = {
     "poincare ball": (rpx.norms.PoincareBall(), TALL, poincare_ball),
     "weight standardization": (rpx.norms.WeightStandardization(), TALL, standardization),
     "mask": (rpx.Mask(), TALL, masked),
-    "n of m": (rpx.sparse.NofM(1, 2), TALL, masked),
-    "magnitude prune": (rpx.MagnitudePrune(0.5), TALL, masked),
-    "prune of columns": (rpx.MagnitudePrune(0.5, axis=-1), TALL, masked),
-    "random prune": (rpx.sparse.RandomPrune(0.5), TALL, masked),
+    "n of m": (rpx.sparse.NByM(1, 2), TALL, masked),
+    "magnitude prune": (rpx.MagnitudePruning(0.5), TALL, masked),
+    "prune of columns": (rpx.MagnitudePruning(0.5, axis=-1), TALL, masked),
+    "random prune": (rpx.sparse.RandomPruning(0.5), TALL, masked),
     "set": (rpx.sparse.SET(0.5), TALL, masked),
-    "global prune": (rpx.sparse.GlobalPrune(0.5), TALL, masked),
+    "global prune": (rpx.sparse.GlobalMagnitudePruning(0.5), TALL, masked),
     "freeze": (rpx.Freeze(), TALL, lambda w: w),
     "fibration": (rpx.matrices.Fibration(jnp.transpose, jnp.transpose), TALL, jnp.transpose),
     "cayley": (rpx.Orthogonal(), TALL, cayley),

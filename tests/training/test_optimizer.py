@@ -21,7 +21,7 @@ import reparax as rpx
 P = (
     rpx.Freeze(where="frozen")
     >> rpx.Orthogonal(where="turn")
-    >> rpx.MagnitudePrune(0.5, where="sparse")
+    >> rpx.MagnitudePruning(0.5, where="sparse")
     >> rpx.SpectralNorm(where="spectral")
 )
 P_NONE = jax.sharding.PartitionSpec()
@@ -131,7 +131,7 @@ def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
     after, state = trained(rpx.optimizer(INSIDE[wrapped]()), raw, 6)
     assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
     assert not any("@fixed" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
-    assert (after["sparse"]["@magnitude_prune"]["w"] != raw["sparse"]["@magnitude_prune"]["w"]).any()
+    assert (after["sparse"]["@magnitude_pruning"]["w"] != raw["sparse"]["@magnitude_pruning"]["w"]).any()
 
 
 OUTSIDE: dict[str, Callable[[], Any]] = {
@@ -156,7 +156,7 @@ def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
     raw = init(P, params())
     after, _ = trained(OUTSIDE[around](), raw, 6)
     jax.tree.map(np.testing.assert_array_equal, rpx.partition(after)[1], rpx.partition(raw)[1])
-    weights = [np.asarray(tree["sparse"]["@magnitude_prune"]["w"]) for tree in (raw, after)]
+    weights = [np.asarray(tree["sparse"]["@magnitude_pruning"]["w"]) for tree in (raw, after)]
     assert (weights[0] != weights[1]).any()
 
 

@@ -27,8 +27,8 @@ STAGES = {
     "scaled": rpx.Scale(0.5),
     "delta": rpx.Delta(),
     "freeze": rpx.Freeze(),
-    "prune": rpx.MagnitudePrune(0.3),
-    "quantize": rpx.Quantize("int8"),
+    "prune": rpx.MagnitudePruning(0.3),
+    "quantize": rpx.FakeQuantized("int8"),
     "noise": rpx.VarNoise(0.1),
 }
 W = normal(4, 4, seed=1)

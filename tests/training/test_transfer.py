@@ -93,8 +93,8 @@ class Half(rpx.Perturbation):
 
 IN_PLACE = [
     (rpx.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.Cast("bfloat16")),
-    (rpx.Cast("bfloat16") >> rpx.Quantize("int8"), rpx.Cast("bfloat16") >> rpx.Quantize("int8")),
-    (rpx.Quantize("int8", where="a/kernel"), rpx.Quantize("int8") >> rpx.VarNoise(0.1)),
+    (rpx.Cast("bfloat16") >> rpx.FakeQuantized("int8"), rpx.Cast("bfloat16") >> rpx.FakeQuantized("int8")),
+    (rpx.FakeQuantized("int8", where="a/kernel"), rpx.FakeQuantized("int8") >> rpx.VarNoise(0.1)),
     (Half(), Half() >> rpx.VarNoise(0.1)),
     (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
     (rpx.Gaussian(0.1), rpx.Gaussian(0.1, where=".*") >> rpx.VarNoise(0.1)),

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from samples import ERRORS, N, assert_alike
 
 import reparax as rpx
-from reparax.core.chains import random
-from reparax.core.chains.random import DRAW
+from reparax.core import random
+from reparax.core.random import DRAW
 from reparax.programs import jaxprs
 from reparax.transforms import _local
 
@@ -124,7 +124,7 @@ CASES = {
     "dense, pruned": Case(dense, DENSE, normal(5, seed=2), rpx.noise.VariationalDropout(0.3)),
     "dense, relative": Case(dense, DENSE, normal(5, seed=2), rpx.VarNoise(0.3, relative="std", axis=-1)),
     "two noises": Case(dense, DENSE, normal(5, seed=2), EACH >> rpx.VarNoise(0.2)),
-    "pruned later": Case(dense, DENSE, normal(5, seed=2), NOISE >> rpx.MagnitudePrune(0.3)),
+    "pruned later": Case(dense, DENSE, normal(5, seed=2), NOISE >> rpx.MagnitudePruning(0.3)),
     "two layers": Case(two_layers, {"a": normal(4, 3), "b": normal(3, 2, seed=1)}, normal(4, seed=2), EACH),
     "scan over layers": Case(scanned, {"w": normal(3, 4, 4)}, normal(4, seed=2), EACH),
     "heads": Case(heads, {"q": normal(3, 2, 4), "k": normal(3, 2, 4, seed=1)}, normal(2, 3, seed=2), EACH),

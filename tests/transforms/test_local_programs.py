@@ -22,7 +22,7 @@ OTHERS = [
     rpx.Chain,
     rpx.WeightNorm,
     lambda: rpx.Scale(2.0),
-    lambda: rpx.MagnitudePrune(0.3),
+    lambda: rpx.MagnitudePruning(0.3),
     lambda: rpx.Cast("bfloat16"),
     lambda: rpx.VarNoise(0.3),
     lambda: rpx.LoRA(1),

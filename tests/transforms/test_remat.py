@@ -991,7 +991,7 @@ def test_nothing_is_kept_for_an_output_that_nobody_differentiates(key):
         return jnp.sum(x @ jnp.sin(w)), jnp.tanh(jnp.exp(x @ w))
 
     args = normal(8, 8), key, normal(8, 8, seed=1)
-    plain, remat = (rpx.saved(f, *args, has_aux=True) for f in (loss, rpx.remat(loss)))
+    plain, remat = (rpx.transforms.saved_residuals(f, *args, has_aux=True) for f in (loss, rpx.remat(loss)))
     assert remat.bytes("activations") == plain.bytes("activations") == 256
     assert remat.bytes("weights") == 0
 

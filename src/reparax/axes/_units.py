@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax.axes._groups import Group, Member
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, is_array
+from reparax.core.paths import Names, PyTree, flatten_with_names
+from reparax.numerics.arithmetic import is_array
 
 Values = np.ndarray[Any, Any]
 Along = Mapping[tuple[str, int], tuple[tuple[int, ...], Values]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from reparax.axes._members import Members
 from reparax.axes._values import Axis, DataProduct, Labelled, Origins, Source, origins
-from reparax.core.axes.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
+from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax.programs.equations import (
     Conv,
     Divide,

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from reparax.core.axes.roles import PRODUCT
+from reparax.core.roles import PRODUCT
 
 Origin = tuple[int, int]
 """An axis of a parameter: the number of the parameter, and that of the axis."""

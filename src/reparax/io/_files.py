@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.core.tree.paths import is_array
+from reparax.numerics.arithmetic import is_array
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest number of a file, as weights are computed in float32."""

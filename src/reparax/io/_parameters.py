@@ -19,11 +19,12 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.stages.where import matches, why_nothing
-from reparax.core.tree.paths import PyTree, is_array, items, path_text
+from reparax.core.axes import list_axes
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree, items, path_text
+from reparax.core.where import matches, why_nothing
 from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute, roles_by_path
+from reparax.numerics.arithmetic import is_array
 
 Rules = Mapping[str, str] | None
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.core.axes.numbers import last_to_number
+from reparax.core.axes import last_to_number
 from reparax.io._peft_method import (
     ANY,
     FLAG,
@@ -33,7 +33,7 @@ from reparax.io._peft_method import (
     ranks_and_alphas,
 )
 from reparax.io._peft_target import Target
-from reparax.stages.adapters import Delta, Gain, LoRA, Slices
+from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
 from reparax.stages.sparse import Freeze
@@ -47,7 +47,7 @@ _NO_DORA = "PEFT has no DoRA of experts"
 def _token_parts(target: Target, axis: int, count: int) -> Parts:
     """The rows of tokens, which are slices along ``axis``."""
     turn = jnp.asarray if axis == 0 else jnp.transpose
-    return {_DELTA: Part("@slices/x", (count, target.shape[1 - axis]), turn, turn)}
+    return {_DELTA: Part("@trainable_slices/x", (count, target.shape[1 - axis]), turn, turn)}
 
 
 def _token_axis(target: Target) -> int:
@@ -62,14 +62,18 @@ def _read_tokens(source: Source) -> Adapted:
     values = source.values(_token_parts(target, axis, len(index)))
     if max(index, default=0) >= target.shape[axis]:
         raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
-    return Adapted((Slices(index, axis=axis),), values)
+    return Adapted((TrainableSlices(index, axis=axis),), values)
 
 
 def _write_tokens(node: StageNode) -> Written:
     """The rows of trained slices."""
     stage, target = node.stage, node.target
     axis = _token_axis(target)
-    if not isinstance(stage, Slices) or not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
+    if (
+        not isinstance(stage, TrainableSlices)
+        or not isinstance(stage.axis, int)
+        or stage.axis % len(target.shape) != axis
+    ):
         raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
     parts = _token_parts(target, axis, len(stage.index))
     return Written(node.write(parts), flags={"token_indices": stage.index})

@@ -12,13 +12,13 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.chains.algebra import Parametrization
+from reparax.core.axes import list_axes
+from reparax.core.chain import Parametrization
 from reparax.io._files import is_number, shown
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Rotated
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -175,7 +175,7 @@ class StageNode:
     def of_one(self, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         target = self.target
-        if isinstance(self.stage, Freeze | Stored | Tie):  # of which most methods store nothing
+        if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
         stage = unstack_stage(self.stage, len(target.index))
         if target.n_experts and not inside:

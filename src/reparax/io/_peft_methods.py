@@ -40,11 +40,11 @@ from reparax.io._peft_method import (
 )
 from reparax.io._peft_target import Target
 from reparax.numerics.linalg import identity, product
-from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, Slices
+from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, TrainableSlices
 from reparax.stages.matrices import Kronecker, LowRank, Orthogonal
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.sparse import Freeze
 
 _PRODUCTS: Mapping[str, Setting] = {
@@ -218,7 +218,7 @@ def _read_ia3(source: Source) -> Adapted:
 def _write_ia3(node: StageNode) -> Written:
     """The factors, whose base must not train."""
     target, gain, base = node.target, node.stage, node.values["w"]
-    if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Stored):
+    if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Quantized):
         raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
     axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
     if axis not in (_input_axis(target), target.out):
@@ -374,7 +374,7 @@ def method_of(node: StageNode) -> Method:
             return IA3
         case Rotated():
             return OFT
-        case Slices():
+        case TrainableSlices():
             return TOKENS
         case Delta():
             value = node.values["x"]

@@ -17,11 +17,11 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import with_any_key
-from reparax.core.stages.where import all_but
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import PyTree, flatten_with_names, is_array, items, path_text
+from reparax.core.calls import with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, pattern_of, require_known, restack_stage, stack_parts
@@ -29,6 +29,7 @@ from reparax.io._peft_lora import BIAS
 from reparax.io._peft_method import MERGE, Adapted, Method, Source, in_a_name, require
 from reparax.io._peft_methods import METHODS, selects_module
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
+from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
@@ -243,7 +244,11 @@ def _sort_tensors(
 def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
     """An error for each table with trained tokens that another array repeats: PEFT moves both if they are tied."""
     arrays = {path_text(keys): x for keys, x in items(like) if is_array(x) and not isinstance(x, Tracer)}
-    tables = [path for path, layers in layers_of_path.items() if any("@slices/x" in x.values for x in layers.values())]
+    tables = [
+        path
+        for path, layers in layers_of_path.items()
+        if any("@trainable_slices/x" in x.values for x in layers.values())
+    ]
     return [
         f"{path}: {other!r} holds the same numbers, and if they are tied in torch, PEFT moves the tokens of both. Give "
         f"the model one array for both, or merge the adapter in PEFT"

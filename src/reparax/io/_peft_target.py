@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import list_axes
-from reparax.core.tree.paths import PyTree
+from reparax.core.axes import list_axes
+from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, list_entries
 

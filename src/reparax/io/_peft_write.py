@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import require_chains
-from reparax.core.chains.lineage import Lineage, lineage_of
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, PyTree
+from reparax.core.calls import require_chains
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree
+from reparax.core.plan import Lineage, lineage_of
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_lora import BIAS
@@ -23,7 +23,7 @@ from reparax.io._peft_method import Method, StageNode, Written, known_number
 from reparax.io._peft_methods import LORA, METHODS, TOKENS, method_of
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
-from reparax.stages.quantized import Quantize, Stored
+from reparax.stages.quantized import FakeQuantized, Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
@@ -66,7 +66,7 @@ def to_peft(
       ('LORA', 1, 2, ['dense'])
     """
     require_chains("to_peft(p, raw)", p)
-    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | Quantize)))
+    weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
         lineage = lineage_of(weights.deterministic, raw)
         targets = targets_of(lineage.effective, names, layouts, roles)
@@ -155,7 +155,7 @@ def _sort_arrays(lineage: Lineage, targets: Targets) -> tuple[dict[str, StageNod
             if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
-            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Stored):
+            elif isinstance(node, StageNode) and not isinstance(node.stage, Freeze | Quantized):
                 nodes[tensor] = node.of_one()
         except ValueError as error:
             lines.append(f"{target.path}: {error}")

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.axes.numbers import last_to_number
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import require_chains, with_any_key
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.stages.leaf import Perturbation
-from reparax.core.tree.differences import describe_as_stored
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.axes import last_to_number
+from reparax.core.calls import require_chains, with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import describe_as_stored, locate_errors
+from reparax.core.leaf import Perturbation
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import lineage_of
 from reparax.io._files import read_tensors
 from reparax.io._layouts import LAYOUTS, permute, write_layout
 from reparax.io._parameters import (
@@ -33,8 +32,8 @@ from reparax.io._parameters import (
 )
 from reparax.io._torch_names import Naming, StageValues, Twin
 from reparax.io._torch_values import read_values, write_values
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import WeightNorm
 
 
 def from_torch(
@@ -85,7 +84,7 @@ def from_torch(
         whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
         that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
         For recurrent cells, use :func:`convert`.
-      roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
+      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions and
         tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
         identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
       orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:

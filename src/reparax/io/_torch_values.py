@@ -7,16 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes.numbers import EACH, list_axes
-from reparax.core.chains.algebra import Parametrization
+from reparax.core.axes import EACH, list_axes
+from reparax.core.chain import Parametrization
 from reparax.io._layouts import axis_order, permute, read_layout, write_layout
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry
 from reparax.io._torch_names import EXCHANGE_PLAIN
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, product
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
-from reparax.stages.norms._spectral import SpectralNorm
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import SpectralNorm, WeightNorm
 
 Values = dict[str, Array]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.tree.paths import PyTree
+from reparax.core.paths import PyTree
 from reparax.training import partition
 
 Dicts = dict[str, Any]

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.tree.paths import PyTree, is_array
+from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
+from reparax.core.paths import PyTree
 from reparax.models.attributes import find_attribute
 from reparax.models.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.imported import import_library
 from reparax.training import labels
+
+__dir__ = dir_of("equinox")
 
 eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
 

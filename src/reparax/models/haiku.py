@@ -6,9 +6,10 @@ import functools
 import inspect
 from typing import Any, ClassVar
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import needed_key
-from reparax.core.tree.paths import PyTree
+from reparax.core.calls import needed_key
+from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
+from reparax.core.paths import PyTree
 from reparax.models.chains import (
     check_chain,
     has_fixed,
@@ -19,6 +20,8 @@ from reparax.models.chains import (
 )
 from reparax.models.collections import join_collections, split_collections
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("haiku")
 
 hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
 

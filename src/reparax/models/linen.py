@@ -8,9 +8,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import needed_key
-from reparax.core.tree.paths import PyTree
+from reparax.core.calls import needed_key
+from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
+from reparax.core.paths import PyTree
 from reparax.models.chains import (
     check_chain,
     check_model,
@@ -21,6 +22,8 @@ from reparax.models.chains import (
 )
 from reparax.models.collections import join_collections, split_collections
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("linen")
 
 nn: Any = import_library("flax.linen", "rpx.linen", "flax")
 scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")

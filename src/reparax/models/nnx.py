@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import jax
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.tree.paths import PyTree
-from reparax.core.tree.raw import holds_markers
+from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
+from reparax.core.paths import PyTree
+from reparax.core.raw import holds_markers
 from reparax.models.attributes import find_attribute
 from reparax.models.chains import (
     check_chain,
@@ -31,11 +32,9 @@ from reparax.models.nnx_modules import (
 from reparax.numerics.imported import import_library
 from reparax.training import labels
 
+__dir__ = dir_of("nnx")
+
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
-
-
-class Free(nnx.Param):
-    """A raw value that trains, in a :class:`Parametrized` model: ``nnx.Optimizer(model, tx, wrt=rpx.nnx.Free)``."""
 
 
 class Fixed(nnx.Variable):
@@ -87,7 +86,7 @@ class Parametrized(nnx.Module):
       >>> from flax import nnx
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
       >>> model = rpx.nnx.Parametrized(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), p, rngs=nnx.Rngs(1))
-      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=rpx.nnx.Free)
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
       >>> x = jnp.ones((4, 3))
       >>> loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
       >>> _ = optimizer.update(model, grads)
@@ -102,7 +101,7 @@ class Parametrized(nnx.Module):
         p: Parametrization,
         *,
         rngs: Any = None,
-        variable: type[Any] = Free,
+        variable: type[Any] = nnx.Param,
         deterministic: bool = False,
         raw: Any = None,
     ) -> None:
@@ -272,7 +271,7 @@ def _to_model_types(raw: PyTree) -> PyTree:
         if not is_variable(node):
             return node
         metadata = dict(node.get_metadata())
-        own = nnx.Param if isinstance(node, Free | Fixed) else type(node)  # as `nnx.update` forgets metadata
+        own = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
         return metadata.pop(_PLAIN, own).from_metadata(_value_of(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=is_variable)

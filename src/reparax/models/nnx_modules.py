@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.tree.paths import PyTree, items, path_text
+from reparax.core.paths import PyTree, items, path_text
 from reparax.numerics.imported import import_library
 
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from reparax.core.tree.paths import is_array
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.shortest import shortest
 
 

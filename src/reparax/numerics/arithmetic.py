@@ -8,7 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from reparax.core.tree.paths import is_array
+
+def is_array(x: object) -> bool:
+    """Whether ``x`` is an array: traced, abstract or concrete."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def widened(w: Array) -> Array:

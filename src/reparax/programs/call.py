@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
-from reparax.core.tree.paths import describe, flatten_with_names, is_array, is_traceable, path_text
+from reparax.core.paths import describe, flatten_with_names, is_traceable, path_text
+from reparax.numerics.arithmetic import is_array
 from reparax.programs import jaxprs
 
 Argnums = int | Sequence[int] | None

@@ -70,8 +70,8 @@ def is_tested() -> bool:
 def unreadable(what: str) -> RuntimeError:
     """The error for a program that reparax cannot read."""
     return RuntimeError(
-        f"remat, saved and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was tested with "
-        f"JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
+        f"remat, saved_residuals and factored cannot read {what} in the jaxprs of JAX {jax.__version__}: reparax was "
+        f"tested with JAX {OLDEST} to {NEWEST}. Install one of these versions, or a newer reparax."
     )
 
 

@@ -13,8 +13,9 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.programs import dependence, jaxprs
+from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import (
     Broadcast,
     Concatenate,
@@ -211,26 +212,14 @@ def _part_of_stack(view: Stack, axis: int) -> PartRule | None:
     return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same_equation(view))
 
 
-def _part_of_dot(view: Dot, axis: int) -> PartRule:
-    """Parts of both operands along an axis of the batch, else of the one operand that has the axis."""
-    contracting, batch = view.contracting, view.batch
-    if axis < len(batch[0]):
-        return [batch[0][axis], batch[1][axis]], _same_equation(view)
-    place = axis - len(batch[0])
-    for k, v in enumerate(view.operands):
-        free_axes = [i for i in range(len(_shape_of(v))) if i not in (*contracting[k], *batch[k])]
-        if place < len(free_axes):
-            return [free_axes[place] if k == j else None for j in range(2)], _same_equation(view)
-        place -= len(free_axes)
-    raise AssertionError
-
-
-def _part_of_gather(view: Gather, axis: int) -> PartRule | None:
-    """The part of a look-up in a table that is the same at each step."""
-    numbers = view.dimension_numbers
-    if numbers.operand_batching_dims or axis in numbers.offset_dims:
+def _part_of_contraction(view: Dot | Gather, axis: int) -> PartRule | None:
+    """Parts of the operands that have the axis; of a table, only those that are the same at each step."""
+    if isinstance(view, Gather) and (
+        view.dimension_numbers.operand_batching_dims or axis in view.dimension_numbers.offset_dims
+    ):
         return None
-    return [None, sum(i not in numbers.offset_dims for i in range(axis))], _same_equation(view)
+    contraction = contraction_of(view)
+    return contraction and (contraction.sources(axis), _same_equation(view))
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
@@ -312,8 +301,8 @@ _RULES: dict[type[View], Callable[..., PartRule | None]] = {
     Transpose: _part_of_transpose,
     Slice: _part_of_slice,
     Concatenate: _part_of_concatenate,
-    Dot: _part_of_dot,
-    Gather: _part_of_gather,
+    Dot: _part_of_contraction,
+    Gather: _part_of_contraction,
     Stack: _part_of_stack,
     Reduce: _part_of_reduction,
     ReduceSum: _part_of_reduction,

@@ -13,14 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.plan import close_raw, open_params
-from reparax.core.chains.planner import planner_of
-from reparax.core.chains.verbs import mean_stages
-from reparax.core.stages.leaf import Perturbation, Reparametrization
-from reparax.core.stages.mean import Mean
-from reparax.core.tree.paths import PyTree, items, path_text
-from reparax.core.tree.values import Values, main
+from reparax.core.chain import Chain, Mean, Parametrization
+from reparax.core.leaf import Perturbation, Reparametrization
+from reparax.core.paths import PyTree, items, path_text
+from reparax.core.plan import close_raw, mean_stages, open_params, planner_of
+from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
 

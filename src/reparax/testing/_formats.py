@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
 
-from reparax.core.tree.paths import PyTree, flatten_with_names, path_text
+from reparax.core.paths import PyTree, flatten_with_names, path_text
 
 Way = Callable[[PyTree], PyTree]
 

@@ -19,14 +19,14 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import require_chains
-from reparax.core.chains.config import code
-from reparax.core.chains.json import from_json
-from reparax.core.stages.where import all_but, selected
-from reparax.core.tree.markers import WrongType
-from reparax.core.tree.paths import PyTree, is_array
-from reparax.core.tree.raw import empty_nodes, flatten_slots, parameter_path
+from reparax.core.calls import require_chains
+from reparax.core.chain import Chain, Parametrization, from_json
+from reparax.core.checks import WrongType
+from reparax.core.config import code
+from reparax.core.paths import PyTree
+from reparax.core.raw import empty_nodes, flatten_slots, parameter_path
+from reparax.core.where import all_but, selected
+from reparax.numerics.arithmetic import is_array
 from reparax.testing import _formats
 from reparax.testing._evidence import (
     Alone,

@@ -1,6 +1,6 @@
 """Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables."""
 
-from reparax.core.axes.shardings import state_shardings as state_shardings
+from reparax.core.shardings import state_shardings as state_shardings
 from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from reparax.core.tree.differences import by_parameter
-from reparax.core.tree.paths import PyTree, is_array
+from reparax.core.checks import by_parameter
+from reparax.core.paths import PyTree
+from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import partition
 
 Shapes = dict[str, tuple[int, ...]]

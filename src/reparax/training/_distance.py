@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.tree.paths import PyTree, is_array, items, path_text
-from reparax.numerics.arithmetic import is_inexact, widened
+from reparax.core.paths import PyTree, items, path_text
+from reparax.numerics.arithmetic import is_array, is_inexact, widened
 
 
 def distances(actual: PyTree, wanted: PyTree) -> dict[str, float]:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.tree.paths import PyTree, is_array, is_traceable
+from reparax.core.paths import PyTree, is_traceable
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 from reparax.training._checked import explain_errors
 from reparax.training._partition import combine, is_none, partition, require_tree

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.chains.value import Static
-from reparax.core.stages.where import is_bias_or_scale
-from reparax.core.tree.paths import PyTree, is_array, items, path_text, with_names
-from reparax.core.tree.raw import FIXED, flatten_slots
-from reparax.core.tree.state import state_flags
+from reparax.core.fields import Static
+from reparax.core.paths import PyTree, items, path_text, with_names
+from reparax.core.raw import FIXED, flatten_slots, state_flags
+from reparax.core.where import is_bias_or_scale
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 
-from reparax.core.chains.algebra import Chain, Parametrization
-from reparax.core.chains.calls import call_name, require_chains, with_any_key
-from reparax.core.chains.plan import open_params
-from reparax.core.tree.paths import PyTree
-from reparax.core.tree.raw import require_no_raw
-from reparax.core.tree.transformation import Transformation
+from reparax.core.calls import call_name, require_chains, with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.paths import PyTree, Transformation
+from reparax.core.plan import open_params
+from reparax.core.raw import require_no_raw
 from reparax.numerics.usage import shows_usage
 from reparax.training._checked import first_difference
 

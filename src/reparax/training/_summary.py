@@ -8,13 +8,13 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import require_chains, with_any_key
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.reports.folding import Line, fold_lines
-from reparax.core.reports.sizes import readable_size, size_in_bytes
-from reparax.core.tree.paths import PyTree, describe, is_array, is_empty, items, path_text, types_of_result
-from reparax.core.tree.raw import parameter_path
+from reparax.core.calls import require_chains, with_any_key
+from reparax.core.chain import Parametrization
+from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
+from reparax.core.plan import lineage_of
+from reparax.core.raw import parameter_path
+from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free

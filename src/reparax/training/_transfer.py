@@ -14,16 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes.boxes import spread_boxes
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.calls import require_chains
-from reparax.core.chains.keys import Keys
-from reparax.core.chains.lineage import lineage_of
-from reparax.core.chains.planner import planner_of
-from reparax.core.chains.verbs import follow_axes
-from reparax.core.tree.flat import Flat, nest
-from reparax.core.tree.paths import Names, PyTree, flatten_with_names, is_array, items, path_text, types_of_result
-from reparax.core.tree.raw import FIXED, kind_of, outer_markers, parameter_path
+from reparax.core.boxes import spread_boxes
+from reparax.core.calls import require_chains
+from reparax.core.chain import Parametrization
+from reparax.core.keys import Keys
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
+from reparax.core.plan import follow_axes, lineage_of, planner_of
+from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
+from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
@@ -44,7 +42,7 @@ def transfer(
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it. Codes of :class:`Stored` are kept too if a new adapter leaves their array as its base;
+    the same stages change it. Codes of :class:`Quantized` are kept too if a new adapter leaves their array as its base;
     under ``jit`` this is not known, and they are rounded anew. All other values are computed by ``init`` from the
     current weights. Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw),
     key)``. In an optimizer's state, counters and the moments of kept values are kept; all other moments start at zero.

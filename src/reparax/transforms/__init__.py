@@ -6,5 +6,4 @@ from reparax.transforms._explain import explain as explain
 from reparax.transforms._factored import factored as factored
 from reparax.transforms._local import local as local
 from reparax.transforms._remat import remat as remat
-from reparax.transforms._saved import Saved as Saved
-from reparax.transforms._saved import saved as saved
+from reparax.transforms._saved_residuals import saved_residuals as saved_residuals

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from reparax.core.reports.sections import write_sections
-from reparax.core.tree.paths import describe
+from reparax.core.paths import describe
+from reparax.core.reports import write_sections
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.dependence import facts_of_inputs
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of

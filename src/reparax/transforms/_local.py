@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from reparax.core.chains import random
-from reparax.core.chains.keys import key_of_use
+from reparax.core import random
+from reparax.core.keys import key_of_use
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import jaxprs

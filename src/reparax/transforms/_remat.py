@@ -14,8 +14,8 @@ memory anyway. So it splits the loss into two programs, and builds the derivativ
 >>> def loss(w, key, x):  # what you write; remat finds both halves in it
 ...     return late(early(w, key), x)
 >>> args = jnp.ones((64, 2)), jax.random.key(0), jnp.ones((8, 64))
->>> rpx.saved(loss, *args).bytes("weights"), rpx.saved(rpx.remat(loss), *args).bytes("weights")
-(512, 0)
+>>> [rpx.transforms.saved_residuals(f, *args).bytes("weights") for f in (loss, rpx.remat(loss))]
+[512, 0]
 
 The late half is linearized. Residuals that depend on ``x`` are stored as without ``remat``: here ``x`` and what
 ``tanh`` needs. The other residuals are outputs of the early half, here ``noisy.T``. They are not stored: the backward
@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.chains.recompute import recompute
+from reparax.core.recompute import recompute
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.transforms._remat_derivative import recomputing_function

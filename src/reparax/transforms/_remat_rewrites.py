@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from reparax.core.reports.sizes import size_in_bytes
+from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs, steps
 from reparax.programs.dependence import STORED, EquationRule, Flags, Known, contains_apply, is_apply, with_roots

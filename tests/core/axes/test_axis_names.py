@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
-from reparax.core.axes.names import axis_names
-from reparax.core.tree.paths import flatten_with_names, path_text
+from reparax.core.axes import axis_names
+from reparax.core.paths import flatten_with_names, path_text
 from reparax.testing import check_laws, gradients, right_inverse
 
 UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
@@ -106,9 +106,9 @@ BY_NAME = [
     lambda axis, **where: rpx.norms.Sphere(along=axis, **where),
     lambda axis, **where: rpx.norms.PoincareBall(0.01, along=axis, **where),
     lambda axis, **where: rpx.numbers.Simplex(along=axis, **where),
-    lambda axis, **where: rpx.sparse.NofM(1, 1, along=axis, **where),
-    lambda axis, **where: rpx.MagnitudePrune(0.5, axis=axis, **where),
-    lambda axis, **where: rpx.sparse.RandomPrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.NByM(1, 1, along=axis, **where),
+    lambda axis, **where: rpx.MagnitudePruning(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.RandomPruning(0.5, axis=axis, **where),
     lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
 ]
 

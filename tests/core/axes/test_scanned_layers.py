@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
-from reparax.core.tree.paths import flatten_with_names
+from reparax.core.paths import flatten_with_names
 
 pytestmark = pytest.mark.thorough
 

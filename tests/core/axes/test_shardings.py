@@ -553,7 +553,7 @@ def step_of(p, moved):
 )
 def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored(format, axis=-1) >> rpx.LoRA(1)
+    p = rpx.Quantized(format, axis=-1) >> rpx.LoRA(1)
     raw, moved = stored_on(mesh, p)
     x = jax.device_put(ONES, NamedSharding(mesh, P("data")))
     compiled = step_of(p, moved).lower(*rpx.partition(raw), x).compile()
@@ -567,7 +567,7 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
 
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored("nf4", block=64) >> rpx.LoRA(2)
+    p = rpx.Quantized("nf4", block=64) >> rpx.LoRA(2)
     raw, moved = stored_on(mesh, p, memory="pinned_host")
     free, fixed = rpx.partition(raw)
     kind = jax.devices()[0].default_memory().kind

@@ -165,8 +165,8 @@ STAGES = [
     *OF_A,
     *OF_B,
     rpx.Cast("bfloat16"),
-    rpx.MagnitudePrune(0.5),
-    rpx.MagnitudePrune((0.5, 0.25), axis=-1),
+    rpx.MagnitudePruning(0.5),
+    rpx.MagnitudePruning((0.5, 0.25), axis=-1),
     rpx.Mask(),
     rpx.Chain(),
     rpx.VarNoise(0.1) >> rpx.VarNoise(0.7),
@@ -214,7 +214,9 @@ def test_a_chain_is_a_sequence_of_its_stages():
         p[3]
 
 
-@pytest.mark.parametrize("kind", [rpx.MagnitudePrune, rpx.sparse.GlobalPrune], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [rpx.MagnitudePruning, rpx.sparse.GlobalMagnitudePruning], ids=lambda kind: kind.__name__
+)
 def test_each_pruning_counts_all_entries(kind):
     params = {"w": normal(32, 32)}
     one, again = kind(0.5), kind(0.5, where="w")
@@ -224,7 +226,7 @@ def test_each_pruning_counts_all_entries(kind):
 
 @pytest.mark.parametrize(
     "stage",
-    mostly_thorough([rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePrune(0.5), rpx.WeightNorm()], rpx.WeightNorm()),
+    mostly_thorough([rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5), rpx.WeightNorm()], rpx.WeightNorm()),
     ids=repr,
 )
 def test_noise_between_two_stages_leaves_the_raw_structure_alone(stage):
@@ -347,7 +349,7 @@ WHOLE_TREE = [
     rpx.shared.Pack({"a": HALVES}),
     rpx.shared.Split({"whole": rpx.shared.Concat(("a: 2 2", "b: 2 2"))}),
     Copied({"w": "a", "u": "b"}),
-    rpx.sparse.GlobalPrune(0.5, where="a|b"),
+    rpx.sparse.GlobalMagnitudePruning(0.5, where="a|b"),
     Raised(where="a"),
     Raised(where="a").deterministic,
 ]

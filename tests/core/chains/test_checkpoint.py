@@ -229,12 +229,12 @@ def test_templates_cast_fill_and_drop_and_check_of_what_lies_there_says_so(tmp_p
 
 
 def test_equinox_takes_leaves_by_their_order_and_the_chain_beside_them_says_so(tmp_path):
-    mask, prune = rpx.Mask(), rpx.MagnitudePrune(0.5)
+    mask, prune = rpx.Mask(), rpx.MagnitudePruning(0.5)
     prune.check(with_equinox(tmp_path / "leaves", mask.init(W), jax.eval_shape(prune.init, W)), like=W)
     write_equinox(tmp_path / "raw", mask.init(W), mask.to_json())
     raw, chain = read_equinox(tmp_path / "raw")
     assert rpx.from_json(chain) == mask
-    with refusal(prune, "kernel: expected @magnitude_prune, got @mask"):
+    with refusal(prune, "kernel: expected @magnitude_pruning, got @mask"):
         prune.check(raw, like=W)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from reparax.core.chains.keys import key_of_use
+from reparax.core.keys import key_of_use
 
 W = jnp.zeros((3, 2))
 

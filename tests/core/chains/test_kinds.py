@@ -3,7 +3,7 @@
 import pytest
 from public import PUBLIC
 
-from reparax.core.chains.kinds import snake_case
+from reparax.core.config import snake_case
 
 KINDS = {
     "AlmostOrthogonal": "almost_orthogonal",
@@ -23,7 +23,7 @@ KINDS = {
     "Freeze": "freeze",
     "Gain": "gain",
     "Gaussian": "gaussian",
-    "GlobalPrune": "global_prune",
+    "GlobalMagnitudePruning": "global_magnitude_pruning",
     "Grassmann": "grassmann",
     "Hadamard": "hadamard",
     "HardConcrete": "hard_concrete",
@@ -32,11 +32,11 @@ KINDS = {
     "Kronecker": "kronecker",
     "LoRA": "lora",
     "LowRank": "low_rank",
-    "MagnitudePrune": "magnitude_prune",
+    "MagnitudePruning": "magnitude_pruning",
     "Mask": "mask",
     "MaxNorm": "max_norm",
     "Mean": "mean",
-    "NofM": "nof_m",
+    "NByM": "n_by_m",
     "Orthogonal": "orthogonal",
     "Pack": "pack",
     "Perturbation": "perturbation",
@@ -44,8 +44,8 @@ KINDS = {
     "Positive": "positive",
     "PositiveDefinite": "positive_definite",
     "PositiveSemidefinite": "positive_semidefinite",
-    "Quantize": "quantize",
-    "RandomPrune": "random_prune",
+    "FakeQuantized": "fake_quantized",
+    "RandomPruning": "random_pruning",
     "Reparametrization": "reparametrization",
     "RigL": "rigl",
     "Rotated": "rotated",
@@ -53,14 +53,14 @@ KINDS = {
     "Scale": "scale",
     "Simplex": "simplex",
     "Skew": "skew",
-    "Slices": "slices",
+    "TrainableSlices": "trainable_slices",
     "SpecialLinear": "special_linear",
     "SpecialOrthogonal": "special_orthogonal",
     "SpectralNorm": "spectral_norm",
     "Sphere": "sphere",
     "Split": "split",
     "Stiefel": "stiefel",
-    "Stored": "stored",
+    "Quantized": "quantized",
     "Symmetric": "symmetric",
     "Tie": "tie",
     "Toeplitz": "toeplitz",
@@ -90,6 +90,8 @@ def test_the_kinds_of_our_stages_are_what_checkpoints_hold():
         ("MyLoRA", "my_lora"),
         ("LoRANorm", "lora_norm"),
         ("MoE", "moe"),
+        ("MyMoE", "my_moe"),
+        ("NByM", "n_by_m"),
         ("PReLU", "prelu"),
         ("HTTPNorm", "http_norm"),
         ("MyLSTMNorm", "my_lstm_norm"),

@@ -9,7 +9,7 @@ from jax import export
 from scipy import special, stats
 
 import reparax as rpx
-from reparax.core.chains import random
+from reparax.core import random
 from reparax.numerics import quantile, threefry
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (3, 5), (2, 3, 5), (65_537,)]

@@ -65,7 +65,11 @@ STAGES = {
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
     "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
-    "GlobalPrune": [rpx.sparse.GlobalPrune(0.5), rpx.sparse.GlobalPrune(count=3), rpx.sparse.GlobalPrune((0.5, 0.25))],
+    "GlobalMagnitudePruning": [
+        rpx.sparse.GlobalMagnitudePruning(0.5),
+        rpx.sparse.GlobalMagnitudePruning(count=3),
+        rpx.sparse.GlobalMagnitudePruning((0.5, 0.25)),
+    ],
     "Grassmann": [rpx.matrices.Grassmann("householder")],
     "Hadamard": [rpx.adapters.Hadamard()],
     "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
@@ -73,15 +77,15 @@ STAGES = {
     "Kronecker": [rpx.matrices.Kronecker((2, 1)), rpx.matrices.Kronecker(shape=[3, 2])],
     "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2))],
     "LowRank": [rpx.LowRank(1)],
-    "MagnitudePrune": [
-        rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
-        rpx.MagnitudePrune(count=4, axis="mlp", order=1),
-        rpx.MagnitudePrune((0.25, 0.5)),
+    "MagnitudePruning": [
+        rpx.MagnitudePruning(0.5, axis=0, order=math.inf),
+        rpx.MagnitudePruning(count=4, axis="mlp", order=1),
+        rpx.MagnitudePruning((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
     "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
-    "NofM": [rpx.sparse.NofM(0, 1, along="x"), rpx.sparse.NofM(2, 4, along=0)],
+    "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
         rpx.shared.Pack("haiku.lstm", at="lstm(/.*)?"),
@@ -93,8 +97,8 @@ STAGES = {
     "PositiveDefinite": [rpx.matrices.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveSemidefinite(rank=1)],
-    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", axis=-1, block=64, step="learned")],
-    "RandomPrune": [rpx.sparse.RandomPrune(0.0, axis=-1)],
+    "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block=64, step="learned")],
+    "RandomPruning": [rpx.sparse.RandomPruning(0.0, axis=-1)],
     "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
     "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
     "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
@@ -103,7 +107,10 @@ STAGES = {
         rpx.adapters.Rotated(2, shared=True),
         rpx.adapters.Rotated(2, rows=1, columns=0),
     ],
-    "Slices": [rpx.adapters.Slices((5, 7), where="embed/.*"), rpx.adapters.Slices((0,), axis="vocab")],
+    "TrainableSlices": [
+        rpx.adapters.TrainableSlices((5, 7), where="embed/.*"),
+        rpx.adapters.TrainableSlices((0,), axis="vocab"),
+    ],
     "Simplex": [rpx.numbers.Simplex(along="a name")],
     "Skew": [rpx.matrices.Skew()],
     "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
@@ -115,7 +122,7 @@ STAGES = {
         rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.matrices.Stiefel("expm")],
-    "Stored": [rpx.Stored("int8"), rpx.Stored("nf4", block=64, double_quant=True, where="a|b")],
+    "Quantized": [rpx.Quantized("int8"), rpx.Quantized("nf4", block=64, double_quant=True, where="a|b")],
     "Symmetric": [rpx.matrices.Symmetric(where=".*")],
     "Tie": [rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite")],
     "Toeplitz": [rpx.matrices.Toeplitz()],
@@ -225,9 +232,9 @@ def test_known_scalars_in_fields_are_values_of_python(given, plain):
 
 
 def test_numbers_of_float32_print_and_store_as_they_were_written():
-    p = rpx.VarNoise(jnp.float32(0.0025)) >> rpx.MagnitudePrune({"w": np.float32(0.1)})
-    assert repr(p) == "VarNoise(0.0025) >> MagnitudePrune(sparsity={'w': 0.1})"
-    assert rpx.from_json(p.to_json()) == p == rpx.VarNoise(0.0025) >> rpx.MagnitudePrune({"w": 0.1})
+    p = rpx.VarNoise(jnp.float32(0.0025)) >> rpx.MagnitudePruning({"w": np.float32(0.1)})
+    assert repr(p) == "VarNoise(0.0025) >> MagnitudePruning(sparsity={'w': 0.1})"
+    assert rpx.from_json(p.to_json()) == p == rpx.VarNoise(0.0025) >> rpx.MagnitudePruning({"w": 0.1})
     drawn = rpx.VarNoise(lambda path, w: jnp.float32(0.0025)).for_array("w", jnp.zeros(2))
     assert drawn.std == 0.0025
 
@@ -269,10 +276,10 @@ OF_SCALARS = {
     "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(np.bool_(0), jnp.array(1, bool)),
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.shared.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
-    "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
+    "MagnitudePruning(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePruning(
         (jnp.float32(1), np.float16(0.5)), axis=np.int8(1)
     ),
-    "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
+    "MagnitudePruning(count=2)": lambda: rpx.MagnitudePruning(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
     "Split((('W', Concat(('a: 2', 'b: 2'), axis=1)),))": (
         lambda: rpx.shared.Split({"W": rpx.shared.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
@@ -303,8 +310,8 @@ def test_numbers_that_are_not_finite_are_read_back_equal(value):
 
 
 def test_infinity_as_code_and_in_json():
-    p = rpx.MagnitudePrune(0.5, axis=0, order=math.inf)
-    assert repr(p) == "MagnitudePrune(sparsity=0.5, axis=0, order=float('inf'))"
+    p = rpx.MagnitudePruning(0.5, axis=0, order=math.inf)
+    assert repr(p) == "MagnitudePruning(sparsity=0.5, axis=0, order=float('inf'))"
     assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
     assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
         "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"
@@ -617,11 +624,11 @@ def schedule(step):
 OF_NUMBERS = [
     ("VarNoise", "std", rpx.VarNoise),
     ("WeightDropout", "rate", rpx.WeightDropout),
-    ("MagnitudePrune", "sparsity", rpx.MagnitudePrune),
+    ("MagnitudePruning", "sparsity", rpx.MagnitudePruning),
     ("Scale", "factor", rpx.Scale),
     ("Bounded", "low", lambda f: rpx.Bounded(f, 1)),
     ("Bounded", "high", lambda f: rpx.Bounded(0, f)),
-    ("MagnitudePrune", "order", lambda f: rpx.MagnitudePrune(0.5, axis=0, order=f)),
+    ("MagnitudePruning", "order", lambda f: rpx.MagnitudePruning(0.5, axis=0, order=f)),
     ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
     ("MaxNorm", "max", rpx.norms.MaxNorm),
     ("PoincareBall", "curvature", rpx.norms.PoincareBall),

@@ -43,7 +43,7 @@ def test_contains_compares_with_the_projection(w, tolerance, member):
         (Centered(), np.array([1, -1]), True),
         (Centered(), np.array([1, -2]), False),
         (rpx.Positive(), np.array([1, 2, 3]), True),
-        (rpx.MagnitudePrune(0.5), np.array([[True, False]]), True),
+        (rpx.MagnitudePruning(0.5), np.array([[True, False]]), True),
         (rpx.Orthogonal(), np.eye(2, dtype=np.int8), True),
         (rpx.Orthogonal(stacked=0), np.ones((2, 2, 2), np.int32), False),
     ],

@@ -20,8 +20,8 @@ from one_array import normal
 from public import PUBLIC
 
 import reparax as rpx
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.paths import flatten_with_names, path_text
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.paths import flatten_with_names, path_text
 
 X = jnp.ones((1, 3, 6))
 
@@ -48,20 +48,20 @@ OF_KERNELS = [
     rpx.norms.PoincareBall(along=-1),
     rpx.WeightDropout(0.5),
     rpx.Mask(),
-    rpx.sparse.NofM(1, 3, along=-1),
-    rpx.MagnitudePrune(0.5),
-    rpx.sparse.RandomPrune(0.5),
+    rpx.sparse.NByM(1, 3, along=-1),
+    rpx.MagnitudePruning(0.5),
+    rpx.sparse.RandomPruning(0.5),
     rpx.sparse.RigL(0.5),
     rpx.sparse.SET(0.5),
-    rpx.sparse.GlobalPrune(0.5),
+    rpx.sparse.GlobalMagnitudePruning(0.5),
     rpx.noise.VariationalDropout(),
     rpx.noise.HardConcrete(),
     rpx.Delta(),
-    rpx.adapters.Slices((0,)),
+    rpx.adapters.TrainableSlices((0,)),
     rpx.adapters.Hadamard(),
     rpx.Gain(),
-    rpx.Stored("int8"),
-    rpx.Quantize("int8"),
+    rpx.Quantized("int8"),
+    rpx.FakeQuantized("int8"),
 ]
 
 OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
@@ -251,7 +251,9 @@ def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
 def of_layers(stage: Any, name: str) -> Any:
     """The stage for the layers of a model, which may be stacked; what ranks arrays together is not."""
     return (
-        replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalPrune else stage
+        replace(stage, stacked=0)
+        if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalMagnitudePruning
+        else stage
     )
 
 
@@ -283,7 +285,11 @@ def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], n
 @pytest.mark.parametrize(
     "stage",
     mostly_thorough(
-        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.sparse.GlobalPrune(0.5)
+        OF_KERNELS,
+        rpx.WeightNorm(),
+        rpx.WeightDropout(0.5),
+        rpx.MagnitudePruning(0.5),
+        rpx.sparse.GlobalMagnitudePruning(0.5),
     ),
     ids=repr,
 )
@@ -297,7 +303,7 @@ def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
 def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
     params = models["scanned equinox blocks"]
     assert taken(stage, params) == ["linear/weight", "norm/weight"]
-    if type(stage) is not rpx.sparse.GlobalPrune:
+    if type(stage) is not rpx.sparse.GlobalMagnitudePruning:
         assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
 
 
@@ -374,7 +380,7 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
         (rpx.norms.WeightStandardization(), "axis"),
         (rpx.norms.Sphere(), "along"),
         (rpx.norms.PoincareBall(), "along"),
-        (rpx.sparse.NofM(1, 3), "along"),
+        (rpx.sparse.NByM(1, 3), "along"),
         (rpx.numbers.Simplex(outside="project"), "along"),
     ],
     ids=repr,

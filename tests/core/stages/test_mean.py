@@ -124,7 +124,7 @@ def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
     def network(w, x):
         return jnp.sum(jnp.tanh(x @ w["w"]) @ w["out"].T)
 
-    roles = rpx.roles(network)(params, jnp.ones((5, 2)))
+    roles = rpx.roles(network, params, jnp.ones((5, 2)))
     p = rpx.Gaussian(0.1, axis="outputs")
     assert p.deterministic.on(roles) == p.on(roles).deterministic
     assert p.deterministic.on(roles).stage.axis.at("out", None) == -2

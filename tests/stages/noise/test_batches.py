@@ -9,8 +9,8 @@ from jax import export
 from jax.sharding import AxisType
 
 import reparax as rpx
-from reparax.core.chains import random
-from reparax.core.chains.draws import LOOPED
+from reparax.core import random
+from reparax.core.keys import LOOPED
 
 KEYS = jax.random.split(jax.random.key(11), 3)
 EPS = 2.0**-23

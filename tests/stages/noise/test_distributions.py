@@ -176,7 +176,7 @@ def test_nothing_of_a_drawn_weight_is_kept_under_remat():
         return jnp.sum(jnp.tanh(x @ w) @ w) + p.penalty(raw)
 
     args = raw, jax.random.key(0), x
-    assert rpx.saved(rpx.remat(loss), *args).bytes("weights") == 0
+    assert rpx.transforms.saved_residuals(rpx.remat(loss), *args).bytes("weights") == 0
     plain, again = (jax.grad(f)(*args) for f in (loss, rpx.remat(loss)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, again)
 

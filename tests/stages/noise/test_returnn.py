@@ -192,8 +192,8 @@ def noisy_factors(raw, key):
 def test_a_noisy_weight_is_made_again_and_the_step_is_the_same(key):
     """test_gradient_checkpoint_scope: kept are the parameters and the state of the generator."""
     raw = {"var": normal(*SHAPE), "input": normal(*SHAPE, seed=1)}
-    assert rpx.saved(noisy_product, raw, key).bytes("weights") == SIZE
-    again = rpx.saved(rpx.remat(noisy_product), raw, key)
+    assert rpx.transforms.saved_residuals(noisy_product, raw, key).bytes("weights") == SIZE
+    again = rpx.transforms.saved_residuals(rpx.remat(noisy_product), raw, key)
     assert {each.origin: each.bytes for each in again.kept} == {"raw/var": SIZE, "raw/input": SIZE, "key": 8}
     slopes = jax.jit(lambda raw, key: [jax.grad(f)(raw, key) for f in (noisy_product, rpx.remat(noisy_product))])
     plain, recomputed = slopes(raw, key)
@@ -204,8 +204,8 @@ def test_a_noisy_weight_is_made_again_and_the_step_is_the_same(key):
 def test_two_noisy_factors_are_both_made_again(key):
     """test_gradient_checkpoint_scope_twice, run twice."""
     raw = {"var": normal(*SHAPE), "input": normal(*SHAPE, seed=1)}
-    assert rpx.saved(noisy_factors, raw, key).bytes("weights") == 2 * SIZE
-    assert rpx.saved(rpx.remat(noisy_factors), raw, key).bytes("weights") == 0
+    assert rpx.transforms.saved_residuals(noisy_factors, raw, key).bytes("weights") == 2 * SIZE
+    assert rpx.transforms.saved_residuals(rpx.remat(noisy_factors), raw, key).bytes("weights") == 0
     step = jax.jit(
         lambda raw, key: jax.tree.map(lambda w, s: w - 0.1 * s, raw, jax.grad(rpx.remat(noisy_factors))(raw, key))
     )

@@ -316,7 +316,12 @@ def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_
 
 @pytest.mark.parametrize(
     "p",
-    [rpx.MagnitudePrune(0.5), rpx.MagnitudePrune(0.5, axis=-1), rpx.sparse.NofM(2, 4), rpx.sparse.GlobalPrune(0.5)],
+    [
+        rpx.MagnitudePruning(0.5),
+        rpx.MagnitudePruning(0.5, axis=-1),
+        rpx.sparse.NByM(2, 4),
+        rpx.sparse.GlobalMagnitudePruning(0.5),
+    ],
     ids=lambda p: repr(p),
 )
 def test_a_mask_keeps_its_dtype_where_the_weights_are_cast(p):
@@ -326,7 +331,7 @@ def test_a_mask_keeps_its_dtype_where_the_weights_are_cast(p):
 
 
 @pytest.mark.parametrize(
-    "p", [rpx.sparse.RigL(0.5), rpx.sparse.SET(0.5), rpx.sparse.RandomPrune(0.5)], ids=lambda p: p.kind
+    "p", [rpx.sparse.RigL(0.5), rpx.sparse.SET(0.5), rpx.sparse.RandomPruning(0.5)], ids=lambda p: p.kind
 )
 def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
     masks = [mask_of(init(p, {"w": np.zeros((8, 8), np.float32)}, jax.random.key(i)), p.kind) for i in range(20)]

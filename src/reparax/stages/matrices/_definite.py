@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy.linalg import expm
 
-from reparax.core.chains.value import argument
-from reparax.core.stages.constraint import Constraint, is_near
-from reparax.core.stages.matrices import RowsAndColumns
-from reparax.core.tree.values import Values, main
+from reparax.core.constraint import Constraint, is_near
+from reparax.core.fields import argument
+from reparax.core.matrices import RowsAndColumns
+from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_whole, one_of, optional
 from reparax.numerics.arithmetic import softplus_inverse, widened
 from reparax.numerics.linalg import adjoint, identity, not_square_error, product, rank_error, resolution

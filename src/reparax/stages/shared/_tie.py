@@ -13,16 +13,15 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.chains.algebra import Parametrization
-from reparax.core.chains.config import code
-from reparax.core.chains.layers import Layer, Site, SiteValues, opened_spot
-from reparax.core.chains.planner import Planner
-from reparax.core.stages.nodes import Node, find_nodes
-from reparax.core.stages.where import matches, nearest
-from reparax.core.tree.flat import Flat
-from reparax.core.tree.markers import locate_errors
-from reparax.core.tree.paths import Names, describe, is_array
-from reparax.core.tree.raw import Slot
+from reparax.core.chain import Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.config import code
+from reparax.core.paths import Names, describe
+from reparax.core.plan import Layer, Planner, Site, SiteValues, opened_spot
+from reparax.core.raw import Flat, Slot
+from reparax.core.sites import Node, find_nodes
+from reparax.core.where import matches, nearest
+from reparax.numerics.arithmetic import is_array
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]

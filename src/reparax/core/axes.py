@@ -1,0 +1,392 @@
+"""Axes as you write them, by number or name; names that a library stores with an array; formulas over stacked arrays.
+
+Raw values have the stacked axes at the same positions as the array, or as close as their number of axes allows: with
+``stacked=0``, a norm of shape ``(1, out)`` becomes one of ``(layers, 1, out)``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax.core.paths import Names, has_ancestor, is_box
+from reparax.core.raw import OTHER_CHAIN, Flat, is_aligned
+from reparax.core.roles import WORDS, Numbers
+from reparax.numerics.arguments import is_whole
+
+Axis = int | str
+Axes = Axis | tuple[Axis, ...]
+
+EACH = "each"
+"""Given as feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
+
+LAST = "last"
+"""The default where one axis counts and the user named none: the last axis of a matrix or a vector. An array with more
+axes is refused, as nobody knows which one is meant. No axis can have this name."""
+
+
+def check_axes(axes: Any, who: str, name: str) -> Axes:
+    """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
+    several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if not all(map(_is_axis, several)):
+        raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
+    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    if len(set(plain)) < len(plain):
+        raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
+    return plain[0] if len(plain) == 1 else plain
+
+
+def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_axes`, but None is allowed, for the whole array."""
+    return None if axes is None else check_axes(axes, who, name)
+
+
+def check_features(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_optional_axes`, but ``"each"`` is allowed, for each number of the array."""
+    return EACH if _is_each(axes) else check_optional_axes(axes, who, name)
+
+
+def check_slices(axes: Any, who: str, name: str) -> Axes:
+    """Like :func:`check_features`, but None is refused, which means the whole array."""
+    if axes is None:
+        raise ValueError(
+            f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on slices. "
+            f"Write {name}='each' for single weights, the default."
+        )
+    return EACH if _is_each(axes) else check_axes(axes, who, name)
+
+
+def check_axis(axis: Any, who: str, name: str) -> Axis:
+    """``axis``, which must be a single axis."""
+    if not _is_axis(axis):
+        raise TypeError(f"{who} takes one axis as {name}, a number or a name, but got {axis!r}.")
+    return axis if isinstance(axis, str) else int(axis)
+
+
+def check_along(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_optional_axes`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axes) else check_optional_axes(axes, who, name)
+
+
+def check_one_along(axis: Any, who: str, name: str) -> Axis:
+    """Like :func:`check_axis`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axis) else check_axis(axis, who, name)
+
+
+def check_channels(axes: Any, who: str, name: str) -> Axes | None:
+    """Like :func:`check_features`, but ``"last"`` is allowed, the default."""
+    return LAST if _is_last(axes) else check_features(axes, who, name)
+
+
+def check_front_axes(axes: Any, who: str, name: str) -> Axes:
+    """Like :func:`check_axes`; numbers must count from the front, because raw values may have fewer axes."""
+    checked_axes = check_axes(axes, who, name)
+    if any(axis < 0 for axis in _as_tuple(checked_axes) if isinstance(axis, int)):
+        raise ValueError(f"{who} got {name}={axes!r}, but takes axes counted from the front (at least 0).")
+    return checked_axes
+
+
+AXIS_CHECKS = (
+    *(check_axes, check_optional_axes, check_features, check_slices, check_axis),
+    *(check_along, check_one_along, check_channels),
+)
+"""The checks of fields that hold axes of the array, which users may give by name."""
+
+ONE_AXIS = (check_axis, check_one_along)
+"""Those of fields that hold one axis."""
+
+
+def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
+    """The numbers of ``axes`` in an array with these axis names; names that it does not have are left out.
+
+    Raises:
+      ValueError: If an axis is given by name, and the array has no names at all, or has that name more than once.
+    """
+
+    def numbers(axis: Axis) -> list[int]:
+        if isinstance(axis, int):
+            return [axis]
+        if names is None or names.count(axis) > 1 or axis in WORDS:
+            return [int(number) for number in _as_tuple(number_axes(axis, names))]
+        return [i for i, name in enumerate(names) if name == axis]
+
+    return tuple(sorted(number for axis in _as_tuple(axes) for number in numbers(axis)))
+
+
+def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
+    """Requires that each axis name in ``axes`` is one of these arrays' names: :func:`find_axes` would ignore a typo.
+
+    Arrays without any names do not count: :func:`find_axes` refuses them by their paths.
+
+    Raises:
+      ValueError: If arrays have axis names, and none has the name of an axis.
+    """
+    known_names = {name: None for array_names in names for name in array_names or ()}
+    for axis in _as_tuple(axes):
+        if isinstance(axis, str) and known_names and axis not in known_names:
+            list_of_names = ", ".join(repr(name) for name in known_names if name is not None) or "none"
+            raise ValueError(
+                f"{who} got {field}={axes!r}, but no array that it selects has an axis named {axis!r}. The names there "
+                f"are: {list_of_names}. Correct the name, or give the axis by number."
+            )
+
+
+def _is_axis(value: object) -> bool:
+    """Whether a value is one axis: a whole number, or a text other than ``"each"`` and ``"last"``."""
+    return (isinstance(value, str) and value not in (EACH, LAST)) or is_whole(value)
+
+
+def _is_each(axes: object) -> bool:
+    """Whether axes are given as ``"each"``; a comparison with an array would not be a bool."""
+    return isinstance(axes, str) and axes == EACH
+
+
+def _is_last(axes: object) -> bool:
+    """Whether axes are given as ``"last"``."""
+    return isinstance(axes, str) and axes == LAST
+
+
+def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
+    """The axes in a tuple, a single one too."""
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def has_names(axes: Axes | None) -> bool:
+    """Whether any axis is given by name."""
+    return axes is not None and axes not in (EACH, LAST) and any(isinstance(axis, str) for axis in _as_tuple(axes))
+
+
+def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
+    """Whether any of these axes is given by what the network does with it."""
+    return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
+
+
+def words_to_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
+    """``axes`` with numbers in place of words."""
+    return tuple(
+        n for axis in _as_tuple(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
+    )
+
+
+def _refuse_word(axis: str) -> None:
+    """Raises an error for a word, which only the program of the network turns into axes."""
+    if axis in WORDS:
+        raise ValueError(
+            f"only the program of the network shows which axes are its {axis!r}. Write "
+            f"`p = p.on(rpx.roles(loss, params, batch))` first, or give the axis by number."
+        )
+
+
+def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
+    """``axes`` with names replaced by numbers, counted from the back, because a vmapped axis is usually the first.
+
+    Raises:
+      ValueError: If not exactly one axis has the name.
+    """
+
+    def number(axis: Axis) -> int:
+        if isinstance(axis, int):
+            return axis
+        _refuse_word(axis)
+        if names is None or names.count(axis) != 1:
+            what = "no axis names" if names is None else f"axes named {names}"
+            raise ValueError(
+                f"expected one axis named {axis!r}, got {what}. "
+                f"Give the axis by number, or leave the array out with `where`."
+            )
+        return names.index(axis) - len(names)
+
+    several = tuple(map(number, _as_tuple(axes)))
+    return several if isinstance(axes, tuple) else several[0]
+
+
+def list_axes(axes: Axes) -> tuple[int, ...]:
+    """The axes as numbers, in their order; names are refused."""
+    several = _as_tuple(axes)
+    for axis in several:
+        if isinstance(axis, str):
+            _refuse_word(axis)
+            raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
+    return tuple(int(axis) for axis in several)
+
+
+def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
+    """Why an array has no such axes: out of bounds, one of them twice, or no axis given for more than a matrix."""
+    if axes is None or axes == EACH:
+        return None
+    if axes == LAST:
+        if w.ndim > 2:
+            return (
+                f"expected a matrix, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
+                f"or the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
+                f"out with `where`."
+            )
+        axes = last_to_number(axes)
+    if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
+        if len(set(count_from_front(axes, w))) == len(list_axes(axes)):
+            return None
+        return f"{field}={axes} names an axis twice for an array of shape {w.shape}. Name each axis once."
+    return (
+        f"{field}={axes} is out of bounds for an array of shape {w.shape}. "
+        f"Leave it out with `where`, or use a separate stage for it."
+    )
+
+
+def last_to_number(axes: Axes | None) -> Any:
+    """``axes`` with a number in place of ``"last"``."""
+    return -1 if _is_last(axes) else axes
+
+
+def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:
+    """``axes`` counted from the front; all of them for ``"each"`` and for None."""
+    if axes is None or axes == EACH:
+        return tuple(range(w.ndim))
+    return tuple(sorted(axis % w.ndim for axis in list_axes(last_to_number(axes))))
+
+
+def position(axis: Axis, w: Array) -> int:
+    """One axis counted from the front."""
+    return count_from_front(axis, w)[0]
+
+
+def other_axes(features: Axes | None, w: Array) -> tuple[int, ...]:
+    """The axes of ``w`` that are not ``features``, counted from the front; all of them if that is None.
+
+    Formulas with a norm, a mean or a maximum for each index of an axis reduce over these.
+
+    Raises:
+      ValueError: If an axis is a name: in a formula, a field of :func:`axes` is a number.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.stage.other_axes(-1, jnp.ones((2, 3, 4)))
+      (0, 1)
+    """
+    feature_axes = () if features is None else count_from_front(features, w)
+    return tuple(axis for axis in range(w.ndim) if axis not in feature_axes)
+
+
+def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
+    """Converts ``axes``, which do not count the ``stacked`` axes of ``w``, to axes of ``w`` counted from the front."""
+    unstacked_axes = [axis for axis in range(w.ndim) if axis not in list_axes(stacked)]
+    return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))
+
+
+AxisNames = tuple[str | None, ...]
+
+
+def stated_axes(box: Any) -> Any:
+    """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
+    if not has_ancestor(box, "Variable"):
+        return getattr(box, "names", None)
+    return box.get_metadata().get(name_keywords(box)[0])
+
+
+def name_keywords(variable: Any) -> list[str]:
+    """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
+    keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
+    return keywords or ["out_sharding"]
+
+
+def axis_names(box: Any) -> AxisNames | None:
+    """The axis names in a box; None if there are none.
+
+    The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
+    """
+    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
+    return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
+
+
+def names_of_places(tree: Flat) -> dict[Names, AxisNames | None]:
+    """For each place, the axis names of its parameter's box, if it has the axes of the parameter."""
+    nodes = jax.tree.leaves(tree.frame.skeleton, is_leaf=is_box)
+    names_of_leaves = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
+    names_at = dict(zip(tree.frame.places, names_of_leaves, strict=True))
+    return {place: names_at[tree.root(place)] if is_aligned(place) else None for place in tree.arrays}
+
+
+def require_names_fit(names: AxisNames, w: Any) -> None:
+    """Requires one name for each axis; under ``jax.vmap`` an axis is missing."""
+    if len(names) != w.ndim:
+        raise ValueError(
+            f"expected a name for each axis of shape {w.shape}, got {names}. Correct the names of its box."
+        )
+
+
+AxisNumbers = tuple[int, ...]
+
+
+def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+    """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
+    if not stacked:
+        return formula
+    mapped_formula = formula
+    for _ in stacked:
+        mapped_formula = jax.vmap(mapped_formula)
+
+    def map_over_stack(*args: Any) -> Any:
+        fronts = jax.tree.map(partial(_move_to_front, stacked), args)
+        counts = {x.shape[: len(stacked)] for x in jax.tree.leaves(fronts)}
+        if len(counts) > 1:
+            sizes = ", ".join(map(repr, sorted(counts)))
+            raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
+        return jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts))
+
+    return map_over_stack
+
+
+def stacked_sizes(w: Any, stacked: AxisNumbers) -> tuple[int, ...]:
+    """The number of arrays stacked along each axis."""
+    return tuple(w.shape[place] for place in stacked)
+
+
+def stacked_axes_error(w: Any, stacked: AxisNumbers) -> str | None:
+    """What is wrong with the stacked axes for ``w``, or None."""
+    if all(place < w.ndim for place in stacked):
+        return None
+    return (
+        f"stacked={stacked} is out of bounds for an array of shape {w.shape}. Leave it out with `where`, or use a "
+        f"separate stage for it."
+    )
+
+
+def one_stacked(w: Any, stacked: AxisNumbers) -> Any:
+    """The type of one of the stacked arrays; ``w`` itself if none are stacked."""
+    if not stacked:
+        return w
+    return jax.ShapeDtypeStruct(tuple(n for axis, n in enumerate(w.shape) if axis not in stacked), w.dtype)
+
+
+def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
+    """Each of the stacked arrays; only the type of one if the numbers are not known, or if there are no arrays."""
+    if not stacked or isinstance(w, Tracer | jax.ShapeDtypeStruct) or not math.prod(stacked_sizes(w, stacked)):
+        yield one_stacked(w, stacked)
+    else:
+        yield from _move_to_front(stacked, jnp.asarray(w)).reshape(-1, *one_stacked(w, stacked).shape)
+
+
+def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
+    """``x`` with the stacked axes first."""
+    return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
+
+
+def _move_back(stacked: AxisNumbers, x: Array) -> Array:
+    """``x``, whose first axes are the stacked ones, with these in their own positions."""
+    return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
+
+
+def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:
+    """The positions of the stacked axes in a value of ``ndim`` axes."""
+    if ndim < len(stacked):
+        raise ValueError(f"expected a value with {len(stacked)} stacked axes, got one of {ndim} axes.")
+    positions: list[int] = []
+    for n_left, place in zip(range(ndim, 0, -1), reversed(stacked), strict=False):
+        positions.insert(0, min(place, n_left - 1))
+    return tuple(positions)

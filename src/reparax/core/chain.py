@@ -1,0 +1,571 @@
+"""Parametrizations and their composition, chains from JSON, and the mean of a random stage."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, overload
+
+import jax
+
+from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
+from reparax.core.calls import (
+    call_name,
+    checked_key,
+    needed_key,
+    other_than_stages_error,
+    parts_of,
+    refuse_other_operators,
+    require_no_references,
+    verb,
+    with_any_key,
+)
+from reparax.core.checks import require_no_differences
+from reparax.core.config import dump_stages, expression, load_stages
+from reparax.core.fields import Static
+from reparax.core.keys import Keys
+from reparax.core.origins import Origins
+from reparax.core.paths import Names, PyTree, types_of_result
+from reparax.core.plan import (
+    Layer,
+    Planner,
+    advance,
+    close_raw,
+    follow_axes,
+    lineage_of,
+    open_params,
+    planner_of,
+    rebase_raw,
+    require_no_marks,
+    total_log_det,
+    total_penalty,
+    visit_with_roles,
+)
+from reparax.core.raw import Flat, flatten, nest, require_no_raw, resolve_owners
+from reparax.core.recompute import recompute
+from reparax.core.roles import Misfit, Role
+from reparax.core.shardings import AnyMesh, shardings_of_raw
+from reparax.numerics.arithmetic import is_array
+
+VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
+"""The methods of a chain, to which each stage adds its formulas."""
+
+
+class Parametrization(Static, ABC):
+    """A pure map from a raw tree to an effective tree, with a right inverse.
+
+    ``init`` makes the raw tree, which an optimizer moves, from the model's parameters. ``apply`` makes the effective
+    tree, which the model reads, from the raw tree. ``update`` advances the fixed values once per step. All three are
+    pure functions and work under ``jax.jit``, ``jax.vmap`` and ``jax.eval_shape``.
+
+    ``fold(init(w)) == w`` up to rounding for each ``w`` in the image of a stage, the arrays that it can make. Of a
+    chain ``init`` inverts each stage alone, the last one first, so this holds where the start of each stage lies in the
+    image of the stages before it: for ``LowRank(2) >> WeightNorm()`` at each matrix of rank 2, but for ``Symmetric() >>
+    WeightNorm()`` only at weights that are symmetric. Elsewhere training starts at another array that the chain can
+    make; :func:`summary` shows how far from ``w``.
+
+    Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
+    formulas on one array, or from :class:`Joint` or :class:`Together` for formulas on several. Subclasses become frozen
+    dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
+
+    Raises:
+      TypeError: If a class derives directly from this one, which does not define on which arrays it acts.
+    """
+
+    stochastic: ClassVar[bool] = False
+    """Whether ``apply`` draws random numbers, so that it needs a key."""
+    changes_type: ClassVar[bool] = False
+    """Whether the stage may change the shape or dtype of the model's arrays."""
+    straight_through: ClassVar[bool] = False
+    """Whether the gradient is not that of the formula, as when rounding passes the gradient of the identity."""
+
+    moves_weights: ClassVar[bool] = False
+    """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if not hasattr(cls, "_planner") and "_parts" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
+                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint or Together "
+                f"for one on several."
+            )
+        if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
+            raise TypeError(
+                f"{cls.__name__} defines {verbs[0]}, which a chain never calls for one of its stages. Write its "
+                f"formula: {verbs[0]}_leaf on one array, or a Joint or Together on several."
+            )
+        super().__init_subclass__(**kwargs)
+
+    _for_users: ClassVar[tuple[str, ...]] = (
+        *("init", "apply", "update", "rebase", "fold", "on"),
+        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
+    )
+    """The names that users call; all other names are for authors of stages."""
+
+    @verb
+    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
+
+        Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
+        ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+
+        Args:
+          params: The model's parameters.
+          key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
+
+        Raises:
+          TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
+          ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
+            or ``params`` is a raw tree.
+        """
+        if key is None and self.random_start:
+            raise ValueError(
+                f"{call_name(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"`p.init(params, jax.random.key(0))`."
+            )
+        require_no_references(self, "init", params)
+        advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
+        require_no_raw(call_name(self, "init"), params, advice)
+        typed_key = checked_key(self, "init", jax.random.key(0) if key is None else key)
+        raw = open_params(self._parts, params, typed_key)
+        return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
+
+    @verb
+    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+        """The effective tree of ``raw``.
+
+        Args:
+          raw: The result of ``init``, or that after steps of an optimizer.
+          key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
+
+        Raises:
+          TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key, such as data.
+          ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
+        """
+        require_no_references(self, "apply", raw)
+        effective = recompute(functools.partial(close_raw, self._parts), gather_boxes(raw), needed_key(self, key))
+        require_no_marks(self, effective)
+        return effective
+
+    @verb
+    def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
+        """``raw`` with its fixed values advanced by one training step.
+
+        Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
+
+        Args:
+          raw: The result of ``init``, or that after steps of an optimizer.
+          key: For stages that draw random numbers, such as :class:`SET`, a new one for each update; that of ``init`` or
+            ``apply`` gives other numbers here. Without a key they do nothing.
+          grads: For stages that read gradients, such as :class:`RigL`: the gradient of the loss with respect to the
+            effective tree, ``jax.grad(loss)(p.fold(raw))``. Each stage receives the gradient of its own weights.
+            Without ``grads`` these stages do nothing.
+
+        Raises:
+          TypeError: If ``key`` is no key.
+          ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
+        """
+        keys = Keys(checked_key(self, "update", key))
+        slopes = None if grads is None else gather_boxes(grads)
+        tree = advance(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        return spread_like(raw, nest(tree))
+
+    @verb
+    def rebase(self, raw: PyTree) -> PyTree:
+        """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
+
+        The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
+        new base, the same numbers mean another direction. Restart the optimizer with ``tx.init(raw)``, or rebase
+        rarely.
+
+        Raises:
+          ValueError: If ``raw`` is not a raw tree of this chain.
+        """
+        return spread_like(raw, nest(rebase_raw(self._parts, flatten(gather_boxes(raw)))))
+
+    @verb
+    def penalty(self, raw: PyTree) -> jax.Array:
+        """The sum of the penalties of all stages, to add to the loss: a scalar, float32 or wider.
+
+        A penalty is a divergence from a prior, an expected number of weights, or a distance from the base. Each stage
+        computes its own from its raw values, without the noise of earlier stages. Without penalties, the sum is 0.
+
+        Raises:
+          ValueError: If ``raw`` is not a raw tree of this chain.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Gaussian(std=1.0, prior=1.0)
+          >>> p.penalty(p.init({"w": jnp.ones(4)}))  # half the square of each mean
+          Array(2., dtype=float32)
+        """
+        return total_penalty(self._parts, flatten(gather_boxes(raw)))
+
+    @verb
+    def log_det(self, raw: PyTree) -> jax.Array:
+        r"""The log-determinant of the Jacobian, :math:`\log |\det \partial w / \partial x|`, in float32 or wider.
+
+        It turns a log-density of effective weights :math:`w` into one of raw values :math:`x`: for Hamiltonian Monte
+        Carlo on ``raw``, use ``log_prior(p.apply(raw)) + p.log_det(raw)``. Each stage must be a bijection of its
+        values, such as :class:`Positive`, :class:`Bounded` and ``PositiveDefinite("cholesky")``. A bijection of your
+        own defines :meth:`Reparametrization.log_det_leaf`, whose example is the Cholesky factor of a correlation
+        matrix. A symmetric matrix counts its n (n + 1) / 2 free entries, as in numpyro. A :class:`Simplex`, which has
+        one raw value too many, adds the density of a number on which the weights do not depend. A stage after one of
+        these would count entries that follow from others, so it is refused; before them it acts on free values. Noise
+        is replaced by its mean, and frozen values do not count.
+
+        Raises:
+          ValueError: If a stage is not a bijection, does not define its log-determinant, or acts on entries that follow
+            from others, or if a part of its values is frozen; the error names it.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Positive("exp")
+          >>> p.log_det(p.init({"w": jnp.exp(jnp.array([1.0, 2.0]))}))  # the sum of the raw values
+          Array(3., dtype=float32)
+        """
+        return total_log_det(self._parts, flatten(gather_boxes(raw)))
+
+    @property
+    def advances(self) -> bool:
+        """Whether ``update`` does anything."""
+        return any(planner_of(stage).does("update") for stage in self._parts)
+
+    @property
+    def random_start(self) -> bool:
+        """Whether the start depends on a key, so that ``init`` needs one."""
+        return False
+
+    _planner: ClassVar[type[Planner]]
+    """What decides where the stage acts."""
+
+    @property
+    def _parts(self) -> tuple[Parametrization, ...]:
+        """The stages, of which a stage alone is one."""
+        return (self,)
+
+    @property
+    def deterministic(self) -> Parametrization:
+        """The chain without randomness, for evaluation and export; each random stage is replaced by its mean.
+
+        Raises:
+          TypeError: If a random stage does not define its mean.
+        """
+        if self.stochastic:
+            raise TypeError(f"{self!r} draws random numbers, but does not define its mean. Define `deterministic`.")
+        return self
+
+    @verb
+    def owners(self, params: PyTree) -> dict[str, str]:
+        """For each array of ``params``, the path at which the raw tree holds its value.
+
+        Raises:
+          ValueError: If ``params`` is a raw tree, or ``init`` refuses it.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
+          {'in': 'in', 'out': 'in'}
+        """
+        require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
+        tree = flatten(params)
+        owners = {slot.path: slot.path for at, slot in tree.types.slots().items() if is_array(tree.arrays[at])}
+        for layer in reversed(lineage_of(self, types_of_result(with_any_key(self.init), params)).layers):
+            owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
+        return owners
+
+    @verb
+    def on(self, roles: PyTree) -> Parametrization:
+        """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
+
+        Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
+        do axes that you did not set, if they have a meaning in the formula: :class:`WeightNorm` has a norm for each
+        output; :class:`SpectralNorm` and :class:`LoRA` take the matrix of inputs and outputs of each stacked array. The
+        page "Axes of a network" has the table. Axes given by number or by a library's name do not change. If the axes
+        of raw values of one array differ, as those of both factors of :class:`LowRank` may, a stage becomes several.
+        The result is an ordinary chain: ``init`` and ``apply`` take no roles.
+
+        Args:
+          roles: ``rpx.roles(loss, params, batch)``.
+
+        Raises:
+          TypeError: If ``roles`` is not such a tree.
+          ValueError: If a stage needs an axis of an array that the network does not multiply with data, or that it uses
+            in several ways.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> def forward(params, x):  # weights of the shape (out, in)
+          ...     return x @ params["w"].T
+          >>> found = rpx.roles(forward, {"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
+          >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
+          WeightNorm(axis=-2) >> VarNoise(0.1)
+        """
+        return compose(
+            tuple(
+                visit_with_roles(
+                    call_name(self, "on"),
+                    self._parts,
+                    roles,
+                    lambda planner, *tree_and_roles: planner.on(*tree_and_roles),
+                )
+            )
+        )
+
+    @verb
+    def fold(self, raw: PyTree) -> PyTree:
+        """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
+
+        Raises:
+          TypeError: If ``raw`` is not a tree of arrays, or a random stage does not define its mean.
+          ValueError: If ``raw`` is not a raw tree of this chain.
+        """
+        return self.deterministic.apply(raw)
+
+    def __rshift__(self, other: Parametrization) -> Parametrization:
+        right: Any = other
+        if not isinstance(right, Parametrization):
+            raise other_than_stages_error(self, ">>", right)
+        return compose((self, right))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Parametrization]:
+        return iter(self._parts)
+
+    @overload
+    def __getitem__(self, i: int) -> Parametrization: ...
+    @overload
+    def __getitem__(self, i: slice) -> Chain: ...
+    def __getitem__(self, i: int | slice) -> Parametrization:
+        return Chain(self._parts[i]) if isinstance(i, slice) else self._parts[i]
+
+    def __repr__(self) -> str:
+        return expression(self)
+
+    @verb
+    def to_json(self) -> str:
+        """The configuration as JSON, to store beside a checkpoint; :func:`from_json` reads it."""
+        of_one = len(self._parts) == 1  # a chain of one stage is not equal to the stage itself
+        return dump_stages((self,) if of_one else self._parts)
+
+    @verb
+    def check(self, raw: PyTree, like: PyTree) -> None:
+        """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
+
+        Args:
+          raw: The raw tree to check.
+          like: The model's parameters, or their shapes and dtypes.
+
+        Raises:
+          ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
+            dtype or stage.
+        """
+        require_no_differences(call_name(self, "check"), raw, like, with_any_key(self.init))
+
+    @verb
+    def shardings(
+        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory: str | None = None
+    ) -> PyTree:
+        """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
+
+        A raw axis is not sharded if it follows none, or if the mesh axes do not divide it; an axis of a parameter that
+        they do not divide is an error. Nothing is computed: each stage is only traced, for each type of array.
+
+        Args:
+          specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
+          mesh: The mesh.
+          like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
+          memory: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
+            others lie on the device. Before ``apply``, a jitted step moves them there:
+            ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
+
+        Raises:
+          ValueError: If a spec is missing, or does not fit its array or the mesh; if ``specs`` have no shapes and there
+            is no ``like``; or if ``like`` is a raw tree, or ``init`` refuses it.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> from jax.sharding import AbstractMesh, PartitionSpec
+          >>> mesh, specs = AbstractMesh((2, 4), ("data", "model")), {"w": PartitionSpec("data", "model")}
+          >>> shardings = rpx.WeightNorm().shardings(specs, mesh, like={"w": jnp.ones((8, 16))})
+          >>> jax.tree.map(lambda sharding: sharding.spec, shardings)
+          {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
+        """
+        follow = functools.partial(follow_axes, self._parts)
+        return shardings_of_raw(
+            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory
+        )
+
+
+refuse_other_operators(Parametrization)
+
+
+class Chain(Parametrization):
+    """Stages in order, as built by ``a >> b``: the first acts on the raw values. ``Chain()`` is the identity.
+
+    A chain keeps the stages as you wrote them: ``len(p)``, ``p[0]``, ``p[1:]`` and loops work. A single stage counts as
+    a chain of one. ``init`` inverts each stage alone, the last one first; it is exact where the start of each stage
+    lies in the image of the stages before it.
+
+    Args:
+      stages: The stages. A chain among them is replaced by its stages.
+
+    Raises:
+      TypeError: If ``stages`` has the wrong type.
+
+    Example:
+      >>> import reparax as rpx
+      >>> p = (rpx.WeightNorm() >> rpx.VarNoise(3.0)) >> rpx.VarNoise(4.0)
+      >>> p
+      WeightNorm() >> VarNoise(3.0) >> VarNoise(4.0)
+      >>> len(p), p[0], p.deterministic
+      (3, WeightNorm(), WeightNorm())
+    """
+
+    stages: tuple[Parametrization, ...] = ()
+
+    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
+    stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
+    changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
+    straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
+    random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
+
+    def __post_init__(self) -> None:
+        stages: Any = self.stages
+        if not isinstance(stages, tuple):
+            text = repr(stages) if isinstance(stages, Static | list) else "a value"
+            raise TypeError(
+                f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
+                f"{self._instead}"
+            )
+        object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
+
+    def __repr__(self) -> str:
+        if len(self.stages) > 1:
+            return " >> ".join(map(repr, self.stages))
+        return f"Chain({self.stages!r})" if self.stages else "Chain()"
+
+    def __bool__(self) -> bool:
+        return True  # also for the identity, whose length is 0
+
+    @property
+    def _parts(self) -> tuple[Parametrization, ...]:
+        return self.stages
+
+    @property
+    def deterministic(self) -> Parametrization:
+        return compose(tuple(stage.deterministic for stage in self.stages))
+
+
+def compose(stages: tuple[Parametrization, ...]) -> Parametrization:
+    """The chain of ``stages``; a single stage itself."""
+    chain = Chain(stages)
+    return chain.stages[0] if len(chain) == 1 else chain
+
+
+def from_json(text: str) -> Parametrization:
+    """The parametrization from which ``to_json`` wrote ``text``.
+
+    Raises:
+      ValueError: If the text does not come from ``to_json``, names a stage that is not defined, passes wrong arguments
+        to a stage, or names a function that is not a public one of ``jax.numpy``, ``jax.nn``, ``jax.lax`` or
+        ``jax.scipy``. Nothing else is imported.
+
+    A text from a stranger runs no code of theirs, but use it like their code: a regular expression with repetitions in
+    repetitions can take years to match, and a rank or a count can ask for more memory than there is. Read such a text,
+    or try it in a process that you can end.
+
+    Example:
+      >>> import reparax as rpx
+      >>> rpx.from_json((rpx.WeightNorm(axis=0) >> rpx.VarNoise(0.1)).to_json())
+      WeightNorm(axis=0) >> VarNoise(0.1)
+    """
+    stages = load_stages(text)
+    for stage in stages:
+        if not isinstance(stage, Parametrization):
+            raise ValueError(f"from_json expected a stage, but found {stage!r}. Write it as an argument of a stage.")
+    return stages[0] if len(stages) == 1 else Chain(tuple(stages))
+
+
+class _OfMean(Planner):
+    """The planner of the stage, which decides for its mean too."""
+
+    @property
+    def _planner_of_stage(self) -> Planner:
+        """The planner of the stage."""
+        return planner_of(self.stage.stage)
+
+    update_reads: ClassVar[Any] = property(lambda self: self._planner_of_stage.update_reads)
+    asks_functions: ClassVar[Any] = property(lambda self: self._planner_of_stage.asks_functions)
+
+    def plan_init(self, tree: Flat) -> Layer:
+        return self._planner_of_stage.plan_init(tree)
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        return self._planner_of_stage.plan("fold" if method == "apply" else method, tree).at_mean
+
+    def require_own(self, tree: Flat, path: str) -> None:
+        self._planner_of_stage.require_own(tree, path)
+
+    def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
+        return self._planner_of_stage.on(tree, roles).deterministic
+
+    def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+        return self._planner_of_stage.misfits(tree, roles)
+
+    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        return self._planner_of_stage.follow(tree, init)
+
+    def does(self, verb: str) -> bool:
+        return self._planner_of_stage.does(verb)
+
+
+def _ask_stage(name: str) -> Any:
+    """A property that is the one of that name of ``stage``."""
+    return property(lambda self: getattr(self.stage, name))
+
+
+class Mean(Parametrization):
+    """The mean of a random stage, which replaces the stage in ``p.deterministic``.
+
+    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
+    write it yourself. It acts on the same arrays as the stage, and has the same raw values.
+
+    Args:
+      stage: A stage that draws random numbers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Jump(rpx.Perturbation):
+      ...     rate: float
+      ...     def apply_leaf(self, w, key):
+      ...         return w + jax.random.bernoulli(key, self.rate, w.shape)
+      ...     def mean_leaf(self, w):
+      ...         return w + self.rate
+      >>> p = Jump(0.25) >> rpx.VarNoise(0.1)
+      >>> p.deterministic
+      Mean(Jump(0.25))
+      >>> p.fold({"w": jnp.ones(2)})["w"]
+      Array([1.25, 1.25], dtype=float32)
+    """
+
+    stage: Parametrization
+
+    changes_type: ClassVar[Any] = _ask_stage("changes_type")
+    straight_through: ClassVar[Any] = _ask_stage("straight_through")
+    moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
+    random_start: ClassVar[Any] = _ask_stage("random_start")
+    _planner: ClassVar[type[Planner]] = _OfMean
+
+    def __post_init__(self) -> None:
+        stage: Any = self.stage
+        is_stochastic = isinstance(stage, Parametrization) and stage.stochastic
+        if not is_stochastic:
+            raise TypeError(
+                f"Mean takes a stage that draws random numbers and defines their mean, but got {stage!r}. Leave it out."
+            )
+
+        object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage

@@ -1,0 +1,384 @@
+"""The configuration of a chain as JSON, to store beside a checkpoint, and the names of stages in markers."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from reparax.core.names import import_stage
+from reparax.core.paths import describe
+from reparax.core.raw import marker, registered_kind
+from reparax.numerics.shortest import shortest, shortest_parts
+
+_SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (np.bool_, bool),
+    (np.integer, int),
+    (np.floating, shortest),
+    (np.complexfloating, shortest_parts),
+    (np.str_, str),
+)
+
+
+def map_nested(change: Callable[[Any], Any], value: Any) -> Any:
+    """``change(value)``; for a tuple, list or dict, ``change`` of each item in it."""
+    if type(value) is tuple or type(value) is list:
+        return type(value)(map_nested(change, item) for item in value)
+    if type(value) is dict:
+        return {map_nested(change, key): map_nested(change, item) for key, item in value.items()}
+    return change(value)
+
+
+def as_python(value: Any) -> Any:
+    """``value`` with each known scalar of numpy or JAX in it as a Python number, bool or string."""
+    return map_nested(_scalar_as_python, value)
+
+
+def _scalar_as_python(value: Any) -> Any:
+    """A known scalar as a Python number, bool or string; all else as it is."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and not isinstance(value, Tracer) and value.shape == ():
+        value = next((of(value) for kind, of in _SCALARS if jnp.issubdtype(value.dtype, kind)), value)
+    # Tuples with NaN are equal only if it is the same object, so all NaN become this one.
+    return math.nan if type(value) is float and math.isnan(value) else value
+
+
+def holds_array(value: Any) -> bool:
+    """Whether there is an array in ``value``, known or traced."""
+    return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(value))
+
+
+FORMAT = 1
+_OF_ALL_STAGES = ("where", "stacked", "outside")
+# Only functions of these modules, and of those below them, have a name in JSON.
+_PACKAGES = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy")
+_NOT_OF_ARRAYS = {"fromfile", "get_printoptions", "load", "printoptions", "save", "savez", "set_printoptions"}
+
+_classes: dict[str, type] = {}
+
+
+def register_class(cls: type) -> None:
+    """Lets JSON name ``cls``: a stage, or a dataclass used in a field of a stage."""
+    _classes[class_name(cls)] = cls
+
+
+def class_name(cls: type) -> str:
+    """The name of a class in JSON: ``reparax.WeightNorm``; for a third-party class, its whole module and name.
+
+    If you may move your class to another module later, set ``__module__`` in it to the public module.
+    """
+    package = cls.__module__.partition(".")[0]
+    return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
+
+
+def changed_arguments(stage: Any) -> dict[str, Any]:
+    """The constructor arguments of ``stage`` that differ from their defaults, in the order of code."""
+    values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
+    return {field.name: value for field, value in values.items() if not _is_default(value, field.default)}
+
+
+def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
+    """The arguments by position, then those by name; those that all stages take come last."""
+    fields = [field for field in dataclasses.fields(stage) if field.repr]
+    return sorted(fields, key=lambda field: (bool(field.kw_only), field.name in _OF_ALL_STAGES))
+
+
+def required_arguments(stage: Any) -> set[str]:
+    """The names of the constructor arguments that have no default."""
+    return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value is the default; an array is only as the same object."""
+    return value is default or (not holds_array(value) and value == as_python(default))
+
+
+def _is_public(module: str) -> bool:
+    """Whether a module is a public one of jax whose functions have names in JSON."""
+    return _package_of(module) in _PACKAGES and not any(part.startswith("_") for part in module.split("."))
+
+
+def _package_of(module: str) -> str:
+    """The first two names of a module: ``jax.numpy`` of ``jax.numpy.linalg``."""
+    return ".".join(module.split(".")[:2])
+
+
+def _find_public(module: str, name: str) -> Any:
+    """The public array function or scalar type of that name in a module, or None."""
+    attribute = vars(sys.modules[module]).get(name)
+    is_other_class = isinstance(attribute, type) and not isinstance(attribute, type(jnp.float32))
+    hidden = name.startswith("_") or name in _NOT_OF_ARRAYS or is_other_class
+    return attribute if callable(attribute) and not hidden else None
+
+
+def function_name(function: Callable[..., Any]) -> str | None:
+    """The public name of a JAX array function, such as ``jax.numpy.transpose``; None for any other function."""
+    name = str(getattr(function, "__name__", ""))
+    modules = [module for module in list(sys.modules) if _is_public(module)]
+    for module in sorted(modules, key=lambda module: (_PACKAGES.index(_package_of(module)), module)):
+        if _find_public(module, name) is function:
+            return f"{module}.{name}"
+    return None
+
+
+def code(value: Any) -> str:
+    """Code for a constructor argument; a short description for arrays and nameless functions, which have no code."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"<traced {value.dtype}>" if isinstance(value, Tracer) else f"<{describe(value)}>"
+    if type(value) is float and not math.isfinite(value):
+        return f"float('{value}')"
+    if type(value) is tuple:
+        return f"({', '.join(map(code, value))}{',' * (len(value) == 1)})"
+    if type(value) is list:
+        return f"[{', '.join(map(code, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{code(key)}: {code(item)}' for key, item in value.items())}}}"
+    public = function_name(value) if callable(value) else None
+    name = public or getattr(value, "__qualname__", None)
+    return repr(value) if name is None else name.replace("jax.numpy.", "jnp.")
+
+
+def expression(stage: object) -> str:
+    """Code that builds ``stage``."""
+
+    def text(name: str, value: object) -> str:
+        return code(value) if name in positional else f"{name}={code(value)}"
+
+    positional = required_arguments(stage)
+    return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in changed_arguments(stage).items())})"
+
+
+def _encode(stage: object, name: str, value: Any) -> Any:
+    """What stands for an argument of ``stage`` in JSON; raises an error if nothing can."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_encode(stage, name, item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"class": class_name(type(value)), **_encode_arguments(value)}
+    if callable(value) and (public := function_name(value)) is not None:
+        return {"function": public}
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{stage!r}.to_json cannot write {name}, which is traced. Write the chain for a known number, outside of "
+            f"the jitted function; a schedule stays in code."
+        )
+    raise ValueError(
+        f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
+        f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."
+    )
+
+
+def _encode_arguments(stage: Any) -> dict[str, Any]:
+    """What stands in JSON for each argument that is not its default."""
+    return {name: _encode(stage, name, value) for name, value in changed_arguments(stage).items()}
+
+
+def dump_stages(stages: Sequence[Any]) -> str:
+    """JSON for a sequence of stages."""
+    entries = [{"class": class_name(type(stage)), **_encode_arguments(stage)} for stage in stages]
+    return json.dumps({"reparax": FORMAT, "stages": entries}, allow_nan=False)
+
+
+def _decode(value: Any) -> Any:
+    """The argument of a stage that :func:`_encode` wrote."""
+    match value:
+        case list():
+            return tuple(_decode(item) for item in value)
+        case {"class": str()}:
+            return _build_stage(value)
+        case {"function": str() as name}:
+            return find_function(name)
+        case {"float": "inf" | "-inf" | "nan" as text}:
+            return float(text)
+        case _:
+            return value
+
+
+def find_function(name: str) -> Any:
+    """The function whose :func:`function_name` is ``name``."""
+    module, _, attribute = name.rpartition(".")
+    if not _is_public(module):
+        raise ValueError(
+            f"from_json takes public functions of {', '.join(_PACKAGES[:-1])} and {_PACKAGES[-1]} only, but got "
+            f"{name!r}."
+        )
+    try:
+        importlib.import_module(module)
+        function = _find_public(module, attribute)
+    except ImportError:
+        function = None
+    if function is None:
+        raise ValueError(f"from_json found the function {name!r}, but jax has no such function on arrays.")
+    return function
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    """The name that a pickle stores in place of a JAX function."""
+
+    name: str
+
+
+def name_functions(value: Any) -> Any:
+    """``value`` with each JAX function in it replaced by its name."""
+
+    def name_function(item: Any) -> Any:
+        name = function_name(item) if callable(item) else None
+        return item if name is None else _Name(name)
+
+    return map_nested(name_function, value)
+
+
+def find_functions(value: Any) -> Any:
+    """The inverse of :func:`name_functions`."""
+    return map_nested(lambda item: find_function(item.name) if isinstance(item, _Name) else item, value)
+
+
+def _advice(name: str) -> str:
+    """What to do where no class has the name of a stage in JSON."""
+    package = __name__.partition(".")[0]
+    if not name.startswith(f"{package}."):
+        return "Import the module that defines it."
+    return f"This version of {package} has no such stage: exchange plain parameters, `p.fold(raw)`, with one that has."
+
+
+def _build_stage(entry: Mapping[str, Any]) -> Any:
+    """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
+    name = entry["class"]
+    if name not in _classes and name.startswith(f"{__name__.partition('.')[0]}."):
+        import_stage(name.partition(".")[2])
+    if name not in _classes:
+        raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
+    cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
+    if (wrong := _explain_wrong_names(cls, arguments)) is not None:
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
+    try:
+        return cls(**arguments)
+    except ValueError:
+        raise
+    except Exception as error:  # any type: the text may hold anything
+        raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
+
+
+def _explain_wrong_names(cls: Any, arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the argument names; None if they fit."""
+    field_names = [field.name for field in declared_fields(cls)]
+    if unknown := [name for name in arguments if name not in field_names]:
+        return f"it takes {', '.join(field_names)}, but not {unknown[0]}"
+    missing = [name for name in field_names if name in required_arguments(cls) and name not in arguments]
+    return f"it needs {missing[0]} too" if missing else None
+
+
+def load_stages(text: str) -> list[Any]:
+    """The stages that :func:`dump_stages` wrote as ``text``."""
+    try:
+        match _parse(text):
+            case {"reparax": version, "stages": [*entries]} if _is_this_format(version) and all(
+                map(_is_entry, entries)
+            ):
+                return [_build_stage(entry) for entry in entries]
+            case _:
+                raise ValueError(
+                    f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
+                )
+    except RecursionError as error:
+        raise ValueError(f"from_json got a string that is nested too deeply: {str(text)[:60]!r}.") from error
+
+
+def _is_this_format(version: Any) -> bool:
+    """Whether a version is that of this format."""
+    return not isinstance(version, bool) and version == FORMAT  # True equals 1
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry names the class of a stage."""
+    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
+
+
+def _parse(text: str) -> Any:
+    """What a text says as JSON; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError):
+        return None
+
+
+_MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
+"""Acronyms with one small letter inside: MoE, LoRA, QLoRA, ReLU; not NByM, whose letters are words."""
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Where a word of a class name begins: My|LSTM|Norm."""
+
+
+def snake_case(name: str) -> str:
+    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``n_by_m`` for NByM."""
+    return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
+
+
+def kind_of_class(cls: type) -> str:
+    """The ``kind`` that ``cls`` defines, or the one from its name; an abstract class may have a name that is taken."""
+    if "kind" in cls.__dict__:
+        return check_kind(cls, cls.__dict__["kind"])
+    kind = derive_kind(cls)
+    return kind if inspect.isabstract(cls) else _check_derived_kind(cls, kind)
+
+
+def derive_kind(cls: type) -> str:
+    """The class name in snake case; with the package in front if a class of another package has that kind."""
+    kind = snake_case(cls.__name__.strip("_"))
+    namesake, package = _namesake(cls, kind), cls.__module__.partition(".")[0]
+    elsewhere = namesake is not None and namesake.__module__.partition(".")[0] != package
+    return f"{package.strip('_')}_{kind}" if elsewhere else kind
+
+
+def check_kind(cls: type, kind: object) -> str:
+    """``kind``, if it is a valid name that no other class has; a class may be defined again, as in a notebook."""
+    if not isinstance(kind, str) or not _is_name(kind):
+        raise ValueError(
+            f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
+        )
+    if (namesake := _namesake(cls, kind)) is not None:
+        raise ValueError(
+            f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(namesake)}. Give it another `kind`."
+        )
+    return kind
+
+
+def _check_derived_kind(cls: type, kind: str) -> str:
+    """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
+    namesake = _namesake(cls, kind)
+    if namesake is None and _is_name(kind):
+        return kind
+    why = "is not a valid kind" if namesake is None else f"is the kind of {class_name(namesake)}"
+    raise ValueError(
+        f"{class_name(cls)} would have the marker {marker(kind, 1)!r} in raw trees, but {kind!r} {why}. Set "
+        f'another kind in the class, `kind = "..."`.'
+    )
+
+
+def _is_name(kind: str) -> bool:
+    """Whether a kind has no sign that means something in a path, and is not ``fixed``."""
+    return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
+
+
+def _namesake(cls: type, kind: str) -> type | None:
+    """Another class of that kind, unless it is an earlier definition of ``cls``."""
+    namesake = registered_kind(kind)
+    return None if namesake is None or _where_defined(namesake) == _where_defined(cls) else namesake
+
+
+def _where_defined(cls: type) -> tuple[str, str]:
+    """Where ``cls`` is defined: its file and its name there. A script may also be imported as a module."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return str(Path(file).resolve()) if file else cls.__module__, cls.__qualname__

@@ -1,0 +1,240 @@
+"""Stages whose image is a constraint set: membership tests, projections and samples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax.core.axes import find_axes, one_stacked
+from reparax.core.calls import call_name
+from reparax.core.fields import argument
+from reparax.core.formulas import Arrangement
+from reparax.core.leaf import Reparametrization
+from reparax.core.paths import describe
+from reparax.numerics.arguments import one_of
+from reparax.numerics.arithmetic import is_array, is_inexact, widened
+from reparax.numerics.inlined import inlined
+
+
+def is_known(w: Array) -> bool:
+    """Whether the numbers of ``w`` are known, not traced or abstract."""
+    return not isinstance(w, Tracer | jax.ShapeDtypeStruct)
+
+
+def why_infinite(w: Array) -> str | None:
+    """The error for an array with known numbers that are not all finite, or None."""
+    with jax.ensure_compile_time_eval():  # a known array is checked also if `init` is called under `jax.jit`
+        if not is_known(w) or _all_finite(w):
+            return None
+    return "expected finite numbers, got NaN or infinity. Correct the array, or leave it out with `where`."
+
+
+def is_near(w: Array, projection: Array, tolerance: float | Array | None) -> Array:
+    """Whether ``w`` is within ``tolerance`` of its projection; ``tolerance`` is that of ``contains``."""
+    units = 10 * max((1, *w.shape)) * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+    return _within(widened(w), widened(projection), units)
+
+
+@inlined
+def _within(x: Array, projection: Array, units: float | Array) -> Array:
+    """Whether ``x`` is as near to its projection as ``units`` times the largest entry of ``x``."""
+    distance = jnp.max(jnp.abs(projection - x), initial=0.0)
+    return distance <= units * jnp.max(jnp.abs(x), initial=0.0)
+
+
+@inlined
+def _all_finite(w: Array) -> Array:
+    """Whether no number is NaN or infinite."""
+    return jnp.all(jnp.isfinite(w))
+
+
+def _broadcasts(flat: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an array is boolean, and its shape broadcasts to another one."""
+    is_boolean = is_array(flat) and flat.dtype == bool and flat.ndim <= len(shape)
+    return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
+
+
+def _as_floating(w: Array) -> Array:
+    """``w`` as an array; integers and booleans as floating numbers."""
+    w = jnp.asarray(w)
+    return w if is_inexact(w) else w.astype(float)
+
+
+# Subclasses write the three methods for one array; these wrappers apply them to each of several stacked arrays.
+
+
+def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``project`` for one array as one for stacked arrays too."""
+
+    @functools.wraps(method)
+    def project(self: Any, w: Array) -> Array:
+        w = _as_floating(w)
+        at = self._arrange("project", w)
+        return at.over(lambda w: method(at.stage_for_one._alone, w))(w)
+
+    return project
+
+
+def _contains_all(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``contains`` for one array as one for stacked arrays too, which all have to be in the image."""
+
+    @functools.wraps(method)
+    def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
+        w = _as_floating(w)
+        at = self._arrange("contains", w)
+        is_inside = at.over(lambda w: method(at.stage_for_one._alone, w, tolerance))(w)
+        return jnp.all(is_inside) if at.stacked else is_inside
+
+    return contains
+
+
+def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
+    """A ``sample`` for one array as one for stacked arrays too, each with a key of its own."""
+
+    @functools.wraps(method)
+    def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        like = jnp.zeros(shape, dtype)  # only its shape is read
+        at = self._arrange("sample", like)
+        return at.over(lambda w, key: method(at.stage_for_one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
+
+    return sample
+
+
+class Constraint(Reparametrization):
+    """A stage whose effective arrays all lie in one set, its image.
+
+    Your subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the
+    image nearest to ``w``; if it is another point, say so in the docstring. ``contains``, ``project`` and ``sample``
+    follow from these two. If you know a simpler test or a better distribution, override them for one array; with
+    ``stacked``, they are applied to each array.
+
+    If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start there would never train,
+    so ``init`` refuses them by default.
+
+    Args:
+      outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
+        point that the class defines), so the model changes; a point with zero gradient is an error. ``"project"``
+        allows even such points. ``"refuse"`` takes only points of the image with nonzero gradient. Traced arrays and
+        bounds are not checked, as with ``"project"``.
+      where: As for :class:`Reparametrization`.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Centered(rpx.stage.Constraint):
+      ...     def init_leaf(self, w):
+      ...         return {"x": w - w.mean()}
+      ...     def apply_leaf(self, values):
+      ...         return values["x"] - values["x"].mean()
+      >>> Centered().project(jnp.array([1.0, 2.0, 6.0]))
+      Array([-2., -1.,  3.], dtype=float32)
+      >>> bool(Centered().contains(jnp.ones(3)))
+      False
+    """
+
+    outside: str = argument(one_of("nearest", "project", "refuse"), default="nearest", kw_only=True)
+
+    _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        for name, over_each in (("project", _project_each), ("contains", _contains_all), ("sample", _sample_each)):
+            if name in vars(cls):
+                setattr(cls, name, over_each(vars(cls)[name]))
+        super().__init_subclass__(**kwargs)
+
+    def _arrange(self, method: str, w: Any) -> Arrangement:
+        """This stage at an array that a method got, whose axes it must know, as ``init`` must."""
+        if self._varied:
+            raise ValueError(
+                f"{self!r} has different numbers for different arrays, so it has no single image. "
+                f"Use a stage with one number, or `stage.for_array(path, w)`."
+            )
+        at = Arrangement(self, find_axes(self.stacked, None))
+        if why := at.stage_for_one._axes_error(one_stacked(w, at.stacked)):
+            raise ValueError(f"{call_name(at.stage_for_one, method)}: {why}")
+        return at
+
+    def flat_leaf(self, w: Array) -> Array:
+        """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
+
+        Default: none. The result is boolean, in the shape of ``w`` or one that broadcasts to it, such as one entry for
+        each row: ``return w <= 0`` means that the map has no gradient for numbers that are not positive.
+        """
+        del w
+        return jnp.zeros((), bool)
+
+    @_project_each
+    def project(self, w: Array) -> Array:
+        """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+        """
+        return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
+
+    @_contains_all
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether ``w`` lies in the image, as a boolean scalar.
+
+        Args:
+          w: An array of a shape that the stage takes.
+          tolerance: The largest distance of an entry from its projection, in units of the largest entry of ``w``.
+            Default: ten times the machine epsilon times the length of the longest axis.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+        """
+        return is_near(jnp.asarray(w), self.project(w), tolerance)
+
+    @_sample_each
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        """A random point of the image: the projection of an array of independent normal numbers.
+
+        Args:
+          key: A typed or legacy PRNG key.
+          shape: The shape of the point.
+          dtype: The dtype of the point.
+
+        Raises:
+          ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
+        """
+        return self.project(jax.random.normal(key, shape, dtype))
+
+    def _why_refused(self, w: Array) -> str | None:
+        why = super()._why_refused(w) or why_infinite(w)
+        if why is not None or self.outside == "project" or not is_known(w):
+            return why
+        with jax.ensure_compile_time_eval():
+            return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
+
+    def _refuse_outside(self, w: Array) -> str | None:
+        """Why ``init`` refuses a known point outside of the image, or None."""
+        # With a traced bound, the answer is not known.
+        if self.outside != "refuse" or not is_known(inside := self.contains(w)) or inside:
+            return None
+        return (
+            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass outside='project'."
+        )
+
+    def _refuse_flat(self, w: Array) -> str | None:
+        """Why ``init`` refuses known numbers where the map is flat, or None."""
+        flat = self.flat_leaf(w)
+        if not _broadcasts(flat, w.shape):
+            return (
+                f"flat_leaf must return booleans in a shape that broadcasts to {w.shape}, but returns "
+                f"{describe(flat)}. Correct flat_leaf."
+            )
+        if not is_known(flat) or not jnp.any(flat):
+            return None
+        count = jnp.count_nonzero(jnp.broadcast_to(flat, w.shape))
+        return (
+            f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
+            f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
+            f"outside='project' to start there anyway."
+        )

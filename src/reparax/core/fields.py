@@ -1,0 +1,442 @@
+"""Stages as values: frozen dataclasses that are static to JAX, and numbers that differ between arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import FrozenInstanceError, dataclass, field
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+
+from reparax.core.axes import check_optional_axes
+from reparax.core.config import (
+    as_python,
+    code,
+    declared_fields,
+    find_functions,
+    holds_array,
+    kind_of_class,
+    name_functions,
+    register_class,
+)
+from reparax.core.names import instead_of
+from reparax.core.raw import register_kind
+from reparax.core.values import Values, check_values
+from reparax.core.where import check_where, why_nothing
+from reparax.numerics.usage import takes
+
+Check = Callable[[Any, str, str], Any]
+"""``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
+
+
+def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field of a stage whose value is checked when the stage is built.
+
+    Args:
+      check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
+        raises an error. :func:`check_number` and :func:`check_positive_number` are such checks, and also take traced
+        numbers; :func:`per_array` makes one that takes a number for each array.
+      default: The default, which is checked too.
+      kw_only: Whether the field is given by name only.
+
+    Raises:
+      TypeError, ValueError: What ``check`` raises, when a stage is built.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> class Tempered(rpx.Perturbation):
+      ...     stochastic = False
+      ...     heat: float = rpx.stage.argument(rpx.stage.check_positive_number, default=1.0)
+      ...     def apply_leaf(self, w, key):
+      ...         return w / self.heat
+      >>> Tempered(-2.0)
+      Traceback (most recent call last):
+        ...
+      ValueError: Tempered got heat=-2.0, but takes a finite number greater than 0.
+    """
+    return field(default=default, kw_only=kw_only, metadata={argument: check})
+
+
+def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field of a stage that holds axes of the array: a number or a name, several in a tuple, or None.
+
+    In a formula, a name is replaced by the number of the axis in that array; a number is unchanged, and may be
+    negative. Names come with the arrays, in boxes of flax such as ``nn.Partitioned``. An axis that the array does not
+    have is an error.
+
+    Args:
+      default: The default.
+      kw_only: Whether the field is given by name only.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class Centred(rpx.Perturbation):  # each index of the axis has mean zero
+      ...     stochastic = False
+      ...     axis: int | str = rpx.stage.axes_field(default=-1)
+      ...     def apply_leaf(self, w, key):
+      ...         return w - w.mean(rpx.stage.other_axes(self.axis, w), keepdims=True)
+      >>> Centred().apply({"w": jnp.array([[1.0], [3.0]])})["w"]
+      Array([[-1.],
+             [ 1.]], dtype=float32)
+    """
+    return argument(check_optional_axes, default=default, kw_only=kw_only)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field, argument, axes_field))
+class Static:
+    """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
+
+    kind: ClassVar[str]
+    """The name in the markers of the raw tree, such as ``weight_norm``; by default it comes from the class name. Set it
+    if another class has that name, or to rename the class later and still read old raw trees."""
+    raw_values: ClassVar[Values] = {}
+    """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
+    names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
+    _checks: ClassVar[Mapping[str, Check]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if Static in cls.__bases__:
+            return
+        if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
+            _refuse_init(cls)
+            check_values(cls.__name__, cls.raw_values)
+            cls.kind = kind_of_class(cls)
+            dataclass(frozen=True, repr=False, eq=False)(cls)
+            # A subclass that gives a field another default keeps its check.
+            own_checks = {
+                field.name: field.metadata[argument] for field in _fields_of(cls) if argument in field.metadata
+            }
+            cls._checks = {**cls._checks, **own_checks}
+            cls.__init__ = _with_plain_values(cls.__init__)
+            # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
+            del cls.__setattr__, cls.__delattr__
+            for name in ("__repr__", "__eq__", "__hash__", "__getstate__", "__setstate__"):
+                if vars(cls).get(name) is None:
+                    setattr(cls, name, getattr(super(cls, cls), name))
+        jax.tree_util.register_static(cls)
+        if not inspect.isabstract(cls):
+            register_kind(cls.kind, cls)
+            register_class(cls)
+
+    _for_users: ClassVar[tuple[str, ...]] = ()
+    """The names that users call; all other names are for authors of stages."""
+
+    def __dir__(self) -> list[str]:
+        """The names that users call, the stage's arguments, and what third-party classes add."""
+        is_ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
+        our_names = {name for c, of_reparax in is_ours.items() if of_reparax for name in vars(c)}
+        their_names = {name for c, of_reparax in is_ours.items() if not of_reparax for name in vars(c)} - our_names
+        public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *their_names}
+        return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
+
+    def __post_init__(self) -> None:
+        for name, check in self._checks.items():
+            object.__setattr__(self, name, check(getattr(self, name), type(self).__name__, name))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static) or type(other) is not type(self):
+            return NotImplemented
+        return self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        try:
+            return hash((type(self), *(getattr(self, field.name) for field in _fields_of(self) if field.compare)))
+        except TypeError:
+            return hash((type(self), self._compared()))  # which names the field that holds an array
+
+    def _compared(self) -> tuple[Any, ...]:
+        """The values that equality and hash compare."""
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
+        if holds_array(values):
+            name = next(name for name, value in values.items() if holds_array(value))
+            raise TypeError(
+                f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Give it a known "
+                f"number, or build the stage inside of the jitted function that uses it."
+            )
+        return tuple(values.values())
+
+    # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
+    def __getstate__(self) -> dict[str, Any]:
+        field_values = {
+            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
+        }
+        return name_functions({**getattr(self, "__dict__", {}), **field_values})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in as_python(find_functions(state)).items():
+            if not isinstance(getattr(type(self), name, None), property):  # older versions stored what is computed now
+                object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Before 3.11.4, Python replaces the two methods above in a frozen dataclass with slots.
+        return type(self)._restored, (_state_method(type(self), "__getstate__")(self),)
+
+    @classmethod
+    def _restored(cls, state: Any) -> Any:
+        """The stage of a pickle, whose state ``__getstate__`` gave."""
+        stage = object.__new__(cls)
+        _state_method(cls, "__setstate__")(stage, state)
+        return stage
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
+
+
+def exact_text(stage: Static) -> str:
+    """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
+    values = [(field.name, getattr(stage, field.name)) for field in _fields_of(stage)]
+    return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
+
+
+def _state_method(cls: type, name: str) -> Any:
+    """The method of that name, unless the module of dataclasses has put its own there."""
+    method: Any = getattr(cls, name)
+    return getattr(Static, name) if method.__module__ == "dataclasses" else method
+
+
+def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
+    """The fields of a stage, or of its class, as ``dataclasses`` has them."""
+    return dataclasses.fields(stage)
+
+
+def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
+    """``init`` that turns known scalars of numpy and JAX into Python numbers, in arguments and in fields."""
+
+    @functools.wraps(init)
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        _require_arguments(type(self), args, kwargs)
+        init(self, *as_python(args), **as_python(kwargs))
+        # Defaults, and what `__post_init__` computes.
+        field_values = {
+            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
+        }
+        for name, value in as_python(field_values).items():
+            object.__setattr__(self, name, value)
+
+    return initialize
+
+
+def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses unknown and missing arguments, and those by position that must have their names."""
+    positional = [field for field in _fields_of(cls) if field.init and not field.kw_only]
+    if len(args) > len(positional):
+        names = ", ".join(f"{field.name}=" for field in declared_fields(cls) if field.kw_only)
+        advice = f"Write the others by name: {names}." if names else getattr(cls, "_instead", "It has no others.")
+        raise TypeError(
+            f"{cls.__name__} takes {len(positional)} of its arguments by position, but got {len(args)}. {advice}"
+        )
+    all_names = [field.name for field in declared_fields(cls) if field.init]
+    if unknown := [name for name in kwargs if name not in {field.name for field in _fields_of(cls) if field.init}]:
+        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], all_names)}")
+    names_given = {*(field.name for field in positional[: len(args)]), *kwargs}
+    if missing := [
+        field.name
+        for field in _fields_of(cls)
+        if field.init and field.name not in names_given and _has_no_default(field)
+    ]:
+        raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field must be given."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _refuse_init(cls: type) -> None:
+    """Refuses a class with an ``__init__``, before ``dataclass`` writes one: a stage is its fields alone."""
+    if "__init__" not in cls.__dict__:
+        return
+    arguments = list(inspect.signature(cls.__dict__["__init__"]).parameters.values())[1:]
+    fields = ", ".join(f"`{_declaration(parameter)}`" for parameter in arguments) or "what varies"
+    raise TypeError(
+        f"{cls.__name__} defines __init__, but a stage is a dataclass, which generates it. Declare {fields} in "
+        f"the class instead, with its own type, and check values in `__post_init__`."
+    )
+
+
+def _declaration(parameter: inspect.Parameter) -> str:
+    """A parameter of an ``__init__`` as the field to declare in its place: ``rank: int``."""
+    has_annotation = parameter.annotation is not inspect.Parameter.empty
+    return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"
+
+
+Number = Any
+"""A number: known, traced, or for each array its own, by expressions for paths or by a function of path and array."""
+
+TYPICAL = 0.5
+"""A number that every stage accepts; shapes and dtypes do not depend on it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class ByPath:
+    """A number for each regular expression; exactly one must match an array's whole path."""
+
+    patterns: tuple[str, ...] = field(metadata={"static": True})
+    numbers: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        patterns: Any = self.patterns
+        numbers: Any = self.numbers
+        if not isinstance(patterns, tuple) or not isinstance(numbers, tuple) or len(patterns) != len(numbers):
+            raise TypeError(
+                f"ByPath takes a tuple of expressions and one of as many numbers, but got {patterns!r} and "
+                f"{numbers!r}. Write a dict."
+            )
+
+    def __repr__(self) -> str:
+        return code(dict(zip(self.patterns, self.numbers, strict=True)))
+
+    def matching(self, path: str) -> list[int]:
+        """The indices of the expressions that match a path."""
+        return [i for i, pattern in enumerate(self.patterns) if re.fullmatch(pattern, path)]
+
+    def of(self, paths: Sequence[str]) -> ByPath:
+        """The expressions that match some of these paths."""
+        matching = sorted({i for path in paths for i in self.matching(path)})
+        return ByPath(tuple(self.patterns[i] for i in matching), tuple(self.numbers[i] for i in matching))
+
+    def at(self, path: str, array: Any) -> Any:
+        """The number for the array at ``path``, which one expression matches."""
+        del array
+        return self.numbers[self.matching(path)[0]]
+
+
+register_class(ByPath)
+
+
+@dataclass(frozen=True, repr=False)
+class ByArray:
+    """A function that returns the number for a path and an array (or its type)."""
+
+    function: Callable[[str, Any], Any]
+    check: Check = field(compare=False)
+    who: str = field(compare=False)
+    name: str = field(compare=False)
+
+    def __repr__(self) -> str:
+        return code(self.function)
+
+    def at(self, path: str, array: Any) -> Any:
+        """The number for an array; the function gets its shape and dtype only."""
+        try:
+            number = self.function(path, array)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.who} got a function as {self.name} that fails for {path!r}: {error}. It takes the path, and "
+                f"the shape and dtype of the array without its numbers."
+            ) from error
+        return self.check(number, self.who, f"{self.name} at {path!r}")
+
+
+def per_array(check: Check) -> Check:
+    """A check that accepts what ``check`` accepts, or a number for each array, as described at :class:`Perturbation`.
+
+    In a formula, the field is the number for the array.
+
+    Args:
+      check: A check for :func:`argument`. Each number is checked separately.
+
+    Raises:
+      TypeError: From the returned check, if a dict is empty, or its keys are not regular expressions.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> class Heated(rpx.Perturbation):
+      ...     heat: float = rpx.stage.argument(rpx.stage.per_array(rpx.stage.check_positive_number))
+      ...     stochastic = False
+      ...     def apply_leaf(self, w, key):
+      ...         return w / self.heat
+      >>> Heated({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
+      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
+    """
+
+    def check_each(value: Any, who: str, name: str) -> Any:
+        if isinstance(value, ByArray):
+            return value
+        if isinstance(value, ByPath | Mapping):
+            return _check_by_path(value, who, name, check)
+        # A function of one argument is a schedule.
+        takes_array = callable(value) and takes(value, 2, unsure=False)
+        return ByArray(value, check, who, name) if takes_array else check(value, who, name)
+
+    return check_each
+
+
+@dataclass(frozen=True)
+class AxesByPath:
+    """A check of axes that accepts a dict too: axes for each regular expression for paths."""
+
+    check: Check
+
+    def __call__(self, value: Any, who: str, name: str) -> Any:
+        varies = isinstance(value, ByPath | Mapping)
+        return _check_by_path(value, who, name, self.check) if varies else self.check(value, who, name)
+
+
+def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several: bool = False) -> Any:
+    """The one answer for all arrays, or answers by path; with ``several``, by path in any case.
+
+    Numbers in paths stand for any number, where all arrays with such a path have that answer.
+    """
+    if len(set(answers.values())) == 1 and not several:
+        return next(iter(answers.values()))
+    paths_of_answer: dict[Any, dict[str, None]] = {}
+    for path, answer in answers.items():
+        pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
+        agreements = {
+            answers.get(other_path, paths_of_answer) == answer
+            for other_path in paths
+            if re.fullmatch(pattern, other_path)
+        }
+        paths_of_answer.setdefault(answer, {})[pattern if agreements == {True} else re.escape(path)] = None
+    return ByPath(tuple(map("|".join, paths_of_answer.values())), tuple(paths_of_answer))
+
+
+def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
+    """Numbers by regular expressions, each of which ``check`` takes, in the form that a stage holds."""
+    if isinstance(value, ByPath):
+        value = dict(zip(value.patterns, value.numbers, strict=True))
+    if not value or not all(isinstance(pattern, str) for pattern in value):
+        raise TypeError(f"{who} takes a dict of regular expressions and numbers as {name}, but got {dict(value)!r}.")
+    for pattern in value:
+        check_where(pattern, who, name)
+    numbers = tuple(check(number, who, f"{name}[{pattern!r}]") for pattern, number in value.items())
+    return ByPath(tuple(value), numbers)
+
+
+def without_unmatched(
+    who: str, numbers: Mapping[str, Any], selected: Sequence[bool], paths: Sequence[str]
+) -> list[bool]:
+    """``selected``, without the paths that have no number.
+
+    Raises:
+      ValueError: If an expression matches nothing, or if two match one path.
+    """
+    flags = list(selected)
+    for name, by_path in numbers.items():
+        if not isinstance(by_path, ByPath):
+            continue
+        selected_paths = [path for path, flag in zip(paths, selected, strict=True) if flag]
+        matched: set[int] = set()
+        for i, path in enumerate(paths):
+            matching = by_path.matching(path) if flags[i] else []
+            if len(matching) > 1:
+                pattern, other_pattern = (by_path.patterns[place] for place in matching[:2])
+                raise ValueError(
+                    f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
+                    f"expressions."
+                )
+            flags[i] = bool(matching)
+            matched.update(matching)
+        if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
+            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why_nothing(lost[0], selected_paths)}")
+    return flags

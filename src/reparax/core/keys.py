@@ -1,0 +1,228 @@
+"""Random keys: one for each random stage and each array. Only this file splits keys.
+
+A draw depends only on the key, the array's path, the stage's kind, the stage's number among the stages of that kind on
+the array, and whether ``update`` draws it. It does not depend on how many arrays there are, or on what other stages do.
+Noise of small arrays of one type is drawn in one loop; neighbouring noises on an array draw once.
+"""
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+from jax.core import Tracer
+from jax.sharding import AxisType
+
+from reparax.core.paths import Names
+from reparax.numerics.inlined import inlined
+
+
+class Keys:
+    """The keys of one call of a chain; counts which stages have acted on each array so far."""
+
+    def __init__(self, key: jax.Array | None) -> None:
+        self._key = key
+        self._arrays: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def has_key(self) -> bool:
+        """Whether there is a key to draw with."""
+        return self._key is not None
+
+    def numbers(self, kind: str, paths: Sequence[str]) -> list[int]:
+        """For each array at ``paths``, the number of the stage of ``kind`` that acts on it now."""
+        self._arrays.update((kind, path) for path in paths)
+        return [self._arrays[kind, path] for path in paths]
+
+    def of_arrays(self, kind: str, number: int, paths: Sequence[str]) -> jax.Array | None:
+        """A batch of keys, one for each array, for a stage of this kind and number; None without a key."""
+        if self._key is None or not paths:
+            return None
+        return _fold_texts(_fold_texts(self._key, [f"{kind}@{number}"])[0], paths)
+
+    def of_sites(self, kind: str, sites: Sequence[tuple[int, str]]) -> list[jax.Array | None]:
+        """A key for each pair of number and path; None for each without a key."""
+        key_of_site: dict[tuple[int, str], jax.Array] = {}
+        for number in {number for number, _ in sites}:
+            sites_of_number = [site for site in sites if site[0] == number]
+            batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
+            key_of_site |= {} if batch is None else dict(zip(sites_of_number, _each_key(batch), strict=True))
+        return [key_of_site.get(site) for site in sites]
+
+
+def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
+    """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
+    return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+
+
+def is_one_key(key: Any) -> bool:
+    """Whether ``key`` is a typed scalar key."""
+    return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
+    """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
+    is_typed = key
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
+        size = jax.random.key_data(jax.random.key(0)).shape[-1]
+        is_typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
+    if not isinstance(is_typed, jax.Array) or not jnp.issubdtype(is_typed.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{who} needs a PRNG key, but got {_describe_key(key)}. Make one with `jax.random.key(seed)`.")
+    if is_typed.ndim > 0:
+        raise ValueError(
+            f"{who} takes one key, but got a batch of keys of shape {is_typed.shape}. Map over them: `{in_batches}`."
+        )
+    return is_typed
+
+
+def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """An array of keys of this shape, whose draws are independent."""
+    return jax.random.split(key, shape)
+
+
+def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The key for one use of a draw, from the key of the draw, or the first of its keys, and the number of the use.
+
+    It differs between shards along the mesh axes ``axes``.
+    """
+    for word in (number, *map(jax.lax.axis_index, axes)):
+        key = jax.random.fold_in(key.ravel()[0] if key.ndim else key, word)
+    return key
+
+
+def _describe_key(value: Any) -> str:
+    """What came in place of a key: the dtype and shape of an array, else the type, and a plain value."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    number = isinstance(value, int | float | str | np.generic)
+    return f"{value!r} of type {type(value).__name__}" if number else f"a value of type {type(value).__name__}"
+
+
+def _fold_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """A batch of keys, one for each text; each depends only on ``key`` and on 64 bits of the hash of its text."""
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    words = np.frombuffer(b"".join(digests), dtype="<u4").reshape(-1, 2)
+    if isinstance(key, Tracer):
+        return _fold_literals(key, tuple(map(tuple, words.tolist())))
+    return _fold_words(key, *(np.ascontiguousarray(column) for column in words.T))
+
+
+@functools.partial(inlined, static_argnums=1)
+def _fold_literals(key: jax.Array, words: tuple[tuple[int, int], ...]) -> jax.Array:
+    """The keys of pairs of words, traced once for the same pairs.
+
+    The words are literals in the program: a constant array would become an input, and gradients would keep it.
+    """
+    columns = ([jax.lax.full((1,), word, jnp.uint32) for word in column] for column in zip(*words, strict=True))
+    return _fold_words(key, *(jax.lax.concatenate(column, 0) for column in columns))
+
+
+@inlined
+def _fold_words(key: jax.Array, high: Any, low: Any) -> jax.Array:
+    """A key for each pair of words: ``fold_in(fold_in(key, high), low)``."""
+
+    def fold_pair(high: Any, low: Any) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        # Under vmap, a key of unsafe_rbg would depend on its neighbours.
+        return jnp.stack([fold_pair(*pair) for pair in zip(high, low, strict=True)])
+    return jax.vmap(fold_pair)(high, low)
+
+
+LOOPED = 2**14
+"""The largest size of an array that draws in a loop. On a CPU, an array that draws alone adds a tenth of a second to
+compilation; an array that draws in a loop uses one core only, in every step."""
+
+
+def draw_for_sites(layer: Any, arrays: Mapping[Names, Any], keys: Keys) -> dict[int, Array]:
+    """For the index of each random site of a layer its key; for noise its draw."""
+    counting = [i for i, site in enumerate(layer.sites) if site.seed is not None]
+    seeds = [layer.sites[i].seed for i in counting]
+    numbers = dict(zip(counting, keys.numbers(layer.stage.kind, [*seeds, *layer.absorbed]), strict=False))
+    groups: dict[Any, list[int]] = {}
+    for i in counting:
+        if layer.sites[i].is_random:
+            groups.setdefault(_group_key(i, layer.sites[i], arrays), []).append(i)
+    draw_of_site: dict[int, Array] = {}
+    for number in sorted(set(numbers.values())):
+        groups_of_number = [[i for i in group if numbers[i] == number] for group in groups.values()]
+        batch = keys.of_arrays(
+            layer.stage.kind, number, [layer.sites[i].seed for group in groups_of_number for i in group]
+        )
+        start = 0
+        for group in filter(None, groups_of_number):
+            assert batch is not None
+            group_keys = jax.lax.slice_in_dim(batch, start, start + len(group))
+            draw_of_site |= zip(group, _draw_group([layer.sites[i] for i in group], arrays, group_keys), strict=True)
+            start += len(group)
+    return draw_of_site
+
+
+def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> list[Array]:
+    """The keys of sites that draw alike, or their noise: in a loop, if there are several."""
+    stage, array = group[0].stage, arrays[group[0].spots["w"].place] if group[0].is_noise else None
+    if array is None:
+        return [keys[0]]
+    if len(group) == 1:
+        return [stage.draw(jnp.asarray(array), keys[0])]
+    parts = jax.lax.split(stage.draw(jnp.asarray(array), keys), [1] * len(group))
+    return [jax.lax.squeeze(part, [0]) for part in parts]
+
+
+def _group_key(i: int, site: Any, arrays: Mapping[Names, Any]) -> Any:
+    """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
+    if not site.is_noise:
+        return i
+    array = jnp.asarray(arrays[site.spots["w"].place])
+    sharding = jax.typeof(array).sharding
+    # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
+    if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:
+        return i
+    return type(site.stage), site.stage.shared, array.shape, array.dtype, sharding
+
+
+def _is_large(w: Array) -> bool:
+    """Whether an array draws alone: it has more than ``LOOPED`` numbers, or nobody knows how many."""
+    return any(map(export.is_symbolic_dim, w.shape)) or w.size > LOOPED
+
+
+def merge_noise(layers: Sequence[Any]) -> list[Any]:
+    """The layers with neighbouring noises on an array joined in the first of them, where one draw does for both."""
+    sites_of_layers = [list(layer.sites) for layer in layers]
+    absorbed = [list(layer.absorbed) for layer in layers]
+    last_noise: dict[Names, tuple[int, int]] = {}  # for the place of an array, the noise that acted on it last
+    for n, layer in enumerate(layers):
+        for site in layer.sites:
+            site_places = [*site.reads.values(), *(x for spot in site.spots.values() for x in spot.values.values())]
+            earlier = last_noise.get(site_places[0]) if site.is_noise else None
+            joined = None if earlier is None else _join_noises(sites_of_layers[earlier[0]][earlier[1]], site)
+            for place in site_places:
+                last_noise.pop(place, None)
+            if earlier is not None and joined is not None:
+                sites_of_layers[earlier[0]][earlier[1]] = joined
+                sites_of_layers[n].remove(site)
+                absorbed[n].append(site.seed)
+                last_noise[site_places[0]] = earlier
+            elif site.is_noise:
+                last_noise[site_places[0]] = (n, sites_of_layers[n].index(site))
+    parts = zip(layers, sites_of_layers, absorbed, strict=True)
+    return [replace(layer, sites=sites, absorbed=seeds) for layer, sites, seeds in parts]
+
+
+def _join_noises(earlier_site: Any, later_site: Any) -> Any:
+    """The first site with the noise of both, or None if each needs a draw of its own.
+
+    A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
+    """
+    noise, other_noise = earlier_site.stage, later_site.stage
+    if type(noise) is not type(other_noise) or "merged_with" not in vars(type(noise)):
+        return None
+    joined = noise.merged_with(other_noise)
+    return None if joined is None else replace(earlier_site, stage=joined)

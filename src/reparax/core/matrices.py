@@ -1,0 +1,241 @@
+"""Arrays as matrices: which of their axes are rows, and which are columns.
+
+Formulas on matrices take arrays of two axes, rows first. An array may have several row or column axes, such as an
+attention kernel of ``(embed, heads, dim)`` with ``rows=0, columns=(1, 2)``. They are merged before a formula runs and
+split again after it, including those of raw values, whose rows and columns have the sizes of the array's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, Self
+
+import jax
+from jax import Array
+
+from reparax.core.axes import Axes, AxisNumbers, check_optional_axes, list_axes
+from reparax.core.fields import argument
+from reparax.core.leaf import Reparametrization
+from reparax.core.raw import OTHER_CHAIN
+from reparax.core.roles import OUTPUTS
+from reparax.core.values import value_of
+
+AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
+Sizes = tuple[int, ...]
+
+
+class MatrixAxes(Reparametrization):
+    """A stage that reads an array as a matrix; of more than two axes, the user says which are rows and columns."""
+
+    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
+
+    def _axes_error(self, w: Array) -> str | None:
+        return super()._axes_error(w) or self._matrix_error(w)
+
+    def _matrix_error(self, w: Array) -> str | None:
+        """What is wrong with ``w`` as a matrix of the given rows and columns, or None."""
+        if w.ndim < 2:
+            return f"expected an array of two or more dimensions, got shape {w.shape}. Leave it out with `where`."
+        if self.rows is None and self.columns is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}. Say which axes are columns, such as columns=(1, 2) for "
+                f"(in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, or along which axes matrices "
+                f"are stacked (stacked=0), or leave it out with `where`."
+            )
+        if self._share(w.ndim):
+            return None
+        return (
+            f"expected each axis of shape {w.shape} to be in rows or in columns, got rows={self.rows} "
+            f"and columns={self.columns}. Name each axis once; `stacked` axes do not count."
+        )
+
+    def _share(self, ndim: int) -> bool:
+        """Whether each axis of an array is either a row or a column axis."""
+        groups = [list_axes(axes) for axes in (self.rows, self.columns) if axes is not None]
+        numbers = [axis + ndim * (axis < 0) for axes in groups for axis in axes]
+        once = len(set(numbers)) == len(numbers) and set(numbers) <= set(range(ndim))
+        return not groups or (
+            all(groups) and once and (len(numbers) == ndim if len(groups) == 2 else 0 < len(numbers) < ndim)
+        )
+
+    def axes_in_use(self, w: Array) -> dict[str, tuple[AxisNumbers, str]]:
+        return {"columns": (tuple(sorted(self.axes_of(w.ndim)[1])), OUTPUTS)}
+
+    def axes_of(self, ndim: int) -> AxisGroups:
+        """The row axes and the column axes of an array."""
+        groups = [None if axes is None else list_axes(axes) for axes in (self.rows, self.columns)]
+        rows, columns = (None if axes is None else tuple(axis % ndim for axis in axes) for axes in groups)
+        if rows is None and columns is None:
+            return (0,), (1,)
+        one_group = rows if rows is not None else columns
+        other_group = tuple(axis for axis in range(ndim) if axis not in (one_group or ()))
+        return (other_group if rows is None else rows), (other_group if columns is None else columns)
+
+
+class RowsAndColumns(MatrixAxes):
+    """A stage on matrices.
+
+    A subclass writes its formulas for arrays of two axes. ``raw_values`` gives the axes of each raw value that has rows
+    or columns: ``{"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}``; a base has the axes of the
+    array itself. If there are several row or column axes, their sizes are read from raw values with rows and with
+    columns.
+    """
+
+    square: ClassVar[bool] = False
+    """Whether rows and columns have the same sizes, so that values with rows tell both."""
+
+    @property
+    def _alone(self) -> Self:
+        has_axes = self.rows is not None or self.columns is not None
+        return replace(self, rows=None, columns=None) if has_axes else self
+
+    def _why_refused(self, w: Array) -> str | None:
+        if why := self._matrix_error(w):
+            return why
+        return super(RowsAndColumns, self._alone)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
+
+    def _matrix_error(self, w: Array) -> str | None:
+        if why := super()._matrix_error(w):
+            return why
+        rows, columns = self.axes_of(w.ndim)
+        if len(rows) == len(columns) == 1:
+            return None
+        declarations = self.raw_values.values()
+        kinds = {axis for value in declarations for axis in value.axes}
+        if any(value.base for value in declarations) or ("rows" in kinds and ("columns" in kinds or self.square)):
+            return None
+        return (
+            f"expected one axis as rows and one as columns, got rows={self.rows} and columns={self.columns} of shape "
+            f"{w.shape}. Leave the array out with `where`, or reshape it."
+        )
+
+    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        def of_merged(x: Any, *further: Any) -> Any:
+            if isinstance(x, Mapping):
+                counts = self._counts(x)
+                self._require_axes(x, counts)
+                groups, sizes = self.axes_of(sum(counts.values())), self._sizes(x, counts)
+                self._require_sizes(x, counts)
+                merged_values = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
+                result = formula(merged_values, *further)
+            else:
+                groups = self.axes_of(x.ndim)
+                result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
+            if isinstance(result, Mapping):
+                return {name: self._split_value(name, value, groups, sizes) for name, value in result.items()}
+            if isinstance(x, Mapping) and result.ndim not in (0, 2):
+                raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
+            return split_axes(result, groups, sizes) if result.ndim == 2 else result
+
+        return of_merged
+
+    def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
+        """The numbers of row and column axes of the array, from its raw values."""
+        if (base := self._base(values)) is not None:
+            rows, columns = self.axes_of(base.ndim)
+            return {"rows": len(rows), "columns": len(columns)}
+        axes_of_group = {"rows": self.rows, "columns": self.columns}
+        count_of_group = {group: len(list_axes(axes)) for group, axes in axes_of_group.items() if axes is not None}
+        for name, declaration in self.raw_values.items():
+            missing = [axis for axis in declaration.axes if axis in axes_of_group and axis not in count_of_group]
+            if count_of_group and name in values and len(missing) == 1:
+                count_of_others = sum(count_of_group.get(axis, 1) for axis in declaration.axes if axis not in missing)
+                count_of_group[missing[0]] = values[name].ndim - count_of_others
+        default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
+        return {group: count_of_group.get(group, default) for group in axes_of_group}
+
+    def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
+        """Refuses raw values with a wrong number of axes."""
+        for name, declaration in self.raw_values.items():
+            ndim = sum(counts.get(axis, 1) for axis in declaration.axes)
+            if declaration.axes and name in values and values[name].ndim != ndim:
+                shape = values[name].shape
+                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {shape}: {OTHER_CHAIN}")
+
+    def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
+        """Refuses raw values whose rows or columns differ from those of the base."""
+        if (base := self._base(values)) is None:
+            return
+        rows, columns = _sizes_of_groups(base, self.axes_of(base.ndim))
+        sizes_of_base = {"rows": rows, "columns": columns}
+        for name in values:
+            for axis, size in self._axis_sizes(name, values[name], counts).items():
+                if axis in sizes_of_base and size != sizes_of_base[axis]:
+                    raise ValueError(f"expected {name} of {sizes_of_base[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+
+    def _base(self, values: Mapping[str, Array]) -> Array | None:
+        """The value that has the axes of the array itself, if there is one."""
+        return next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
+
+    def _axis_sizes(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
+        """The sizes of each axis of a raw value; rows and columns may have several."""
+        axes = value_of(self.raw_values, name).axes
+        ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
+        return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
+
+    def _sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> tuple[Sizes, Sizes] | None:
+        """The sizes of row and column axes, from raw values; None if there is one of each."""
+        if set(counts.values()) == {1}:
+            return None
+        if (base := self._base(values)) is not None:
+            return _sizes_of_groups(base, self.axes_of(base.ndim))
+        sizes_of_axis = {
+            axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()
+        }
+        return sizes_of_axis["rows"], sizes_of_axis.get("columns", sizes_of_axis["rows"])
+
+    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: AxisGroups) -> Array:
+        """A raw value with merged axes, for the formula."""
+        if value_of(self.raw_values, name).base:
+            return merge_axes(value, *groups)
+        sizes_of_axis = self._axis_sizes(name, value, counts)
+        return value.reshape([math.prod(sizes) for sizes in sizes_of_axis.values()]) if sizes_of_axis else value
+
+    def _split_value(
+        self, name: str, value: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None
+    ) -> Array:
+        """A raw value with split axes, for the raw tree."""
+        spec = value_of(self.raw_values, name)
+        if spec.base:
+            return split_axes(value, groups, row_and_column_sizes)
+        if row_and_column_sizes is None or not spec.axes:
+            return value
+        sizes_of_axis = {"rows": row_and_column_sizes[0], "columns": row_and_column_sizes[1]}
+        shape = [
+            part_size
+            for axis, size in zip(spec.axes, value.shape, strict=True)
+            for part_size in sizes_of_axis.get(axis, (size,))
+        ]
+        return value.reshape(shape)
+
+
+def _sizes_of_groups(w: Array, groups: AxisGroups) -> tuple[Sizes, Sizes]:
+    """The sizes of the axes of rows, and of those of columns."""
+    rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
+    return rows, columns
+
+
+def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
+    """An array, or the type of one, as a matrix."""
+    shape = tuple(math.prod(w.shape[axis] for axis in axes) for axes in (rows, columns))
+    if isinstance(w, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, w.dtype)
+    order = (*rows, *columns)
+    return w if order == (0, 1) else w.transpose(order).reshape(shape)
+
+
+def split_axes(matrix: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None) -> Array:
+    """The inverse of :func:`merge_axes`: the array for a matrix."""
+    rows, columns = groups
+    array = (
+        matrix if row_and_column_sizes is None else matrix.reshape(*row_and_column_sizes[0], *row_and_column_sizes[1])
+    )
+    order = (*rows, *columns)
+    return array if order == (0, 1) else array.transpose([order.index(axis) for axis in range(len(order))])

@@ -1,0 +1,149 @@
+"""Finds which parameter axis each axis of a raw array follows.
+
+Each stage states which axes of an array the axes of its raw values follow, and a chain composes these answers. If a
+stage does not state it, it is probed on shapes: ``init`` is traced several times, each time with one more axis length
+doubled, and a raw axis follows the axis with which it grows. The largest lengths are doubled first, so that the order
+of lengths never changes. Equal lengths of different arrays are doubled together, because ties and joint formulas rely
+on them. So are equal lengths that a stage needs, such as those of a square matrix; then an axis follows the axis at its
+own position.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from reparax.core.paths import Names, PyTree, items, path_text, types_of_result
+from reparax.core.raw import parameter_path
+from reparax.numerics.arithmetic import is_array
+
+Init = Callable[[PyTree], PyTree]
+FollowedAxes = tuple[int | None, ...]
+"""For each axis of an array the axis of its source that it follows; None if it follows none."""
+Origins = dict[Names, tuple[Names, FollowedAxes]]
+"""For each raw array, its source array, and for each of its axes, the axis of the source that it follows."""
+Follow = Callable[[PyTree], tuple[PyTree, Origins]]
+Length = tuple[int, int]  # the length, and the number of earlier axes of the same length in the array
+Shapes = dict[Names, tuple[int, ...]]
+
+
+def inherit_entries(
+    follow: Follow, params: PyTree, entries: Mapping[str, Sequence[Any]]
+) -> dict[Names, tuple[Any, ...]]:
+    """For each raw array of ``params``, the entries of the parameter axes that its axes follow.
+
+    Args:
+      follow: Returns the shapes of the raw tree, and the origins of its arrays.
+      params: The parameters, or their shapes and dtypes.
+      entries: For the path of a parameter, one entry for each of its axes.
+
+    Returns:
+      For the path of each raw array, an entry for each axis; None if an axis follows none.
+    """
+
+    def of(source: Names, places: FollowedAxes) -> tuple[Any, ...]:
+        axis_entries = entries.get(path_text(source))
+        return tuple(None if axis_entries is None or place is None else axis_entries[place] for place in places)
+
+    return {path: of(*origin) for path, origin in follow(params)[1].items()}
+
+
+def keep_origins(tree: PyTree) -> Origins:
+    """The origins of arrays that do not change."""
+    return {path: (path, tuple(range(len(shape)))) for path, shape in _shapes_of(tree).items()}
+
+
+def compose_origins(origins: Origins, earlier: Origins) -> Origins:
+    """The origins of arrays through two steps: their sources have the origins ``earlier``."""
+
+    def of(source: Names, places: FollowedAxes) -> tuple[Names, FollowedAxes]:
+        if source not in earlier:  # the later step made it, so no axis of the parameters is behind it
+            return source, (None,) * len(places)
+        root, axes = earlier[source]
+        return root, tuple(None if place is None else axes[place] for place in places)
+
+    return {path: of(*origin) for path, origin in origins.items()}
+
+
+def probe_origins(init: Init, tree: PyTree) -> Origins:
+    """The origins of the arrays of ``init(tree)``, found by doubling lengths."""
+    traces = list(_trace_doublings(init, tree))
+    param_shapes, raw_shapes = ([trace[i] for trace in traces] for i in range(2))
+    growths = {path: _growth_of_axes(param_shapes, path) for path in param_shapes[0]}
+    main = {parameter_path(path): path for path in reversed(growths)}
+
+    def of(path: Names) -> tuple[Names, FollowedAxes]:
+        within = [path[:i] for i in range(len(path), 0, -1) if path[:i] in growths]
+        source = within[0] if within else main.get(parameter_path(path), ())
+        return source, _match_growths(growths.get(source, []), _growth_of_axes(raw_shapes, path))
+
+    return {path: of(path) for path in raw_shapes[0]}
+
+
+def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
+    """How each axis of the array at ``path`` grows between traces."""
+    return [_growth(lengths) for lengths in zip(*(shapes[path] for shapes in traces), strict=True)]
+
+
+def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
+    """How an axis grows between traces; its length if it does not grow, such as a rank given to a stage."""
+    return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
+
+
+def _match_growths(param_growths: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:
+    """For each axis of a raw array, the parameter axis that it follows; no axis is followed twice."""
+    places: list[int | None] = []
+    for axis, growth in enumerate(axes):
+        matches = [place for place, param_growth in enumerate(param_growths) if param_growth == growth != (1,)]
+        if len(param_growths) == len(axes) and axis in matches:
+            matches = [axis]
+        places.append(matches[0] if len(matches) == 1 and matches[0] not in places else None)
+    return tuple(places)
+
+
+def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shapes]]:
+    """The shapes of parameters and raw arrays: the original ones, and those after each doubling that works."""
+    leaves, treedef = jax.tree.flatten(params)
+
+    def trace(lengths: Collection[Length]) -> tuple[Shapes, Shapes]:
+        grown = treedef.unflatten([_double(x, lengths) if is_array(x) else x for x in leaves])
+        return _shapes_of(grown), _shapes_of(types_of_result(init, grown))
+
+    original = trace(())
+    yield original
+    working: list[Length] = []
+    waiting: list[Length] = []
+    for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
+        for together in ([*waiting, length], [length]) if waiting else ([length],):
+            try:
+                shapes = trace([*working, *together])
+            except Exception:  # a stage may refuse such a shape with any exception
+                continue
+            if _ranks(shapes) == _ranks(original):
+                yield shapes
+                working += together
+                waiting = [candidate for candidate in waiting if candidate not in together]
+                break
+        else:
+            waiting.append(length)
+
+
+def _lengths(shape: Sequence[int]) -> list[Length]:
+    """The length of each axis, with the number of earlier axes that have the same."""
+    return [(n, shape[:axis].count(n)) for axis, n in enumerate(shape)]
+
+
+def _double(x: Any, lengths: Collection[Length]) -> jax.ShapeDtypeStruct:
+    """The type of ``x`` with these of its lengths doubled."""
+    sizes = (2 * length[0] if length in lengths else length[0] for length in _lengths(x.shape))
+    return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+
+def _shapes_of(tree: PyTree) -> Shapes:
+    """The shape of each array of a tree, by its place."""
+    return {path: x.shape for path, x in items(tree) if is_array(x)}
+
+
+def _ranks(shapes: tuple[Shapes, Shapes]) -> dict[Names, int]:
+    """The number of axes of each raw array of a trace."""
+    return {path: len(shape) for path, shape in shapes[1].items()}

@@ -1,0 +1,196 @@
+"""Trees as named leaves: a parameter has the same path, whichever library made the tree."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    keystr,
+    register_pytree_with_keys_class,
+    tree_flatten_with_path,
+)
+
+from reparax.numerics.arithmetic import is_array
+
+PyTree = Any
+Names = tuple[str, ...]
+IsLeaf = Callable[[object], bool]
+
+_VALUE = GetAttrKey("value")
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype that JAX gives an array."""
+    return x.dtype if jnp.issubdtype(x.dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and the dtype that JAX gives it."""
+    return jax.ShapeDtypeStruct(x.shape, dtype_of(x))
+
+
+def has_symbols(arrays: Iterable[Any]) -> bool:
+    """Whether a length of one of these arrays, or types, is symbolic."""
+    return any(map(export.is_symbolic_dim, (n for x in arrays for n in x.shape)))
+
+
+def types_of_result(fun: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """Shapes and dtypes of ``fun(tree)``; leaves that are not arrays, such as functions, are left out.
+
+    Shardings are dropped: they do not matter here, and some stages fail on a mesh with explicit axes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def of_arrays(arrays: list[Any]) -> PyTree:
+        new_leaves = [leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)]
+        return jax.tree.map(lambda x: x if is_array(x) else None, fun(treedef.unflatten(new_leaves)))
+
+    return jax.eval_shape(of_arrays, [type_of(leaf) if is_array(leaf) else None for leaf in leaves])
+
+
+def is_traceable(x: object) -> bool:
+    """Whether JAX accepts ``x`` as an array, concrete or abstract."""
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.issubdtype(x.dtype, np.number) or x.dtype == bool
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_empty(x: object) -> bool:
+    """Whether ``x`` is the empty node of a place without a value of its own."""
+    return (isinstance(x, Mapping) or type(x) is tuple) and not x
+
+
+def is_end(x: object) -> bool:
+    """Whether nothing of a raw tree is below ``x``, for a node that JAX would open or leave out."""
+    return x is None or is_empty(x)
+
+
+def has_ancestor(x: object, *names: str) -> bool:
+    """Whether ``x`` is an instance of a flax class of one of these names; does not import flax."""
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
+
+
+def is_box(x: object) -> bool:
+    """Whether ``x`` is a flax node of one array and its metadata: an nnx variable or a linen box."""
+    return has_ancestor(x, "Variable", "AxisMetadata")
+
+
+def is_reference(x: object) -> bool:
+    """Whether ``x`` is a leaf whose content changes in place: an nnx variable with hijax=True, or ``jax.new_ref``."""
+    return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
+
+
+@register_pytree_with_keys_class
+class _Named(dict[str, Any]):
+    """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""
+
+    made_by: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, mapping: Mapping[str, Any], with_key_names: Callable[[Any], Any]) -> "_Named":
+        """The mapping with key names, also for the mappings inside it."""
+        new = cls({key: with_key_names(mapping[key]) for key in sorted(mapping)})
+        new.made_by = type(mapping)
+        return new
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        return [(DictKey(key), value) for key, value in self.items()], (tuple(self), self.made_by)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Any:
+        keys, made_by = aux
+        return made_by(dict(zip(keys, children, strict=True)))
+
+
+def _is_unnamed(x: object) -> bool:
+    """Whether ``x`` is a mapping that JAX flattens without key names, such as haiku's immutable dicts."""
+    if type(x) is dict or not isinstance(x, Mapping):
+        return False
+    parts = tree_flatten_with_path(x, is_leaf=lambda part: part is not x)[0]
+    has_index_keys = any(isinstance(key, FlattenedIndexKey) for keypath, _ in parts for key in keypath)
+    return has_index_keys or (not parts and not is_empty(x))
+
+
+def with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> PyTree:
+    """``tree`` with key names for mappings that have none, unless ``is_leaf`` stops there."""
+
+    def stops_at(x: object) -> bool:
+        return is_leaf is not None and is_leaf(x)
+
+    def name_keys(x: Any) -> Any:
+        return _Named.of(x, name_all_keys) if _is_unnamed(x) and not stops_at(x) else x
+
+    def name_all_keys(x: Any) -> Any:
+        nodes, treedef = jax.tree.flatten(x, is_leaf=lambda x: stops_at(x) or _is_unnamed(x))
+        return treedef.unflatten(map(name_keys, nodes)) if any(map(_is_unnamed, nodes)) else x
+
+    return name_all_keys(tree)
+
+
+def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[list[Names], list[Any], Any]:
+    """The names on the path to each leaf, the leaves, and the treedef.
+
+    The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is.
+    """
+    pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    if any(isinstance(key, FlattenedIndexKey) for keypath, _ in pairs for key in keypath):
+        tree = with_names(tree, is_leaf)
+        pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    boxes: set[Any] = set()
+    if any(_VALUE in keypath for keypath, _ in pairs):
+        nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]
+        _require_one_place(nodes)
+        boxes = {keypath for keypath, _ in nodes}
+
+    def names(keypath: tuple[Any, ...]) -> Names:
+        return tuple(
+            keystr((key,), simple=True) for i, key in enumerate(keypath) if not (key == _VALUE and keypath[:i] in boxes)
+        )
+
+    return [names(keypath) for keypath, _ in pairs], [leaf for _, leaf in pairs], treedef
+
+
+def items(tree: PyTree, is_leaf: IsLeaf | None = None) -> list[tuple[Names, Any]]:
+    """Each leaf with the names on its path."""
+    paths, leaves, _ = flatten_with_names(tree, is_leaf)
+    return list(zip(paths, leaves, strict=True))
+
+
+def _require_one_place(boxes: list[tuple[Any, Any]]) -> None:
+    """Refuses an nnx variable that two modules share: the tree would hold two copies, which would diverge."""
+    places: dict[int, Any] = {}
+    for keypath, box in boxes:
+        first_place = places.setdefault(id(box), keypath)
+        if first_place != keypath and has_ancestor(box, "Variable"):
+            at, second = (keystr(place, simple=True, separator="/") for place in (first_place, keypath))
+            raise ValueError(
+                f"The tree holds one nnx variable at {at!r} and at {second!r}; the copies would diverge. Split the "
+                f"module first, `graph, params, rest = nnx.split(model, nnx.Param, ...)`: `params` has it once."
+            )
+
+
+def path_text(names: Names) -> str:
+    """The path as users write it."""
+    return "/".join(names)
+
+
+def describe(x: Any) -> str:
+    """A value in an error message: its dtype and shape, or its type, never its numbers."""
+    if is_empty(x):
+        return "an empty node"
+    if not is_array(x):
+        return type(x).__name__
+    return f"{dtype_of(x)}{list(x.shape)}"
+
+
+class Transformation(NamedTuple):
+    """A transformation with optax's interface."""
+
+    init: Callable[[PyTree], PyTree]
+    update: Callable[..., tuple[PyTree, PyTree]]

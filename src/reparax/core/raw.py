@@ -1,0 +1,395 @@
+"""The raw tree: plain data whose key paths describe its arrays, and the same tree laid flat.
+
+A parametrized array is replaced by a marker dict, ``{"@weight_norm": {"g": ..., "v": ...}}``, nested for chains, with
+fixed values under ``"@fixed"``. The key path of a raw array contains everything about it: its parameter, whether it is
+main or auxiliary, free or fixed, and under which path a stage can select it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from reparax.core.names import import_stage
+from reparax.core.paths import (
+    Names,
+    PyTree,
+    flatten_with_names,
+    has_ancestor,
+    is_empty,
+    is_end,
+    items,
+    path_text,
+    type_of,
+)
+from reparax.core.values import Values, value_of
+from reparax.numerics.arithmetic import is_array
+
+FIXED = "@fixed"
+OTHER_CHAIN = (
+    "another chain made this raw tree. "
+    "Apply the chain that made it; `p.check(raw, like=params)` lists every difference."
+)
+
+
+class Kind(Protocol):
+    """The fact about a stage that raw trees need: what its values are."""
+
+    raw_values: Values
+
+
+_kinds: dict[str, Kind] = {}
+
+
+def register_kind(kind: str, stage: Kind) -> None:
+    """Registers the stage whose marker is ``kind``; a later definition replaces an earlier one."""
+    _kinds[kind] = stage
+
+
+def registered_kind(kind: str) -> Any:
+    """The class registered last for ``kind``, or None; a family of this package is imported for its kinds."""
+    if kind not in _kinds:
+        import_stage(kind)
+    return _kinds.get(kind)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array of a raw tree.
+
+    Attributes:
+      path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
+        the value's name for an auxiliary value or a part.
+      raw_path: The path in the raw tree, markers included; it differs between the main values of one array.
+      seed: A path that no other array of the tree shares; random draws depend on it.
+      parameter: The path of the parameter that it belongs to.
+      main: Whether it is a main value of each stage on its path, or no stage has replaced it.
+      fixed: Whether optimizers must leave it alone.
+      visible: Whether an earlier stage may select it.
+      added: Whether it is added to a base that represents the array; only its place selects it.
+      decays: Whether a smaller value makes a smaller array, in each stage on its path.
+    """
+
+    path: str
+    raw_path: str
+    seed: str
+    parameter: str
+    main: bool
+    fixed: bool
+    visible: bool
+    added: bool
+    decays: bool
+
+
+def is_mark(name: object) -> bool:
+    """Whether a name is that of a marker."""
+    return isinstance(name, str) and name.startswith("@") and name != FIXED
+
+
+def holds_markers(x: object) -> bool:
+    """Whether ``x`` is a marker dict."""
+    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
+
+
+def kind_of(mark: str) -> str:
+    """The kind in a marker: ``kind`` of ``@kind`` and of ``@kind@2``."""
+    return mark.split("@")[1]
+
+
+def parameter_path(place: Names) -> str:
+    """The path of the parameter: all names before the first marker."""
+    for i, name in enumerate(place):
+        if name.startswith("@"):
+            return path_text(place[:i])
+    return path_text(place)
+
+
+def next_number(place: Names, kind: str) -> int:
+    """The number of the next stage of ``kind`` on the array at ``place``; the outermost has number 1."""
+    return 1 + sum(is_mark(name) and kind_of(name) == kind for name in place)
+
+
+def marker(kind: str, n: int) -> str:
+    """The marker of the ``n``-th stage of a kind on an array: ``@kind``, ``@kind@2``."""
+    return f"@{kind}" if n == 1 else f"@{kind}@{n}"
+
+
+def _stage_class(place: Names, i: int) -> Kind:
+    """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
+    kind = kind_of(place[i])
+    if (stage := registered_kind(kind)) is None:
+        raise ValueError(
+            f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
+            f"Import the module that defines it."
+        )
+    return stage
+
+
+class _Value(NamedTuple):
+    """A value under a marker.
+
+    Attributes:
+      node: The names up to the marker, inclusive.
+      name: The name of the value.
+      main: Whether it is a main value.
+      fixed: Whether it does not train.
+      in_path: Whether its name is part of the path under which stages select it.
+      added: Whether it is added to a base that represents the array.
+      aligned: Whether its axes are those of the array.
+      decays: Whether a smaller value makes a smaller array.
+    """
+
+    node: Names
+    name: str
+    main: bool
+    fixed: bool
+    in_path: bool
+    added: bool
+    aligned: bool
+    decays: bool
+
+
+def _values_along(place: Names, *, bases: bool = False) -> Iterator[_Value]:
+    """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
+    for i, name in enumerate(place):
+        if is_mark(name):
+            is_fixed = FIXED in place[i + 1 : i + 2]
+            if len(place) <= i + 1 + is_fixed:
+                raise ValueError(
+                    f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
+                )
+            values, value = _stage_class(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
+            declaration = value_of(values, value)
+            of_base = bases and any(declared.base for declared in values.values())
+            main = declaration.base if of_base else declaration.main
+            in_path, added = declaration.part or not main, of_base and not main
+            axes = declaration.base or (declaration.main and declaration.aligned)
+            yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, declaration.decays)
+
+
+def is_aligned(place: Names) -> bool:
+    """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
+    return all(value.aligned for value in _values_along(place))
+
+
+def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slot]:
+    """A :class:`Slot` for each place of a raw (or plain) tree.
+
+    With ``bases``, the base of an array represents it, and values added to the base are hidden.
+    """
+    mains: dict[Names, set[str]] = {}
+    for place in places:
+        for value in _values_along(place, bases=bases):
+            mains.setdefault(value.node, set()).update([value.name] if value.main else [])
+
+    def slot(place: Names) -> Slot:
+        path = seed = parameter = parameter_path(place)
+        all_main, visible, added, decays = True, True, False, True
+        for value in _values_along(place, bases=bases):
+            if value.in_path:
+                path, seed = f"{path}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
+            elif len(mains[value.node]) > 1:
+                seed = f"{seed}/{value.name}"
+            all_main = all_main and value.main
+            visible = visible and (value.main or not value.fixed)
+            added = added or value.added
+            decays = decays and value.decays
+        return Slot(path, path_text(place), seed, parameter, all_main, FIXED in place, visible, added, decays)
+
+    slots = [slot(place) for place in places]
+    seeds: set[str] = set()
+    for slot_here in slots:
+        if slot_here.seed in seeds:
+            raise same_path_error(slot_here.seed)
+        seeds.add(slot_here.seed)
+    return slots
+
+
+def same_path_error(path: str) -> ValueError:
+    """The error for a tree in which two leaves have one path."""
+    return ValueError(
+        f"Two leaves of the tree have the path {path!r}. "
+        f"Rename one of them; the usual cause is a key with '/' in it, or a number and the same number as text."
+    )
+
+
+def flatten_slots(tree: PyTree) -> tuple[list[Any], list[Slot], Any]:
+    """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef."""
+    paths, leaves, treedef = flatten_with_names(tree)
+    return leaves, describe_places(paths), treedef
+
+
+def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
+    """``owners`` with each owner that copies a source replaced by the final source."""
+    final_owners = dict(owners)
+    for path in final_owners:
+        while final_owners[path] in sources:
+            final_owners[path] = sources[final_owners[path]]
+    return final_owners
+
+
+def empty_nodes(tree: PyTree) -> list[Names]:
+    """The path of each empty node: the places without a value of their own."""
+    return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
+
+
+def outer_markers(tree: PyTree) -> dict[str, str]:
+    """Each parameter that holds markers, with its outermost marker; a plain tree has none."""
+    markers: dict[str, str] = {}
+    for path in flatten_with_names(tree, is_empty)[0]:
+        mark = next((name for name in path if name.startswith("@")), None)
+        if mark is not None:
+            markers.setdefault(parameter_path(path), mark)
+    return markers
+
+
+def require_no_raw(who: str, params: PyTree, advice: str) -> None:
+    """Requires a plain tree; ``advice`` says what to do otherwise.
+
+    Raises:
+      ValueError: If it is a raw tree.
+    """
+    if marks := outer_markers(params):
+        path, mark = next(iter(marks.items()))
+        raise ValueError(
+            f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
+        )
+
+
+def state_flags(tree: PyTree) -> list[bool]:
+    """For each leaf, whether it is model state: an nnx variable other than ``Param``, or a linen collection.
+
+    The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
+    """
+    paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
+    collections = {path[0] for path in paths if path}
+    flags: list[bool] = []
+    for path, node in zip(paths, nodes, strict=True):
+        other_variable = has_ancestor(node, "Variable") and not _holds_parameter(node)
+        beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
+        other_collection = "batch_stats" in path or beside_params
+        flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
+    return flags
+
+
+def _holds_parameter(variable: object) -> bool:
+    """Whether a variable is a ``Param``, or a raw value of one: ``rpx.nnx.Fixed``."""
+    return has_ancestor(variable, "Param") or getattr(type(variable), "holds_parameter", False)
+
+
+Swap = tuple[Sequence[Names], Mapping[Names, Any]]
+"""The places to take out, in the order of the tree, and what stands there instead."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The model's own tree: its structure, boxes included, and the names on the path to each parameter."""
+
+    treedef: Any
+    places: tuple[Names, ...]
+
+    @cached_property
+    def roots(self) -> frozenset[Names]:
+        """The places, to look them up."""
+        return frozenset(self.places)
+
+    @cached_property
+    def state(self) -> frozenset[Names]:
+        """The places of model state, which is no parameter."""
+        return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
+
+    @cached_property
+    def skeleton(self) -> PyTree:
+        """The tree with a number in place of each parameter."""
+        return self.treedef.unflatten(range(len(self.places)))
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """A raw tree: for each place the array, or its type; an empty node has a place of its own."""
+
+    frame: Frame
+    arrays: Mapping[Names, Any]
+
+    @property
+    def types(self) -> "Flat":
+        """The same tree with the type of each array."""
+        return replace(self, arrays={place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()})
+
+    def root(self, place: Names) -> Names:
+        """The place of the parameter to which ``place`` belongs."""
+        return next(place[:n] for n in range(len(place), -1, -1) if place[:n] in self.frame.roots)
+
+    def slots(self, *, bases: bool = False) -> dict[Names, Slot]:
+        """The description of each place; an empty node has none."""
+        places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
+        return dict(zip(places, describe_places(places, bases=bases), strict=True))
+
+    def swap(self, swaps: Sequence[Swap]) -> "Flat":
+        """The tree after each of the swaps, in the same order."""
+        new = {old[0]: new_arrays for old, new_arrays in swaps}
+        old_places = {place for old, _ in swaps for place in old}
+        arrays: dict[Names, Any] = {}
+        for place, x in self.arrays.items():
+            if place in new:
+                arrays |= new[place]
+            elif place not in old_places:
+                arrays[place] = x
+        return replace(self, arrays=arrays)
+
+
+def flatten(tree: PyTree) -> Flat:
+    """A raw tree, or a plain one, laid flat."""
+    paths, nodes, treedef = flatten_with_names(tree, holds_markers)
+    arrays: dict[Names, Any] = {}
+    for path, node in zip(paths, nodes, strict=True):
+        for end, x in items(node, is_end) if holds_markers(node) else [((), node)]:
+            if (*path, *end) in arrays:
+                raise same_path_error(path_text((*path, *end)))
+            arrays[*path, *end] = x
+    return Flat(Frame(treedef, tuple(paths)), arrays)
+
+
+def nest(tree: Flat) -> PyTree:
+    """The tree in its own structure."""
+    by_root: dict[Any, Any] = {}
+    for place, x in tree.arrays.items():
+        root = tree.root(place)
+        _put(by_root, [root, *place[len(root) :]], x)
+    return tree.frame.treedef.unflatten([by_root[place] for place in tree.frame.places])
+
+
+def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool) -> Flat:
+    """``raw`` with the fixed values (and free ones, if ``free``) that changed between ``old_tree`` and ``new_tree``.
+
+    A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
+    """
+    old, new = old_tree.arrays, new_tree.arrays
+    changed = {at: x for at, x in new.items() if at not in old or (x is not old[at] and not is_empty(x))}
+    fresh = {at: x for at, x in changed.items() if free or FIXED in at}
+    # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
+    in_place = {at for at in fresh if FIXED not in at and at in raw.arrays and raw.arrays[at] is not old[at]}
+    if lost := sorted(in_place | (fresh.keys() - raw.arrays.keys())):
+        raise ValueError(
+            f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
+            f"computes that value. Put that stage later in the chain."
+        )
+    return replace(raw, arrays={at: fresh.get(at, x) for at, x in raw.arrays.items()})
+
+
+def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
+    """What stands below a place, as nested dicts."""
+    nested: dict[Any, Any] = {}
+    for names, x in arrays.items():
+        if len(names) > len(place) and names[: len(place)] == place:
+            _put(nested, names[len(place) :], x)
+    return nested
+
+
+def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
+    """Puts ``x`` at the end of ``keys`` in nested dicts."""
+    for key in keys[:-1]:
+        nested = nested.setdefault(key, {})
+    nested[keys[-1]] = x

@@ -1,0 +1,158 @@
+"""Shardings of raw trees and of optimizer states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from reparax.core.origins import Follow, Init, inherit_entries
+from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text, types_of_result
+from reparax.core.raw import FIXED
+from reparax.numerics.arithmetic import is_array
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def shardings_of_raw(
+    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory: str | None
+) -> PyTree:
+    """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
+
+    ``follow`` finds that axis, and ``init`` puts boxes around the shardings. Fixed values lie in that kind of memory.
+    """
+    params = specs if like is None else like
+    arrays = {path_text(path): x for path, x in items(params) if is_array(x)}
+    cuts = {
+        path: _checked_entries(f"{who} at {path!r}", x, arrays[path], mesh)
+        for path, x in _specs_by_path(who, specs, arrays).items()
+    }
+    entries_of_raw = inherit_entries(follow, params, cuts)
+    paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
+    kinds = [memory if FIXED in path else None for path in paths]
+    fits = [_even_spec(entries_of_raw[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
+    return treedef.unflatten(
+        [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]
+    )
+
+
+def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
+    """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
+
+    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
+    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
+
+    Args:
+      state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
+      raw: The raw tree, or its shapes and dtypes.
+      shardings: The result of :meth:`Parametrization.shardings` for it.
+
+    Raises:
+      ValueError: If a raw array has no sharding; the error names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> from jax.sharding import AbstractMesh, PartitionSpec
+      >>> mesh = AbstractMesh((2, 4), ("data", "model"))
+      >>> params, p = {"w": jnp.ones((8, 16))}, rpx.WeightNorm()
+      >>> shardings = p.shardings({"w": PartitionSpec("data", "model")}, mesh, like=params)
+      >>> raw = jax.eval_shape(p.init, params)
+      >>> state = rpx.training.state_shardings(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, raw), raw, shardings)
+      >>> state[0].trace["w"]["@weight_norm"]["g"].spec
+      P(None, 'model')
+    """
+    shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
+    sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
+    if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
+        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
+    if lacking := sorted(shapes.keys() - sharding_of.keys()):
+        raise ValueError(
+            f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
+            f"and the result of `p.shardings` for it."
+        )
+    replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
+
+    def of(path: Names, x: Any) -> NamedSharding | None:
+        if not is_array(x):
+            return None
+        ends = (path[i:] for i in range(len(path) + 1))
+        raw_path = next((end for end in ends if end in shapes), None)
+        return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
+
+    paths, leaves, treedef = flatten_with_names(state)
+    return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
+
+
+def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry of ``specs`` for each array, by path."""
+    spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
+    if spec_of and not arrays:
+        raise ValueError(
+            f"{who} got only specs, which have no shapes. Pass like=params, the parameters or their shapes and dtypes."
+        )
+    if "" in spec_of and "" not in arrays:
+        raise ValueError(
+            f"{who} got one spec for a tree of {len(arrays)} arrays. Give one PartitionSpec for "
+            f"each array, such as jax.tree.map(lambda w: PartitionSpec(), params)."
+        )
+    if raw_path := next((path for path in arrays if "/@" in f"/{path}"), None):
+        raise ValueError(
+            f"{who} got the raw tree as `like`: it holds {raw_path!r}. Pass the model's parameters, or their shapes."
+        )
+    for path in sorted(arrays.keys() ^ spec_of.keys()):
+        holder, lacker = ("parameters", "specs") if path in arrays else ("specs", "parameters")
+        raise ValueError(
+            f"{who}: the {holder} hold {path!r}, the {lacker} do not. Give one PartitionSpec for each array; "
+            f"PartitionSpec() replicates it on every device."
+        )
+    return spec_of
+
+
+def _spec_of(x: Any) -> PartitionSpec | None:
+    """The spec that ``x`` is or carries."""
+    sharding = getattr(x, "sharding", x)
+    return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
+
+
+def _checked_entries(who: str, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
+    """The entry of a spec for each axis of ``x``, after checking that it fits."""
+    spec = _spec_of(leaf)
+    if spec is None:
+        raise ValueError(
+            f"{who}: expected a PartitionSpec or an array placed on a mesh, got {describe(leaf)} without a mesh. "
+            f"Give the specs, and the parameters as `like`."
+        )
+    if len(spec) > x.ndim:
+        raise ValueError(f"{who}: {spec} has {len(spec)} entries, but {describe(x)} has {x.ndim} axes. Shorten it.")
+    mesh_axes = [name for entry in spec for name in _mesh_axes(entry)]
+    for name in mesh_axes:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{who}: {spec} names {name!r}, but the mesh has the axes {mesh.axis_names}. Name one of these."
+            )
+        if mesh_axes.count(name) > 1:
+            raise ValueError(f"{who}: {spec} names {name!r} twice. A mesh axis can shard only one axis of an array.")
+    for axis, entry in enumerate(spec):
+        if x.shape[axis] % _count_parts(entry, mesh):
+            raise ValueError(
+                f"{who}: {spec} shards axis {axis} of {describe(x)} into {_count_parts(entry, mesh)} parts of unequal "
+                f"size. Do not shard that axis."
+            )
+    return (*spec, *(None,) * (x.ndim - len(spec)))
+
+
+def _mesh_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec: several, one, or none."""
+    return (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+
+
+def _count_parts(entry: Any, mesh: AnyMesh) -> int:
+    """The number of parts into which an entry of a spec cuts an axis."""
+    return math.prod(mesh.shape[name] for name in _mesh_axes(entry))
+
+
+def _even_spec(cuts: tuple[Any, ...], shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """The spec of a raw array, without the axes that cannot be split evenly."""
+    return PartitionSpec(*(None if n % _count_parts(cut, mesh) else cut for cut, n in zip(cuts, shape, strict=True)))

@@ -1,0 +1,395 @@
+"""Selection of the arrays that a stage acts on."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.tree_util import register_static
+
+from reparax.core.axes import AxisNames
+from reparax.core.config import register_class
+from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
+from reparax.core.raw import Slot, empty_nodes, parameter_path
+from reparax.numerics.arithmetic import is_array
+from reparax.numerics.usage import takes
+
+BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
+"""The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
+TABLES = frozenset({"embedding", "embeddings"})
+"""The usual names of tables, of which a step reads some rows."""
+
+
+@register_static
+@dataclass(frozen=True, repr=False)
+class Selected:
+    """The predicate of :func:`selected`: true at the given paths and below them."""
+
+    paths: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        paths: Any = self.paths
+        if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
+            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.selected`.")
+
+    def __repr__(self) -> str:
+        return f"selected({dict.fromkeys(self.paths, True)})"
+
+    def __call__(self, path: str, array: object) -> bool:
+        del array
+        return any(part in ("", path) or path.startswith(f"{part}/") for part in self.paths)
+
+
+register_class(Selected)
+
+
+@register_static
+@dataclass(frozen=True, repr=False)
+class AllBut:
+    """The selection of :func:`all_but`: the default of a stage, without some paths."""
+
+    patterns: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        patterns: Any = self.patterns
+        if not isinstance(patterns, tuple):
+            raise TypeError(f"AllBut takes a tuple of expressions, but got {patterns!r}. Make it with `rpx.all_but`.")
+        if not patterns:
+            raise TypeError("all_but takes at least one regular expression for whole paths, but got none.")
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise TypeError(
+                    f"all_but takes regular expressions for whole paths, but got {pattern!r}. Pass strings."
+                )
+            check_where(pattern, "all_but")
+
+    def __repr__(self) -> str:
+        return f"all_but({', '.join(map(repr, self.patterns))})"
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether one of the expressions matches the whole path."""
+        return any(re.fullmatch(pattern, path) for pattern in self.patterns)
+
+
+register_class(AllBut)
+
+
+def all_but(*patterns: Any) -> AllBut:
+    """A selection for ``where``: the stage's default, without the paths that match one of the regular expressions.
+
+    Args:
+      patterns: Regular expressions for whole paths. Each must match at least one path of the tree.
+
+    Raises:
+      TypeError: If there is no pattern, or one is not a string.
+      ValueError: If a pattern is not a regular expression. A stage raises it if a pattern matches no path.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm(where=rpx.all_but("embed/.*"))
+      >>> jax.tree.map(jnp.shape, p.init({"embed": {"table": jnp.ones((3, 2))}, "out": {"kernel": jnp.ones((2, 3))}}))
+      {'embed': {'table': (3, 2)}, 'out': {'kernel': {'@weight_norm': {'g': (1, 3), 'v': (2, 3)}}}}
+    """
+    return AllBut(patterns)
+
+
+Where = str | Callable[[str, Any], bool] | AllBut | None
+
+
+def selected(mask: PyTree, model: PyTree = None) -> Selected:
+    """A selection for ``where`` from a tree of booleans, such as an optax mask, or from the parts of a model.
+
+    Args:
+      mask: A tree of booleans with the structure of the parameters, or a tree prefix of it. Each path that is True must
+        exist in the tree of parameters. With ``model``, a function that returns one part of it, or several in a list.
+      model: The model's parameters, or their shapes and dtypes. Only the paths of the parts are kept.
+
+    Raises:
+      TypeError: If ``mask`` is not a tree of booleans; or, with ``model``, not a function that returns parts of it.
+      ValueError: If the parts hold no array.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
+      VarNoise(0.1, where=selected({'dense/kernel': True}))
+      >>> layers = {"layers": [{"weight": jnp.ones((2, 2))}, {"weight": jnp.ones((2, 2))}]}
+      >>> rpx.VarNoise(0.1, where=rpx.selected(lambda m: m["layers"][0]["weight"], layers))
+      VarNoise(0.1, where=selected({'layers/0/weight': True}))
+    """
+    if model is not None:
+        return _select_parts(mask, model)
+    if inspect.isroutine(mask):
+        raise TypeError(
+            "selected got a function without the model whose parts it returns. Pass the model too: "
+            "`rpx.selected(lambda m: m.layers[0].weight, model)`."
+        )
+    paths, flags, _ = flatten_with_names(mask)
+    for path, flag in zip(paths, flags, strict=True):
+        if not isinstance(flag, bool):
+            what = describe(flag) if is_array(flag) else repr(flag)
+            raise TypeError(
+                f"selected takes a tree of booleans, but got {what} at {path_text(path)!r}. Write True or False."
+            )
+    return Selected(tuple(path_text(path) for path, flag in zip(paths, flags, strict=True) if flag))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands in a model for what it holds at a path."""
+
+    path: str
+    array: bool
+
+
+def _select_parts(choose: Any, model: PyTree) -> Selected:
+    """The selection of the arrays in the parts of ``model`` that ``choose`` returns."""
+    paths, leaves, treedef = flatten_with_names(model)
+    if not callable(choose):
+        raise TypeError(f"selected takes a function of the model, but got {describe(choose)}. Leave out the model.")
+    pairs = zip(paths, leaves, strict=True)
+    parts = jax.tree.leaves(choose(treedef.unflatten([_Place(path_text(path), is_array(x)) for path, x in pairs])))
+    for part in parts:
+        if not isinstance(part, _Place):
+            raise TypeError(f"selected takes a function that returns parts of the model, but got {describe(part)}.")
+    if not any(part.array for part in parts):
+        raise ValueError("selected takes a function that returns arrays of the model, but it returned none.")
+    return Selected(tuple(dict.fromkeys(part.path for part in parts if part.array)))
+
+
+def nearest(path: str, paths: Iterable[str]) -> str:
+    """The paths most similar to a misspelt one, for an error."""
+    return ", ".join(map(repr, difflib.get_close_matches(path, list(paths), n=3, cutoff=0.0)))
+
+
+def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
+    """The paths that a regular expression matches as a whole; a pattern that is itself a path matches only that one."""
+    unique = list(dict.fromkeys(paths))
+    try:
+        all_matches = [re.fullmatch(re.escape(pattern) if pattern in unique else pattern, path) for path in unique]
+    except re.error:
+        return []
+    return [match for match in all_matches if match]
+
+
+def check_where(where: Any, owner: str, name: str = "where") -> Any:
+    """``where``, or an error if it is not a valid selection."""
+    if isinstance(where, str):
+        try:
+            re.compile(where)
+        except re.error as error:
+            instead = f" Any text is `.*`, so write {regex!r}." if (regex := _shell_to_regex(where)) else ""
+            raise ValueError(
+                f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
+            ) from error
+    elif isinstance(where, type) or (where is not None and not callable(where) and not isinstance(where, AllBut)):
+        what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
+        raise TypeError(
+            f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
+            f"path or a predicate (path, array) -> bool. {_suggest(where)}"
+        )
+    elif callable(where) and not takes(where, 2, unsure=True):
+        raise TypeError(
+            f"{owner} got a function as {name} that does not take two arguments. It is called with the path, as text, "
+            f"and the array: `{name}=lambda path, array: array.ndim > 1`."
+        )
+    return where
+
+
+def _suggest(where: Any) -> str:
+    """What to write in place of a selection of another type."""
+    if isinstance(where, type):
+        return "Write the paths of arrays of that class, such as '.*/kernel'."
+    if isinstance(where, re.Pattern):
+        return f"Pass its text, {where.pattern!r}."
+    if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
+        return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
+    return "Wrap a tree of booleans in `rpx.selected`."
+
+
+def _shell_to_regex(pattern: str) -> str | None:
+    """A pattern as shells read it, in which ``*`` is any text, as a regular expression; None if it is the same."""
+    regex = re.sub(r"(?<![.\])\\])\*", ".*", pattern)
+    try:
+        re.compile(regex)
+    except re.error:
+        return None
+    return regex if regex != pattern else None
+
+
+def by_path(where: Where) -> bool:
+    """Whether the selection depends only on paths, not on arrays."""
+    return isinstance(where, str | Selected)
+
+
+def is_bias_or_scale(slot: Slot) -> bool:
+    """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
+    names = {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}
+    return any(name in BIASES_AND_SCALES or "bias" in name.split("_") for name in names)
+
+
+def is_table(slot: Slot) -> bool:
+    """Whether an array has the name of a table of embeddings."""
+    return slot.parameter.rpartition("/")[2] in TABLES
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place in a tree, with everything that a selection may need.
+
+    Attributes:
+      place: The place.
+      slot: Its description.
+      names: The axis names of the array.
+      present: Whether there is an array.
+      array: Returns the array, or its type.
+      is_taken: Whether the stage has taken the array already, and ``array`` may return another type than it had.
+    """
+
+    place: Names
+    slot: Slot
+    names: AxisNames | None
+    present: bool
+    array: Callable[[], Any]
+    is_taken: bool = False
+
+
+def choose(who: str, where: Where, places: Sequence[Candidate], by_default: Callable[[Candidate], bool]) -> list[bool]:
+    """Whether each place is selected; ``by_default`` says whether the stage takes it if no ``where`` is given."""
+    if where is None or isinstance(where, AllBut):
+        return [
+            _is_visible(where, place) and place.slot.main and not _is_left_out(where, place) and by_default(place)
+            for place in places
+        ]
+    return [_is_visible(where, place) and _selects(who, where, place) for place in places]
+
+
+def chose_nothing_error(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
+    """The error for a selection without any place; ``stacked`` are axes that do not count."""
+    slots = [place.slot for place in places if _is_visible(where, place)]
+    paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
+    is_by_stacked = where is None and paths and stacked != ()
+    why = why_nothing_stacked(stacked, paths) if is_by_stacked else why_nothing(where, paths)
+    return ValueError(f"{who} selects nothing: {why}")
+
+
+def _is_by_place(where: Where) -> bool:
+    """Whether an expression is for places in the raw tree, not for paths."""
+    return isinstance(where, str) and "@" in where
+
+
+def _is_visible(where: Where, place: Candidate) -> bool:
+    """Whether a selection sees a place; what later stages add is seen only by expressions for places."""
+    return place.slot.visible and place.present and (_is_by_place(where) or not place.slot.added)
+
+
+def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -> None:
+    """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
+
+    A place without a value of its own, such as a tied one, is known: the model has an array there.
+
+    Raises:
+      ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
+    """
+    if not slots or not isinstance(where, Selected | AllBut):
+        return
+    known_paths = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
+    if isinstance(where, AllBut):
+        for pattern in where.patterns:
+            if not any(re.fullmatch(pattern, path) for path in known_paths):
+                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known_paths)}")
+        return
+    places = {path[:end] for path in known_paths for end in (0, *_ends_of_names(path))}
+    for path_named in where.paths:
+        if path_named not in places:
+            raise ValueError(
+                f"{who} got True at {path_named!r} in a tree of booleans, but the tree has no such path. The nearest "
+                f"are {nearest(path_named, dict.fromkeys(known_paths))}. Make the booleans from the same parameters."
+            )
+
+
+def _ends_of_names(path: str) -> list[int]:
+    """Where the names in a path end."""
+    return [*(match.start() for match in re.finditer("/", path)), len(path)]
+
+
+def _is_left_out(where: AllBut | None, place: Candidate) -> bool:
+    """Whether :func:`all_but` names the path of a place."""
+    return where is not None and where.leaves_out(place.slot.path)
+
+
+def _selects(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
+    """Whether a selection takes a place: an expression by its path, a predicate by its path and array."""
+    path = place.slot.path
+    if isinstance(where, str):
+        return re.fullmatch(where, place.slot.raw_path if "@" in where else path) is not None
+    if isinstance(where, Selected) and not place.slot.main:
+        return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
+    return where(path, None) if isinstance(where, Selected) else _ask_predicate(who, where, path, place.array())
+
+
+def _ask_predicate(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
+    """What a predicate says of an array; a match of a regular expression, or None, will do."""
+    try:
+        answer = where(path, array)
+    except Exception as error:
+        error.add_note(f"This happened in the function `where` of {who}, which got the path {path!r} and the array.")
+        raise
+    if isinstance(answer, str | Tracer) or (is_array(answer) and answer.shape != ()):
+        what = describe(answer) if is_array(answer) else repr(answer)
+        raise TypeError(
+            f"{who} asked the function `where` about {path!r}, expected True or False, got {what}. Decide by the path, "
+            f"and by the shape and dtype of the array, not by its numbers."
+        )
+    return bool(answer)
+
+
+def why_nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
+    """Why a default takes no array, if some axes do not count."""
+    unique = list(dict.fromkeys(paths))
+    return (
+        f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
+        f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
+    )
+
+
+def _list_some(paths: Sequence[str]) -> str:
+    """The first three paths, as text."""
+    return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
+
+
+def why_nothing(where: Where, paths: Sequence[str]) -> str:
+    """Why a selection takes none of these paths, and what to write."""
+    unique = list(dict.fromkeys(paths))
+    if not unique:
+        return "the tree holds no array. Pass the model's parameters."
+    if isinstance(where, str):
+        below = [path for path in unique if path.startswith(f"{where}/")]
+        if below:
+            return f"{where!r} is no array, but {len(below)} paths begin with it. Write {f'{where}/.*'!r} for these."
+        if deeper := [path for path in unique if re.fullmatch(f".*/(?:{where})", path)]:
+            return (
+                f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, such as {deeper[0]!r}. "
+                f"Write {f'.*/{where}'!r} for these."
+            )
+        shell = _shell_to_regex(where) or where
+        if wide := [path for path in unique if re.fullmatch(shell, path)]:
+            return (
+                f"no path matches {where!r} as a whole, as `*` alone does not stand for any text. Write {shell!r}, "
+                f"which matches {len(wide)}, such as {wide[0]!r}."
+            )
+        return (
+            f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
+            f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
+        )
+    some_paths = _list_some(unique)
+    if isinstance(where, AllBut):
+        return f"{where!r} takes none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
+    if where is None:
+        return f"its default takes none of the {len(unique)} arrays ({some_paths}). Select some with `where`."
+    return f"the predicate is false for all {len(unique)} paths ({some_paths}). Print the paths that it gets."

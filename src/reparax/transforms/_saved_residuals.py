@@ -1,0 +1,177 @@
+"""A report of what a loss stores between its forward and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr
+
+from reparax.core.paths import describe
+from reparax.core.reports import Line, count_lines, fold_lines, readable_size, size_in_bytes
+from reparax.programs import dependence, jaxprs
+from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.programs.sources import line_of_output, lines_by_origin
+from reparax.transforms._remat import check_this_jax
+
+PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
+_TITLES = {
+    PARAMETERS: "raw parameters and keys",
+    WEIGHTS: "made from these alone",
+    ACTIVATIONS: "activations and data",
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One array that is stored for the backward pass.
+
+    Attributes:
+      kind: ``"parameters"`` for a named argument itself, ``"weights"`` for an array computed from named arguments only,
+        ``"activations"`` for all others.
+      type: Its dtype and shape.
+      bytes: Its size.
+      origin: The path of the argument, or the line of source that made it.
+    """
+
+    kind: str
+    type: str
+    bytes: int
+    origin: str
+
+
+@dataclass(frozen=True, repr=False)
+class SavedResiduals:
+    """What is stored between the forward and the backward pass; its repr is a table, largest arrays first.
+
+    Equal lines, and arguments whose paths differ only in a number, are shown once, with their count.
+
+    Attributes:
+      kept: The arrays.
+    """
+
+    kept: tuple[Kept, ...]
+
+    def bytes(self, kind: str | None = None) -> int:
+        """The total size, or that of one kind: ``"parameters"``, ``"weights"`` or ``"activations"``.
+
+        Raises:
+          ValueError: If ``kind`` is none of these.
+        """
+        if kind is not None and kind not in _TITLES:
+            raise ValueError(
+                f"saved_residuals(...).bytes takes 'parameters', 'weights' or 'activations', but got {kind!r}."
+            )
+        return sum(array.bytes for array in self.kept if kind in (None, array.kind))
+
+    def __repr__(self) -> str:
+        lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
+        for kind, title in _TITLES.items():
+            lines.append(f"  {title}: {readable_size(self.bytes(kind))}")
+            rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]
+            width = max((len(type) for _, type, _ in rows), default=0)
+            lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
+        return "\n".join(lines)
+
+    def _lines(self, kind: str) -> list[Line]:
+        of_kind = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
+        return fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is not a path
+
+    @staticmethod
+    def _row(line: Line) -> tuple[str, str, str]:
+        type, size = line.value
+        return readable_size(line.count * size), f"{line.times}{type}", line.path
+
+
+def saved_residuals(
+    fun: Callable[..., Any], *args: Any, argnums: Argnums = None, has_aux: bool = False, **kwargs: Any
+) -> SavedResiduals:
+    """What JAX stores between the forward and the backward pass of ``jax.grad(fun)(*args, **kwargs)``.
+
+    It traces ``fun`` and computes nothing. The report lists raw parameters, values computed from parameters and keys
+    only (which :func:`remat` recomputes instead), and activations. Keys that ``fun`` closes over count as keys.
+
+    Args:
+      fun: The loss.
+      args: Its arguments, or their shapes and dtypes.
+      argnums: The arguments that are parameters and keys, as in :func:`remat`; gradients are taken of their
+        floating-point arrays.
+      has_aux: Whether ``fun`` returns a pair of a loss and something that is not differentiated.
+      kwargs: Its keyword arguments.
+
+    Returns:
+      A report, whose repr is a table. ``report.kept`` holds an array each: its ``kind``, ``type``, ``bytes`` and
+      ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")``, ``"weights"`` or
+      ``"activations"`` that of one kind.
+
+    Raises:
+      TypeError: If no named argument holds a floating-point array, or ``argnums`` is wrong as for :func:`remat`.
+      RuntimeError: If JAX is newer than the tested versions, and its jaxprs differ in a way that is not supported.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.1)
+      >>> def loss(raw, key, x):
+      ...     w = p.apply(raw, key)["w"]
+      ...     return jnp.sum(x @ w @ w)
+      >>> example = {"w": jnp.ones((64, 64))}, jax.random.key(0), jnp.ones((8, 64))
+      >>> rpx.transforms.saved_residuals(loss, *example)  # doctest: +ELLIPSIS
+      kept for the backward pass: 20.0 KiB
+        raw parameters and keys: 0 B
+        made from these alone: 16.0 KiB
+            16.0 KiB  float32[64, 64]      ...:2:8 (loss)
+        activations and data: 4.0 KiB
+             2.0 KiB  float32[8, 64]       x
+             2.0 KiB  float32[8, 64]       ...:3:19 (loss)
+      >>> rpx.transforms.saved_residuals(rpx.remat(loss), *example).bytes("weights")
+      0
+    """
+    who = check_call("saved_residuals", fun, argnums)
+    check_this_jax()
+    arguments = Arguments.of(who, fun, argnums, args, kwargs)
+    if not _moving(arguments, arguments.arrays):
+        raise TypeError(
+            f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
+            f"Pass the parameters first, or name them by argnums."
+        )
+    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
+    loss_jaxpr, constants = jaxprs.consts_first(loss)
+
+    def residuals(*arrays: Any) -> list[Any]:
+        return _residuals(loss_jaxpr, constants, arrays, _moving(arguments, arrays))
+
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
+    names = ["closed over" for _ in consts] + arguments.paths
+    known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
+    return SavedResiduals(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
+
+
+def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
+    """The indices of the arrays whose gradients are taken."""
+    return [
+        i for i, x in enumerate(arrays) if arguments.is_chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
+
+
+def _residuals(loss_jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
+    """What is stored for the gradients of the first result."""
+
+    def of_moving(*values: Any) -> Any:
+        inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
+        return jaxprs.evaluate(loss_jaxpr, [*constants, *inputs.values()])[0]
+
+    return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
+
+
+def _kept_by(program: Jaxpr, known_inputs: list[bool], origins: list[str], lines: Mapping[int, str]) -> Iterator[Kept]:
+    """What a program keeps: for each output its kind, type, bytes and origin."""
+    is_known = dependence.known_variables(program, known_inputs)
+    inputs = dict(zip(program.invars, origins, strict=True))
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    for v in jaxprs.variables(program.outvars):
+        kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in inputs else WEIGHTS
+        origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), lines)
+        yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
