@@ -43,7 +43,7 @@ def check_groups(
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params, x = {"w": jnp.ones((3, 4)), "v": jnp.ones((4, 2))}, jnp.ones((5, 3))
-      >>> check_groups(forward, params, x, groups=rpx.axis_groups(forward, params, x))
+      >>> check_groups(forward, params, x, groups=rpx.axes.axis_groups(forward, params, x))
     """
     # Drawn and permuted by numpy, as each operation of JAX would be compiled.
     random = np.random.default_rng(np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key)))

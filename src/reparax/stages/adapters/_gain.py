@@ -35,7 +35,7 @@ class Gain(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Freeze() >> rpx.Gain(axis=-1)
+      >>> p = rpx.Freeze() >> rpx.adapters.Gain(axis=-1)
       >>> raw = p.init({"w": jnp.ones((3, 2))})
       >>> rpx.partition(raw)[0]["w"]["@gain"]["g"]
       Array([1., 1.], dtype=float32)

@@ -26,7 +26,7 @@ class Cast(Perturbation):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
+      >>> rpx.noise.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
       {'w': Array([1, 1], dtype=bfloat16)}
     """
 

@@ -11,9 +11,9 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
+from reparax.core.usage import shows_usage
 from reparax.numerics.arguments import check_number, check_positive_number
 from reparax.numerics.arithmetic import softplus_inverse, widened
-from reparax.numerics.usage import shows_usage
 
 PAIR = {"mean", "rho"}
 
