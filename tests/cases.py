@@ -171,7 +171,7 @@ CASES = {
         rpx.MagnitudePruning(0.3, axis=-1, where="dense/kernel") >> rpx.sparse.GlobalMagnitudePruning(0.5),
         model,
     ),
-    "cast": (rpx.noise.Cast("bfloat16"), model),
+    "cast": (rpx.quantized.Cast("bfloat16"), model),
     "stacked": (
         rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
         model,
@@ -265,7 +265,7 @@ CASES = {
     "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),
     "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), flat),
     "weight norm >> noise >> dropout >> cast": (
-        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.noise.Cast("bfloat16"),
+        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16"),
         flat,
     ),
     "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), flat),

@@ -5,13 +5,13 @@
 The names that most programs use are here. Their families have more, and ``help(rpx.norms)`` lists them:
 
 ``rpx.norms``       lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
-``rpx.noise``       noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
+``rpx.noise``       noise, dropout and distributions: ``VarNoise``, ``WeightDropout``, ``Gaussian``
 ``rpx.numbers``     single numbers: ``Positive``, ``Bounded``, ``Scale``
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
 ``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``
+``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+from axes.checks import check_groups
 from axes.networks import NETWORKS
 from axes.test_random_networks import TOKENS
 from axes.test_random_networks import network as random_network
 
 from benchmarks.common.timing import machine
 from reparax.axes import axis_groups
-from reparax.testing import check_groups
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "axis_groups.json"
 

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from axes.networks import KV, NETWORKS, SIZE, normal
 from errors import raises, table
 from grids import mostly_thorough
 
-from reparax.axes import Group, Member, axis_groups, permute
-from reparax.testing import check_groups
+from reparax.axes import axis_groups, permute
+from reparax.axes._groups import Group, Member
 
 
 @pytest.fixture(autouse=True)

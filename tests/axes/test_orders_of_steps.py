@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from axes.networks import normal
 from grids import mostly_thorough
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from reparax import Chain
 from reparax.axes import axis_groups, prune_units, roles, shrink
-from reparax.testing import check_groups
 
 PARAMS = {"a": normal(4, 3, 5), "b": normal(4, 5, 3)}
 SQUARE = {"a": normal(2, 2, 3, 5), "b": normal(2, 2, 5, 3)}

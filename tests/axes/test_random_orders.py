@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from grids import mostly_thorough
 
 from reparax.axes import axis_groups, roles
-from reparax.testing import check_groups
 
 SIZE, LAYERS = 6, 4
 

@@ -259,7 +259,7 @@ def test_other_errors():
         "shape (6, 2). Start the optimizer again with the small raw tree, `tx.init(small)`.",
     ):
         shrink(NONE, ({"c": jnp.ones((6, 1))},), groups, like=params)
-    with raises(ValueError, "prune_units got share=1.0, but takes a share from 0 to below 1."):
+    with raises(ValueError, "prune_units got sparsity=1.0, but takes a share from 0 to below 1."):
         prune_units(params, groups, 1.0)
     (group,) = groups
     with raises(

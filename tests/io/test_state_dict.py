@@ -51,7 +51,7 @@ MASK = np.array([[1, 0], [0, 1], [1, 1]], np.float32)
 # What stands at the kernel, and what torch calls it below `dense`: as parametrizations, and as hooks.
 NAMES = {
     "plain": (rpx.Chain(), W.T, {"weight": W}, {"weight": W}),
-    "noise": (rpx.VarNoise(0.1) >> rpx.noise.Cast("bfloat16"), W.T, {"weight": W}, {"weight": W}),
+    "noise": (rpx.VarNoise(0.1) >> rpx.quantized.Cast("bfloat16"), W.T, {"weight": W}, {"weight": W}),
     "weight norm": (
         rpx.WeightNorm(),
         NORMED,

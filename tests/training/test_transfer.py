@@ -92,8 +92,11 @@ class Half(rpx.Perturbation):
 
 
 IN_PLACE = [
-    (rpx.noise.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.noise.Cast("bfloat16")),
-    (rpx.noise.Cast("bfloat16") >> rpx.FakeQuantized("int8"), rpx.noise.Cast("bfloat16") >> rpx.FakeQuantized("int8")),
+    (rpx.quantized.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.quantized.Cast("bfloat16")),
+    (
+        rpx.quantized.Cast("bfloat16") >> rpx.FakeQuantized("int8"),
+        rpx.quantized.Cast("bfloat16") >> rpx.FakeQuantized("int8"),
+    ),
     (rpx.FakeQuantized("int8", where="a/kernel"), rpx.FakeQuantized("int8") >> rpx.VarNoise(0.1)),
     (Half(), Half() >> rpx.VarNoise(0.1)),
     (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
@@ -119,7 +122,7 @@ def test_a_transfer_that_is_not_compiled_keeps_what_stages_change_in_place(chain
 
 def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
     raw = moved(Half().init(PARAMS))
-    for new in (rpx.Chain(), rpx.noise.Cast("float32")):
+    for new in (rpx.Chain(), rpx.quantized.Cast("float32")):
         assert_equal(rpx.transfer(Half(), new, raw), Half().fold(raw))
 
 
@@ -202,7 +205,7 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
     for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
         jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
     with pytest.raises(ValueError, match=r"new values of 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
-        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.noise.Cast("bfloat16"), raw), PARAMS)
+        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.quantized.Cast("bfloat16"), raw), PARAMS)
 
 
 class Stretched(rpx.Perturbation):

@@ -23,7 +23,7 @@ OTHERS = [
     rpx.WeightNorm,
     lambda: rpx.numbers.Scale(2.0),
     lambda: rpx.MagnitudePruning(0.3),
-    lambda: rpx.noise.Cast("bfloat16"),
+    lambda: rpx.quantized.Cast("bfloat16"),
     lambda: rpx.VarNoise(0.3),
     lambda: rpx.LoRA(1),
 ]

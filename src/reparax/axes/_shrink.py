@@ -38,7 +38,7 @@ ROUNDING = 1e-5
 
 
 @shows_usage
-def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: PyTree = None) -> PyTree:
+def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores: PyTree = None) -> PyTree:
     r"""Parameters in which all members of each group are zero for a share of its indices, those with the lowest scores.
 
     The score of an index is the sum of the scores of all entries of all members there. With :math:`|w_{ij}| \,
@@ -49,11 +49,11 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     Args:
       params: The effective tree.
       groups: Groups to prune, such as ``[group for group in groups if group.size == 512]``.
-      share: The share of the indices, from 0 to below 1, rounded down.
+      sparsity: The share of the indices, from 0 to below 1, rounded down.
       scores: A tree like ``params`` with a score for each entry. Default: the squares of the weights.
 
     Raises:
-      ValueError: If the share is out of range, or a group allows no index to be left out.
+      ValueError: If ``sparsity`` is out of range, or a group allows no index to be left out.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -67,8 +67,8 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     References:
       Sun, Liu, Bair and Kolter, *A Simple and Effective Pruning Approach for Large Language Models*, 2024.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"prune_units got share={share}, but takes a share from 0 to below 1.")
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"prune_units got sparsity={sparsity}, but takes a share from 0 to below 1.")
     given = jax.tree.map(lambda w: abs(w) ** 2, params) if scores is None else scores
     arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if is_plain(x)}
     found = list(groups)
@@ -82,7 +82,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     def kept(group: Group) -> Values:
         scores = [entries_by_index(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
         total = sum(over_steps(group, each, np.sum) for each in scores)
-        return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(share * group.size)
+        return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(sparsity * group.size)
 
     along = along_axes((group, kept(group)) for group in found)
 

@@ -29,7 +29,7 @@ FAMILIES = {
         (
             "noise",
             "reparax.stages.noise",
-            "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete Cast",
+            "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
         ),
         (
             "numbers",
@@ -61,7 +61,7 @@ FAMILIES = {
         (
             "quantized",
             "reparax.stages.quantized",
-            "Quantized FakeQuantized",
+            "Quantized FakeQuantized Cast",
         ),
         (
             "training",
@@ -77,7 +77,7 @@ FAMILIES = {
         (
             "axes",
             "reparax.axes",
-            "roles Role Use check_axes Misfit Misfits axis_groups Groups Group Member permute shrink prune_units",
+            "roles Role check_axes axis_groups permute shrink prune_units",
         ),
         (
             "io",

@@ -32,8 +32,8 @@ from reparax.io._parameters import (
 )
 from reparax.io._torch_names import Naming, StageValues, Twin
 from reparax.io._torch_values import read_values, write_values
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import WeightNorm
 
 
 def from_torch(

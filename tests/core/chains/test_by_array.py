@@ -30,7 +30,7 @@ OF_B = [
     rpx.VarNoise(0.2, where="b/.*"),
     rpx.WeightDropout(0.3, where="b/kernel"),
     rpx.numbers.Scale(3.0, where="b/.*"),
-    rpx.noise.Cast("float32", where="b/.*"),
+    rpx.quantized.Cast("float32", where="b/.*"),
     rpx.SpectralNorm(where="b/kernel"),
 ]
 
@@ -164,7 +164,7 @@ def test_a_value_of_another_shape_is_refused():
 STAGES = [
     *OF_A,
     *OF_B,
-    rpx.noise.Cast("bfloat16"),
+    rpx.quantized.Cast("bfloat16"),
     rpx.MagnitudePruning(0.5),
     rpx.MagnitudePruning((0.5, 0.25), axis=-1),
     rpx.Mask(),
@@ -199,7 +199,7 @@ def test_a_chain_of_one_comes_back_from_json_as_a_chain():
 
 
 def test_a_chain_is_a_sequence_of_its_stages():
-    a, b, c = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.noise.Cast("bfloat16")
+    a, b, c = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.quantized.Cast("bfloat16")
     p = a >> b >> c
     assert len(p) == 3
     assert list(p) == [a, b, c]

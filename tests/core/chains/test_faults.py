@@ -109,7 +109,7 @@ OF_NUMBERS = {
     "dropout": rpx.WeightDropout(0.0),
     "freeze": rpx.Freeze(),
     "positive": rpx.Positive(),
-    "cast": rpx.noise.Cast("float32"),
+    "cast": rpx.quantized.Cast("float32"),
 }
 OF_MATRICES = {"weight norm": NORM, "spectral norm": SPECTRAL, "low rank": rpx.LowRank(2)}
 BAD = (np.nan, np.inf, -np.inf)
@@ -175,7 +175,7 @@ def test_eight_bit_floats_are_reproduced():
 
 
 EMPTY_CHAINS = [
-    *(NORM, rpx.WeightNorm(axis=None), SPECTRAL, rpx.Freeze(), rpx.Positive(), NOISE, rpx.noise.Cast("float32")),
+    *(NORM, rpx.WeightNorm(axis=None), SPECTRAL, rpx.Freeze(), rpx.Positive(), NOISE, rpx.quantized.Cast("float32")),
     *(rpx.WeightDropout(0.5), rpx.WeightDropout(0.5, broadcast=-1)),
 ]
 

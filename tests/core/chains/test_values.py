@@ -45,7 +45,7 @@ STAGES = {
     ],
     "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.stage.selected({"a": {"b": True, "c": False}}))],
     "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="refuse")],
-    "Cast": [rpx.noise.Cast(jnp.float8_e4m3fn), rpx.noise.Cast("float16", where="")],
+    "Cast": [rpx.quantized.Cast(jnp.float8_e4m3fn), rpx.quantized.Cast("float16", where="")],
     "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.matrices.Circulant(where="a")],

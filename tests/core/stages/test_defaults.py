@@ -29,7 +29,7 @@ X = jnp.ones((1, 3, 6))
 
 OF_ALL = [
     rpx.VarNoise(0.1),
-    rpx.noise.Cast("bfloat16"),
+    rpx.quantized.Cast("bfloat16"),
     rpx.Freeze(),
     rpx.numbers.Scale(2.0),
     rpx.Positive(outside="project"),

@@ -315,7 +315,7 @@ def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, w,
     "between",
     [
         rpx.numbers.Scale(2.0),
-        rpx.noise.Cast("float32"),
+        rpx.quantized.Cast("float32"),
         rpx.WeightDropout(0.0),
         rpx.VarNoise(0.0) >> rpx.WeightDropout(0.0),
     ],
@@ -404,15 +404,17 @@ def test_weight_dropouts_in_a_row_have_the_distribution_of_the_product(key):
 
 
 def test_a_cast_to_bfloat16_and_back_rounds():
-    got = (rpx.noise.Cast("bfloat16") >> rpx.noise.Cast("float32")).apply({"w": jnp.array([1 + 2**-7, 1 + 2**-10])})[
-        "w"
-    ]
+    got = (rpx.quantized.Cast("bfloat16") >> rpx.quantized.Cast("float32")).apply(
+        {"w": jnp.array([1 + 2**-7, 1 + 2**-10])}
+    )["w"]
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [1 + 2**-7, 1])
 
 
 def test_float8_after_bfloat16_rounds_twice():
-    p = rpx.noise.Cast("bfloat16") >> rpx.noise.Cast("float8_e4m3fn")  # halfway between 1 and 1.125, after the first
+    p = rpx.quantized.Cast("bfloat16") >> rpx.quantized.Cast(
+        "float8_e4m3fn"
+    )  # halfway between 1 and 1.125, after the first
     assert float(p.apply({"w": jnp.array([1.0625 + 1e-6])})["w"][0]) == 1.0
 
 
@@ -432,8 +434,8 @@ def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
         pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0", marks=pytest.mark.thorough),
         pytest.param(rpx.Freeze(), id="freeze", marks=pytest.mark.thorough),
         pytest.param(rpx.Positive(), id="positive", marks=pytest.mark.thorough),
-        pytest.param(rpx.noise.Cast("float32"), id="cast", marks=pytest.mark.thorough),
-        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.noise.Cast("float32"), id="three"),
+        pytest.param(rpx.quantized.Cast("float32"), id="cast", marks=pytest.mark.thorough),
+        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.quantized.Cast("float32"), id="three"),
         pytest.param(rpx.WeightDropout(0.0), id="weight_dropout"),
     ],
 )
@@ -458,7 +460,7 @@ def positive(w, noise):
         pytest.param(rpx.WeightNorm(), weight_normed, id="weight_norm"),
         pytest.param(rpx.Positive(), positive, id="positive"),
         pytest.param(rpx.Freeze(), np.add, id="freeze"),
-        pytest.param(rpx.noise.Cast("float32"), np.add, id="cast"),
+        pytest.param(rpx.quantized.Cast("float32"), np.add, id="cast"),
         pytest.param(rpx.WeightDropout(0.0), np.add, id="weight_dropout"),
     ],
 )
@@ -468,7 +470,7 @@ def test_draws_do_not_change_when_a_stage_is_added_after(key, w, noise, after, e
 
 
 def test_draws_do_not_change_when_the_weight_is_cast_to_half_precision_before(key, w, noise):
-    got = applied(rpx.noise.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
+    got = applied(rpx.quantized.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
     expected = w.astype(jnp.bfloat16).astype(np.float32) + noise
     np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-8)
 
