@@ -93,7 +93,7 @@ def from_peft(
       ...     "base_model.model.dense.lora_B.weight": np.ones((2, 1), np.float32),
       ... }
       >>> config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
-      >>> p, raw = rpx.from_peft(tensors, config, {"dense": {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}})
+      >>> p, raw = rpx.io.from_peft(tensors, config, {"dense": {"kernel": jnp.zeros((3, 2)), "bias": jnp.zeros(2)}})
       >>> p
       Freeze() >> LoRA(1, alpha=2.0, where='dense/kernel')
       >>> p.fold(raw)["dense"]["kernel"]

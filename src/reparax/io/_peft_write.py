@@ -59,7 +59,7 @@ def to_peft(
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.Freeze() >> rpx.LoRA(1, alpha=2.0)
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}, jax.random.key(0))
-      >>> tensors, config = rpx.to_peft(p, raw)
+      >>> tensors, config = rpx.io.to_peft(p, raw)
       >>> {name: x.shape for name, x in tensors.items()}
       {'base_model.model.dense.lora_A.weight': (1, 3), 'base_model.model.dense.lora_B.weight': (2, 1)}
       >>> config["peft_type"], config["r"], config["lora_alpha"], config["target_modules"]
@@ -82,7 +82,7 @@ def to_peft(
     if not written_of and not lines:
         raise ValueError(
             "to_peft: expected adapters of one method, got none. Write a model without adapters by "
-            "`rpx.to_torch(p, raw)`."
+            "`rpx.io.to_torch(p, raw)`."
         )
     if len(written_of) != 1 and not lines:
         lines.append(f"expected adapters of one method, got {', '.join(sorted(written_of))}")
