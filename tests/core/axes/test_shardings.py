@@ -309,7 +309,7 @@ CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
 LIKE = shapes(w=(8, 16), b=(16,))
 RAW = jax.eval_shape(CHAIN.init, LIKE)
 SHARDINGS = CHAIN.shardings({"w": BOTH, "b": P("model")}, MESH, like=LIKE)
-PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.labels)
+PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
 
 
 def state_specs(tx):
@@ -353,7 +353,9 @@ def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_comput
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": normal(8, 16), "b": np.ones(16, np.float32)}
     raw = init(CHAIN, params)
-    tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.training.labels)
+    tx = optax.partition(
+        {"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.training.param_labels
+    )
     state = jax.jit(tx.init)(raw)
     raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
     states = rpx.training.state_shardings(state, raw, raws)
