@@ -531,7 +531,7 @@ def gathered(text):
 def stored_on(mesh, p, memory=None):
     """A raw tree whose weights are cut into eight parts, and how a step moves it to where products read it."""
     cut, whole = (jax.tree.map(lambda w, spec=spec: spec, base()) for spec in (P("data", None), P()))
-    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory=memory))
+    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory_kind=memory))
     here, used = (p.shardings(specs, mesh, like=base()) for specs in (cut, whole))
     return raw, lambda raw: jax.lax.with_sharding_constraint(jax.device_put(raw, here), used)
 
@@ -570,7 +570,7 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     p = rpx.Quantized("nf4", block=64) >> rpx.LoRA(2)
-    raw, moved = stored_on(mesh, p, memory="pinned_host")
+    raw, moved = stored_on(mesh, p, memory_kind="pinned_host")
     free, fixed = rpx.partition(raw)
     kind = jax.devices()[0].default_memory().kind
     assert {x.sharding.memory_kind for x in jax.tree.leaves(fixed)} == {"pinned_host"}
