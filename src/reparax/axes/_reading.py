@@ -30,15 +30,17 @@ class Parameter:
     labels: tuple[int, ...]
 
 
-def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
-    """The name of a call for errors, and the position of the one argument that holds the parameters."""
+def arguments_of(method: str, fun: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> Arguments:
+    """The arguments of a call, of which one holds the parameters."""
     who = check_call(method, fun, argnums)
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
             f"argument, such as a tuple of trees."
         )
-    return who, argnums or 0
+    if not args:
+        raise TypeError(f"{who} takes the arguments of the function too, the parameters first.")
+    return Arguments.of(who, fun, argnums or 0, args, kwargs)
 
 
 class Reading:

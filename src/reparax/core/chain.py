@@ -287,7 +287,7 @@ class Parametrization(Static, ABC):
         The result is an ordinary chain: ``init`` and ``apply`` take no roles.
 
         Args:
-          roles: ``rpx.roles(loss)(params, batch)``.
+          roles: ``rpx.roles(loss, params, batch)``.
 
         Raises:
           TypeError: If ``roles`` is not such a tree.
@@ -298,7 +298,7 @@ class Parametrization(Static, ABC):
           >>> import jax, jax.numpy as jnp, reparax as rpx
           >>> def forward(params, x):  # weights of the shape (out, in)
           ...     return x @ params["w"].T
-          >>> found = rpx.roles(forward)({"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
+          >>> found = rpx.roles(forward, {"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
           >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
 from reparax.models.base import (
     check_arguments,
@@ -22,6 +23,8 @@ from reparax.models.base import (
 from reparax.numerics.arithmetic import is_array
 from reparax.numerics.imported import import_library
 from reparax.training import labels
+
+__dir__ = dir_of("equinox")
 
 eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
 

@@ -7,6 +7,7 @@ import inspect
 from typing import Any, ClassVar, Literal
 
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
 from reparax.models.base import (
     BY_HAND,
@@ -19,6 +20,8 @@ from reparax.models.base import (
     split_collections,
 )
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("haiku")
 
 hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
 

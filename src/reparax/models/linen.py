@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from reparax.core.calls import call_name
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
 from reparax.models.base import (
     BY_HAND,
@@ -22,6 +23,8 @@ from reparax.models.base import (
     split_collections,
 )
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("linen")
 
 nn: Any = import_library("flax.linen", "rpx.linen", "flax")
 scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.raw import holds_markers
 from reparax.models.base import (
@@ -23,6 +24,8 @@ from reparax.models.base import (
 )
 from reparax.numerics.imported import import_library
 from reparax.training import labels
+
+__dir__ = dir_of("nnx")
 
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
 errors: Any = import_library("flax.errors", "rpx.nnx", "flax")

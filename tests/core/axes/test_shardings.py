@@ -309,7 +309,7 @@ CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
 LIKE = shapes(w=(8, 16), b=(16,))
 RAW = jax.eval_shape(CHAIN.init, LIKE)
 SHARDINGS = CHAIN.shardings({"w": BOTH, "b": P("model")}, MESH, like=LIKE)
-PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.labels)
 
 
 def state_specs(tx):
@@ -353,7 +353,7 @@ def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_comput
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": normal(8, 16), "b": np.ones(16, np.float32)}
     raw = init(CHAIN, params)
-    tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.training.labels)
     state = jax.jit(tx.init)(raw)
     raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
     states = rpx.training.state_shardings(state, raw, raws)
@@ -553,7 +553,7 @@ def step_of(p, moved):
 )
 def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored(format, axis=-1) >> rpx.LoRA(1)
+    p = rpx.Quantized(format, axis=-1) >> rpx.LoRA(1)
     raw, moved = stored_on(mesh, p)
     x = jax.device_put(ONES, NamedSharding(mesh, P("data")))
     compiled = step_of(p, moved).lower(*rpx.partition(raw), x).compile()
@@ -567,7 +567,7 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
 
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored("nf4", block=64) >> rpx.LoRA(2)
+    p = rpx.Quantized("nf4", block=64) >> rpx.LoRA(2)
     raw, moved = stored_on(mesh, p, memory="pinned_host")
     free, fixed = rpx.partition(raw)
     kind = jax.devices()[0].default_memory().kind
