@@ -22,7 +22,7 @@ from reparax.models.base import (
 )
 from reparax.numerics.arithmetic import is_array
 from reparax.numerics.imported import import_library
-from reparax.training import labels
+from reparax.training import param_labels
 
 __dir__ = dir_of("equinox")
 
@@ -215,7 +215,7 @@ def _hide_fixed(raw: PyTree) -> PyTree:
         parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
         return _Bits(jax.lax.bitcast_convert_type(parts, _unsigned(parts.dtype)), jnp.dtype(x.dtype))
 
-    return jax.tree.map(hidden, raw, labels(raw))
+    return jax.tree.map(hidden, raw, param_labels(raw))
 
 
 def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -23,7 +23,7 @@ from reparax.models.base import (
     start_key,
 )
 from reparax.numerics.imported import import_library
-from reparax.training import labels
+from reparax.training import param_labels
 
 __dir__ = dir_of("nnx")
 
@@ -497,7 +497,7 @@ def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
         return kind.from_metadata(_value_of(node), {**node.get_metadata(), _PLAIN: type(node)})
 
-    return jax.tree.map(typed, raw, labels(raw), is_leaf=_is_variable)
+    return jax.tree.map(typed, raw, param_labels(raw), is_leaf=_is_variable)
 
 
 def _to_model_types(raw: PyTree) -> PyTree:
