@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from reparax.stages.quantized._packing import unpack
+from reparax.stages.quantized._formats import unpack
 
 torch = pytest.importorskip("torch")
 qwix = pytest.importorskip("qwix")

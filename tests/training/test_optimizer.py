@@ -25,7 +25,7 @@ P = (
     >> rpx.SpectralNorm(where="spectral")
 )
 P_NONE = jax.sharding.PartitionSpec()
-DECAYED = partial(rpx.labels, main=True, aux=False, fixed=False)
+DECAYED = partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), adamw()),
     "apply_if_finite": lambda: optax.apply_if_finite(adamw(), 3),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
-    "partition": lambda: optax.partition({"free": adamw()}, rpx.labels),
+    "partition": lambda: optax.partition({"free": adamw()}, rpx.training.param_labels),
     "centralized": lambda: optax.chain(optax.centralize(), optax.lion(1e-2, weight_decay=0.1)),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "adafactor": lambda: optax.adafactor(1e-2, weight_decay_rate=0.1, min_dim_size_to_factor=2),

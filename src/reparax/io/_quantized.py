@@ -21,8 +21,7 @@ from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, 
 from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
 from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
 from reparax.stages.quantized import Quantized
-from reparax.stages.quantized._formats import FORMATS
-from reparax.stages.quantized._packing import group_of_codes, pack
+from reparax.stages.quantized._formats import FORMATS, group_of_codes, pack
 
 PLAIN = ("F32", "F16", "BF16")
 

@@ -10,13 +10,9 @@ from reparax.core.paths import Names
 from reparax.core.plan import Maker
 from reparax.core.raw import parameter_path
 from reparax.io._parameters import Entry, unstack_stage
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
-from reparax.stages.norms._spectral import SpectralNorm
-from reparax.stages.sparse._freeze import Freeze
-from reparax.stages.sparse._global_prune import GlobalMagnitudePruning
-from reparax.stages.sparse._mask import Mask, NByM
-from reparax.stages.sparse._prune import MagnitudePruning, RandomPruning
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import SpectralNorm, WeightNorm
+from reparax.stages.sparse import Freeze, GlobalMagnitudePruning, MagnitudePruning, Mask, NByM, RandomPruning
 
 EXCHANGE_PLAIN = (
     "Exchange plain weights: `p.init(from_torch(Chain(), state_dict, like))`, `to_torch(Chain(), p.fold(raw))`."

@@ -10,8 +10,8 @@ from jax import Array
 
 from reparax.core.paths import Names, PyTree, flatten_with_names, items
 from reparax.core.raw import FIXED, is_aligned
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 
 
 @shows_usage

@@ -21,8 +21,8 @@ from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.plan import follow_axes, lineage_of, planner_of
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
 

@@ -7,7 +7,7 @@ import pytest
 from compiled import effective, fold, init
 from grids import mostly_thorough
 from jax import lax
-from products.test_random_experts import looked_up, sorted_rows
+from transforms.test_random_experts import looked_up, sorted_rows
 
 import reparax as rpx
 
@@ -83,7 +83,7 @@ def by_groups(params, x):
 
 @pytest.mark.parametrize("network", [routed, by_groups])
 def test_the_network_says_which_axis_is_that_of_experts(network):
-    roles = rpx.roles(network)({"router": X[:K, :E], "w": W}, X)
+    roles = rpx.roles(network, {"router": X[:K, :E], "w": W}, X)
     chain = rpx.WeightNorm(where="w") >> rpx.LoRA(2, where="w") >> rpx.MagnitudePruning(0.5, where="w")
     assert repr(chain.on(roles)) == (
         "WeightNorm(axis=-1, where='w', stacked=0) >> LoRA(2, columns=-1, where='w', stacked=0) >> "

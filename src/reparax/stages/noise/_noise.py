@@ -1,4 +1,4 @@
-"""Noise on weights: a new draw for each key, removed in ``p.deterministic``."""
+"""Noise and dropout of weights."""
 
 from __future__ import annotations
 

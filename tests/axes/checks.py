@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.axes import Group, permute
+from reparax.axes import permute
+from reparax.axes._groups import Group
 from reparax.core.paths import PyTree, flatten_with_names, path_text
 
 Order = np.ndarray[Any, Any]
@@ -26,24 +27,6 @@ def check_groups(
     Permuting all members of a group in the same way changes the result of ``fun`` only by rounding, and permuting all
     but one changes it by more, unless the array of that one has no effect at all. Noise is added to the parameters
     first, so that no two units are equal.
-
-    Args:
-      fun: A function of ``params`` and ``args`` that returns arrays.
-      params: The parameters.
-      *args: Further arguments of ``fun``.
-      groups: What :func:`axis_groups` found, or groups that you wrote.
-      key: A key for noise and permutations. Default: ``jax.random.key(0)``.
-
-    Raises:
-      AssertionError: If a group is wrong; the error names it.
-
-    Example:
-      >>> import jax.numpy as jnp, reparax as rpx
-      >>> from reparax.testing import check_groups
-      >>> def forward(params, x):
-      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
-      >>> params, x = {"w": jnp.ones((3, 4)), "v": jnp.ones((4, 2))}, jnp.ones((5, 3))
-      >>> check_groups(forward, params, x, groups=rpx.axis_groups(forward)(params, x))
     """
     # Drawn and permuted by numpy, as each operation of JAX would be compiled.
     random = np.random.default_rng(np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key)))
