@@ -12,7 +12,7 @@ from reparax.core.paths import Names
 from reparax.core.plan import Planner, visit_with_roles
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Role
-from reparax.numerics.usage import shows_usage
+from reparax.core.usage import shows_usage
 
 
 @shows_usage

@@ -13,7 +13,7 @@ from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins
 from reparax.core.paths import PyTree
 from reparax.core.roles import Numbers, Role, Use
-from reparax.numerics.usage import shows_usage
+from reparax.core.usage import shows_usage
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 

@@ -26,13 +26,13 @@ from reparax.axes._units import (
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, items, path_text
 from reparax.core.plan import follow_axes
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 
 Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
 """Axes of an array, each with the axes of steps, and for each step and each index whether it stays."""
 
-INSTEAD = "Shrink the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`."
+INSTEAD = "Shrink the plain weights: `rpx.axes.shrink(rpx.Chain(), p.fold(raw), groups)`."
 ROUNDING = 1e-5
 """The largest change of an effective array, as a share of its largest entry, that is rounding."""
 
@@ -60,7 +60,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((1, 3)), "v": jnp.array([[1.0], [2.0], [3.0]])}
-      >>> groups = rpx.axis_groups(forward, params, jnp.ones((1, 1)))
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((1, 1)))
       >>> rpx.axes.prune_units(params, groups, 0.4)["w"]
       Array([[0., 1., 1.]], dtype=float32)
 
@@ -130,7 +130,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
 
     Raises:
       ValueError: If the groups are those of another tree; if a raw value cannot be cut, or its array would change: then
-        shrink the plain weights, ``rpx.shrink(rpx.Chain(), p.fold(raw), groups)``; or if a state has an array of
+        shrink the plain weights, ``rpx.axes.shrink(rpx.Chain(), p.fold(raw), groups)``; or if a state has an array of
         another shape for one that is cut.
 
     Example:
@@ -138,9 +138,9 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
-      >>> groups = rpx.axis_groups(forward, params, jnp.ones((5, 3)))
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((5, 3)))
       >>> p = rpx.MagnitudePruning(0.5, axis=0, where="v")
-      >>> small = rpx.shrink(p, p.init(params), groups)
+      >>> small = rpx.axes.shrink(p, p.init(params), groups)
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}
     """

@@ -112,7 +112,7 @@ def from_torch(
       ... }
       >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
       >>> p = rpx.WeightNorm()
-      >>> raw = rpx.from_torch(p, state_dict, like)
+      >>> raw = rpx.io.from_torch(p, state_dict, like)
       >>> p.fold(raw)["dense"]["kernel"]
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
@@ -173,7 +173,7 @@ def to_torch(
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm()
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
-      >>> {name: x.shape for name, x in rpx.to_torch(p, raw, style="hooks").items()}
+      >>> {name: x.shape for name, x in rpx.io.to_torch(p, raw, style="hooks").items()}
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
     require_chains("to_torch(p, raw)", p)

@@ -126,9 +126,6 @@ def _turn_like(x: Array, like: Array) -> Array:
     return x.mT if like.shape[-2] < like.shape[-1] else x
 
 
-Values = dict[str, Array]
-
-
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
     """The values that torch stores, in the dtype of the weight, like in torch."""
     if stage is None:
