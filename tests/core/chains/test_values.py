@@ -317,7 +317,7 @@ def test_numbers_that_are_not_finite_are_read_back_equal(value):
 def test_infinity_as_code_and_in_json():
     p = rpx.MagnitudePruning(0.5, axis=0, ord=math.inf)
     assert repr(p) == "MagnitudePruning(sparsity=0.5, axis=0, ord=float('inf'))"
-    assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
+    assert json.loads(p.to_json())["stages"][0]["ord"] == {"float": "inf"}
     assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
         "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"
     )
@@ -633,11 +633,11 @@ OF_NUMBERS = [
     ("Scale", "factor", rpx.numbers.Scale),
     ("Bounded", "low", lambda f: rpx.numbers.Bounded(f, 1)),
     ("Bounded", "high", lambda f: rpx.numbers.Bounded(0, f)),
-    ("MagnitudePruning", "order", lambda f: rpx.MagnitudePruning(0.5, axis=0, ord=f)),
+    ("MagnitudePruning", "ord", lambda f: rpx.MagnitudePruning(0.5, axis=0, ord=f)),
     ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
-    ("MaxNorm", "max", rpx.norms.MaxNorm),
+    ("MaxNorm", "max_norm", rpx.norms.MaxNorm),
     ("PoincareBall", "curvature", rpx.norms.PoincareBall),
-    ("Invertible", "least", lambda f: rpx.matrices.Invertible(eps=f)),
+    ("Invertible", "eps", lambda f: rpx.matrices.Invertible(eps=f)),
 ]
 
 
@@ -653,7 +653,7 @@ def test_a_schedule_is_no_number(who, name, build):
     ("who", "name", "build"),
     [
         ("AlmostOrthogonal", "radius", rpx.matrices.AlmostOrthogonal),
-        ("FixedRank", "least", lambda x: rpx.matrices.FixedRank(1, eps=x)),
+        ("FixedRank", "eps", lambda x: rpx.matrices.FixedRank(1, eps=x)),
     ],
 )
 def test_numbers_that_must_be_known_are_not_traced(who, name, build):
