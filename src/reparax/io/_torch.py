@@ -30,9 +30,10 @@ from reparax.io._parameters import (
     require_known,
     stack_parts,
 )
-from reparax.io._torch_stages import NameMap, Naming, StageValues, read_values, write_values
+from reparax.io._torch_stages import EXCHANGE_PLAIN, NameMap, Naming, StageValues, read_values, write_values
 from reparax.stages.matrices import Orthogonal
 from reparax.stages.norms import WeightNorm
+from reparax.stages.quantized import FakeQuantized
 
 
 def from_torch(
@@ -183,6 +184,8 @@ def to_torch(
         *most, last = map(repr, _STYLES)
         raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
+        if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
+            raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")
         plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), lambda tensor, name_map: style == "hooks")
         require_known(plan.names)
         state = plan.state_dict(raw, with_base=style != "no_trivialization")
