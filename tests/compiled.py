@@ -65,7 +65,7 @@ def pulled(p, raw, dw):
 def trained(p, raw, target):
     """The effective tree and the losses of a hundred steps of AdamW, with weight decay, towards ``target``."""
     tx = optax.partition(
-        {"free": optax.adamw(0.1, weight_decay=0.1), "fixed": optax.set_to_zero()}, rpx.training.labels
+        {"free": optax.adamw(0.1, weight_decay=0.1), "fixed": optax.set_to_zero()}, rpx.training.param_labels
     )
 
     def loss(raw):

@@ -144,7 +144,7 @@ def test_a_base_that_is_saved_with_its_adapter_is_the_base():
     table, a, b = normal(5, 3, seed=4), normal(2, 5, seed=5), normal(3, 2, seed=6)
     name = f"{PREFIX}embed"
     tensors = {f"{name}.lora_embedding_A": a, f"{name}.lora_embedding_B": b, f"{name}.base_layer.weight": table}
-    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, params)
     assert p == rpx.Freeze() >> rpx.LoRA(2, 4.0, where="embed/embedding")
     np.testing.assert_allclose(p.fold(raw)["embed"]["embedding"], table + 2.0 * (b @ a).T, rtol=1e-5)
 
@@ -850,7 +850,7 @@ WRITING = {
         refused("out/kernel: PEFT has no equivalent of Gain(axis=0, where='out/kernel') with other stages on its 'w'"),
     ),
     "a base that trains": (
-        lambda: written(rpx.Gain(axis=-1, where=OUT)),
+        lambda: written(rpx.adapters.Gain(axis=-1, where=OUT)),
         refused(
             "out/kernel: PEFT does not train what Gain(axis=-1, where='out/kernel') multiplies. Put `Freeze()` before "
             "it"
@@ -860,7 +860,7 @@ WRITING = {
         lambda: written(
             rpx.Freeze(where=".*/kernel")
             >> rpx.Tie({"dense/bias/g": "dense/kernel/g"})
-            >> rpx.Gain(axis=-1, where="dense/.*")
+            >> rpx.adapters.Gain(axis=-1, where="dense/.*")
         ),
         refused(
             "dense/bias: PEFT does not train what Gain(axis=-1, where='dense/.*') multiplies. Put `Freeze()` before it"
@@ -879,7 +879,7 @@ WRITING = {
             >> rpx.LowRank(1, where=".*@hadamard/x")
             >> rpx.LowRank(2, where=".*@hadamard/y")
             >> rpx.adapters.Hadamard(where=OUT)
-            >> rpx.Delta(where=OUT)
+            >> rpx.adapters.Delta(where=OUT)
         ),
         refused(
             "out/kernel: PEFT has two products of one rank, but no equivalent of LowRank(1, where='.*@hadamard/x') and "

@@ -60,7 +60,7 @@ def test_free_values_are_parted_from_fixed_ones_and_from_functions() -> None:
     raw = eqx.filter_jit(p.init)(model())
     trains = jax.tree.map(
         lambda free, x: free and eqx.is_inexact_array(x),
-        rpx.training.labels(raw, main=True, aux=True, fixed=False),
+        rpx.training.param_labels(raw, main=True, aux=True, fixed=False),
         raw,
     )
     free, rest = eqx.partition(raw, trains)

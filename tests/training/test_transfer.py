@@ -404,13 +404,13 @@ FROZEN = rpx.Freeze(where="b/kernel")
 
 
 def by_role(raw):
-    return rpx.training.labels(raw, main="main", aux="aux")
+    return rpx.training.param_labels(raw, main="main", aux="aux")
 
 
 PARTIAL = {
-    "partition": optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.labels),
+    "partition": optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels),
     "ours around partition": rpx.optimizer(
-        optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.labels)
+        optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
     ),
     "ours in multi steps": optax.MultiSteps(rpx.optimizer(optax.adam(1e-3)), 2).gradient_transformation(),
     "without moments": optax.sgd(1e-3),
@@ -448,7 +448,9 @@ SOME = {
     "by role": optax.partition(
         {"main": optax.adam(1e-3), "aux": optax.sgd(1e-3, momentum=0.9), "fixed": optax.set_to_zero()}, by_role
     ),
-    "masked": optax.masked(optax.adam(1e-3), lambda raw: rpx.training.labels(raw, main=True, aux=False, fixed=False)),
+    "masked": optax.masked(
+        optax.adam(1e-3), lambda raw: rpx.training.param_labels(raw, main=True, aux=False, fixed=False)
+    ),
     "of other shapes": optax.adafactor(1e-3, min_dim_size_to_factor=2),
 }
 

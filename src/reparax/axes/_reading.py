@@ -19,7 +19,7 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 @dataclass(frozen=True)
-class Parameter:
+class LabelledArray:
     """An array that the user named: its path, its shape, and the labels of its axes."""
 
     path: str
@@ -58,7 +58,7 @@ class Reading:
         self.labels, self.sums = Labels(), list[AxisSum]()
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
-        self.parameters: dict[int, Parameter] = {}
+        self.parameters: dict[int, LabelledArray] = {}
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._across: list[tuple[list[Origins], list[Labelled]]] = []
@@ -71,7 +71,7 @@ class Reading:
         for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
-                self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
+                self.parameters[i] = LabelledArray(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
                 self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
                 zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))

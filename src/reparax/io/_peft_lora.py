@@ -10,25 +10,15 @@ import numpy as np
 
 from reparax.core.axes import last_to_number
 from reparax.io._peft_method import (
-    ANY,
-    FLAG,
-    INDICES,
-    INDICES_BY_NAME,
-    LISTED,
-    NUMBER,
-    RANK,
     Adapted,
+    Given,
     Method,
     Modules,
     Part,
     Parts,
-    Source,
     StageNode,
     Written,
-    by_pattern,
     known_number,
-    named,
-    one_of,
     one_of_all,
     ranks_and_alphas,
 )
@@ -55,11 +45,11 @@ def _token_axis(target: Target) -> int:
     return target.ins[0] if target.is_table else target.out
 
 
-def _read_tokens(source: Source) -> Adapted:
+def _read_tokens(given: Given) -> Adapted:
     """Trained slices of a table, or of a head."""
-    target, index = source.target, tuple(source.config.get("token_indices", ()))
+    target, index = given.target, tuple(given.config.get("token_indices", ()))
     axis = _token_axis(target)
-    values = source.values(_token_parts(target, axis, len(index)))
+    values = given.values(_token_parts(target, axis, len(index)))
     if max(index, default=0) >= target.shape[axis]:
         raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
     return Adapted((TrainableSlices(index, axis=axis),), values)
@@ -82,7 +72,7 @@ def _write_tokens(node: StageNode) -> Written:
 TOKENS = Method(
     name="TRAINABLE_TOKENS",
     suffixes=(_DELTA,),
-    settings={"token_indices": INDICES, "init_weights": ANY},
+    settings={"indices": "token_indices", "any": "init_weights"},
     read=_read_tokens,
     write=_write_tokens,
     layouts=("kernel", "same", "embedding"),
@@ -101,9 +91,9 @@ def _vera_parts(target: Target, rank: int) -> Parts:
     }
 
 
-def _read_vera(source: Source) -> Adapted:
+def _read_vera(given: Given) -> Adapted:
     """LoRA of fixed factors with gains."""
-    target, tensors = source.target, source.tensors
+    target, tensors = given.target, given.tensors
     rank = np.size(tensors.get("vera_lambda_d", 0))
     parts = _vera_parts(target, rank)
     own = {  # of the shared tensors, if they have as many axes
@@ -111,7 +101,7 @@ def _read_vera(source: Source) -> Adapted:
         for name, x in tensors.items()
         if name in VERA.banks and x.ndim == len(parts[name].shape)
     }
-    values = replace(source, tensors={**tensors, **own}).values(parts)
+    values = replace(given, tensors={**tensors, **own}).values(parts)
     gains = Freeze(where="/@lora/[ab]/@gain/w"), Gain(axis=-1, where="/@lora/[ab]")
     return Adapted((*gains, LoRA(rank, **target.sides)), values)
 
@@ -130,12 +120,9 @@ def _write_vera(node: StageNode) -> Written:
 VERA = Method(
     name="VERA",
     suffixes=("vera_lambda_d", "vera_lambda_b"),
-    settings={
-        "bias": one_of(("none", "all", "vera_only")),
-        "vera_dropout": NUMBER,
-        "save_projection": one_of((True,)),  # without the projection, the file lacks the factors
-        **named(ANY, "r init_weights d_initial projection_prng_key"),
-    },
+    settings={"number": "vera_dropout", "any": "r init_weights d_initial projection_prng_key"},
+    # Without the projection, the file lacks the factors.
+    words={"bias": ("none", "all", "vera_only"), "save_projection": (True,)},
     read=_read_vera,
     write=_write_vera,
     banks=("vera_A", "vera_B"),
@@ -173,26 +160,26 @@ def _expert_parts(target: Target, rank: int) -> Parts:
     }
 
 
-def _read_lora(source: Source) -> Adapted:
+def _read_lora(given: Given) -> Adapted:
     """LoRA, with the lengths of DoRA; or what trains beside it: tokens, or the difference of a bias."""
-    target, config, rank = source.target, source.config, source.rank
+    target, config, rank = given.target, given.config, given.rank
     dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
-    if _TOKENS in source.tensors:
+    if _TOKENS in given.tensors:
         TOKENS.require_matrix(target)
-        tensors, indices = {_DELTA: source.tensors[_TOKENS]}, _token_indices(target, config)
-        return _read_tokens(replace(source, tensors=tensors, config={"token_indices": indices}))
-    if BIAS in source.tensors:
-        values = source.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
-        return Adapted((Scale(source.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
-    lora = LoRA(rank, source.alpha, divisor="sqrt" if by_root else "rank", **target.expert().sides)
+        tensors, indices = {_DELTA: given.tensors[_TOKENS]}, _token_indices(target, config)
+        return _read_tokens(replace(given, tensors=tensors, config={"token_indices": indices}))
+    if BIAS in given.tensors:
+        values = given.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
+        return Adapted((Scale(given.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
+    lora = LoRA(rank, given.alpha, divisor="sqrt" if by_root else "rank", **target.expert().sides)
     if not target.n_experts:
-        values = source.values(_lora_parts(target, rank, dora=dora))
+        values = given.values(_lora_parts(target, rank, dora=dora))
         axis = -1 if target.out == len(target.shape) - 1 else target.out
         return Adapted((lora, WeightNorm(axis=axis, detach=True)) if dora else (lora,), values)
     if dora:
         raise ValueError(_NO_DORA)
     try:
-        return Adapted((replace(lora, stacked=0),), source.values(_expert_parts(target, rank)))
+        return Adapted((replace(lora, stacked=0),), given.values(_expert_parts(target, rank)))
     except ValueError as error:
         raise ValueError(
             f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
@@ -250,19 +237,20 @@ LORA = Method(
         *(BIAS, _TOKENS),
     ),
     settings={
-        "r": RANK,
-        **named(NUMBER, "lora_alpha lora_dropout"),
-        "rank_pattern": by_pattern(RANK),
-        "alpha_pattern": by_pattern(NUMBER),
-        **named(FLAG, "use_rslora use_dora fan_in_fan_out lora_bias"),
-        "target_parameters": LISTED,
-        "trainable_token_indices": INDICES_BY_NAME,
-        "bias": one_of(("none", "all", "lora_only")),
-        # The other starts change the base too, or keep a factor fixed.
-        "init_lora_weights": one_of((True, False, "gaussian", "orthogonal", "eva")),
+        "rank": "r",
+        "number": "lora_alpha lora_dropout",
+        "ranks by pattern": "rank_pattern",
+        "numbers by pattern": "alpha_pattern",
+        "flag": "use_rslora use_dora fan_in_fan_out lora_bias",
+        "names": "target_parameters",
+        "indices by name": "trainable_token_indices",
         # These have no effect by themselves: other settings use them.
-        **named(ANY, "loftq_config eva_config corda_config lora_ga_config"),
-        **named(ANY, "megatron_core qalora_group_size runtime_config"),
+        "any": "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size runtime_config",
+    },
+    words={
+        "bias": ("none", "all", "lora_only"),
+        # The other starts change the base too, or keep a factor fixed.
+        "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
     },
     read=_read_lora,
     write=_write_lora,

@@ -1,9 +1,10 @@
 """What a method of PEFT is here: the settings that are understood, and how it reads and writes one array."""
 
 import math
+import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,40 +26,6 @@ from reparax.stages.sparse import Freeze
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
 
 
-class Setting(NamedTuple):
-    """The values of a setting that are understood.
-
-    Attributes:
-      fits: Whether a value is one of them.
-      takes: All values that PEFT takes, in words; None if there are others, which no stage supports.
-    """
-
-    fits: Callable[[Any], bool]
-    takes: str | None = None
-
-
-def named(setting: Setting, names: str) -> dict[str, Setting]:
-    """One setting under each of these names, with spaces between them."""
-    return dict.fromkeys(names.split(), setting)
-
-
-def one_of(values: Sequence[Any]) -> Setting:
-    """A setting of which a few values are understood; PEFT does not distinguish the cases of words."""
-    texts = [repr(value).lower() for value in values]
-    return Setting(lambda value: shown(value).lower() in texts)
-
-
-def by_pattern(setting: Setting) -> Setting:
-    """A setting with a value for each of some regular expressions."""
-    return Setting(
-        lambda value: (
-            isinstance(value, Mapping)
-            and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and setting.fits(value[x]) for x in value)
-        ),
-        f"a dict of regular expressions and, for each, {setting.takes}",
-    )
-
-
 def in_a_name(pattern: str) -> str:
     """The expression by which PEFT looks for a pattern at the end of a module's name."""
     return rf"(.*\.)?({pattern})"
@@ -77,26 +44,51 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value)
 
 
+def _is_rank(value: Any) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return type(value) is int and value >= 1
+
+
 def _is_indices(value: Any) -> bool:
     """Whether a value is a list of whole numbers from 0 to 2^31 - 1."""
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 
-ANY = Setting(lambda value: True)
-FLAG = Setting(lambda value: isinstance(value, bool), "True or False")
-RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
-NUMBER = Setting(is_number, "a finite number")
-INDICES = Setting(_is_indices, "a list of whole numbers")
-INDICES_BY_NAME = Setting(
-    lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
-    "a list of whole numbers, or a dict of names and, for each, such a list",
-)
-LISTED = Setting(_is_names, "a list of names")
-NAMES = Setting(lambda value: _is_pattern(value) or _is_names(value), "a list of names, or a regular expression")
-_COMMON = named(
-    ANY,
+def _by_pattern(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a dict of regular expressions and, for each, a value that fits."""
+
+    def is_one(value: Any) -> bool:
+        is_dict = isinstance(value, Mapping)
+        return is_dict and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and fits(value[x]) for x in value)
+
+    return is_one
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "any": (lambda value: True, ""),
+    "flag": (lambda value: isinstance(value, bool), "True or False"),
+    "number": (is_number, "a finite number"),
+    "rank": (_is_rank, "a whole number of at least 1"),
+    # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
+    "terms": (lambda value: _is_rank(value) and value <= 100, "a whole number from 1 to 100"),
+    "names": (_is_names, "a list of names"),
+    "pattern": (lambda value: _is_pattern(value) or _is_names(value), "a list of names, or a regular expression"),
+    "indices": (_is_indices, "a list of whole numbers"),
+    "indices by name": (
+        lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
+        "a list of whole numbers, or a dict of names and, for each, such a list",
+    ),
+    "ranks by pattern": (
+        _by_pattern(_is_rank),
+        "a dict of regular expressions and, for each, a whole number of at least 1",
+    ),
+    "numbers by pattern": (_by_pattern(is_number), "a dict of regular expressions and, for each, a finite number"),
+}
+"""For each kind of setting, whether a value is one that PEFT takes, and these in words."""
+
+_COMMON = (
     "auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern layers_to_transform "
-    "modules_to_save peft_type peft_version revision target_modules task_type",
+    "modules_to_save peft_type peft_version revision target_modules task_type"
 )
 """What each method has, and what the names of the tensors tell."""
 
@@ -135,7 +127,7 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Source:
+class Given:
     """What a file says of one adapted array.
 
     Attributes:
@@ -245,7 +237,8 @@ class Method:
     Attributes:
       name: Its ``peft_type``.
       suffixes: The names of its tensors below their module.
-      settings: The settings of its configuration that are understood, besides those of all methods.
+      settings: The settings of its configuration that are understood, besides those of all methods: by kind, names with
+        spaces between them.
       read: The stages and raw values for the tensors of a module.
       write: The PEFT form of raw values.
       configure: The configuration for what is written of all modules.
@@ -255,12 +248,13 @@ class Method:
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
       matrices: Whether only matrices are read.
+      words: Settings of which only these values are understood; PEFT does not distinguish the cases of words.
     """
 
     name: str
     suffixes: tuple[str, ...]
-    settings: Mapping[str, Setting]
-    read: Callable[[Source], Adapted]
+    settings: Mapping[str, str]
+    read: Callable[[Given], Adapted]
     write: Callable[[StageNode], Written]
     configure: Callable[[Modules], dict[str, Any]] = _all_flags
     banks: tuple[str, ...] = ()
@@ -269,6 +263,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     layouts: tuple[str, ...] = ("kernel", "same")
     matrices: bool = False
+    words: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
 
     def require_layout(self, target: Target) -> None:
         """Refuses a weight of which PEFT has no adapters by this method."""
@@ -295,16 +290,22 @@ class Method:
             if its value is not one of those that are understood.
         """
         set_values = {key: value for key, value in config.items() if value is not None}
-        settings = {**_COMMON, **self.settings}
-        wrong = {key: x for key, x in set_values.items() if not (settings[key].fits(x) if key in settings else not x)}
-        for key, value in wrong.items():
-            if key in settings and (takes := settings[key].takes):
+        known = [*self.settings.items(), ("any", _COMMON)]
+        kinds = {key: kind for kind, keys in known for key in keys.split()}
+        wrong: list[str] = []
+        for key, value in set_values.items():
+            if key in self.words:
+                fits, takes = shown(value).lower() in [repr(word).lower() for word in self.words[key]], ""
+            else:
+                is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
+                fits = is_one(value)
+            if takes and not fits:
                 raise ValueError(
                     f"from_peft takes {takes} as {key} of {self.name}, but got {shown(value)}. Correct `config`."
                 )
+            wrong += [] if fits else [f"{key}={shown(value)}"]
         if wrong:
-            wrong_text = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
-            raise ValueError(f"from_peft has no stage for {self.name} with {wrong_text}. {MERGE}")
+            raise ValueError(f"from_peft has no stage for {self.name} with {', '.join(wrong)}. {MERGE}")
         return {**self.defaults, **set_values}
 
 

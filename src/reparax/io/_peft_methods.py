@@ -16,24 +16,15 @@ from jax import Array
 
 from reparax.io._peft_lora import LORA, TOKENS, VERA
 from reparax.io._peft_method import (
-    ANY,
-    FLAG,
-    NAMES,
-    NUMBER,
-    RANK,
     Adapted,
+    Given,
     Method,
     Modules,
     Part,
     Parts,
-    Setting,
-    Source,
     StageNode,
     Written,
-    by_pattern,
     known_number,
-    named,
-    one_of,
     one_of_all,
     ranks_and_alphas,
     require,
@@ -47,13 +38,13 @@ from reparax.stages.numbers import Scale
 from reparax.stages.quantized import Quantized
 from reparax.stages.sparse import Freeze
 
-_PRODUCTS: Mapping[str, Setting] = {
-    "r": RANK,
-    **named(NUMBER, "alpha rank_dropout module_dropout"),
-    "rank_pattern": by_pattern(RANK),
-    "alpha_pattern": by_pattern(NUMBER),
-    "use_effective_conv2d": FLAG,
-    "init_weights": ANY,
+_PRODUCTS = {
+    "rank": "r",
+    "number": "alpha rank_dropout module_dropout",
+    "ranks by pattern": "rank_pattern",
+    "numbers by pattern": "alpha_pattern",
+    "flag": "use_effective_conv2d",
+    "any": "init_weights",
 }
 _SCALED = "@delta/x/@scale/x/"
 
@@ -81,14 +72,14 @@ def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> Parts:
     return parts
 
 
-def _read_loha(source: Source) -> Adapted:
+def _read_loha(given: Given) -> Adapted:
     """An elementwise product of two low-rank differences."""
-    target, rank = source.target, source.rank
+    target, rank = given.target, given.rank
     inputs = math.prod(target.shape) // max(target.outputs, 1)
     outside = "project" if rank > min(target.outputs, inputs) else "nearest"  # PEFT's usual 8 on a narrow layer
     low = LowRank(rank, outside=outside, **target.sides)
-    values = source.values(_loha_parts(target, rank))
-    return Adapted((low, Hadamard(), Scale(source.alpha / rank), Delta()), values)
+    values = given.values(_loha_parts(target, rank))
+    return Adapted((low, Hadamard(), Scale(given.alpha / rank), Delta()), values)
 
 
 def _write_loha(node: StageNode) -> Written:
@@ -117,9 +108,9 @@ def _lokr_parts(target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, in
     return parts
 
 
-def _read_lokr(source: Source) -> Adapted:
+def _read_lokr(given: Given) -> Adapted:
     """A Kronecker product of two factors, each a full or a low-rank matrix."""
-    target, tensors = source.target, source.tensors
+    target, tensors = given.target, given.tensors
     if wrong := [x for x in tensors.values() if x.ndim != 2]:
         raise ValueError(f"expected matrices as factors, got one of shape {wrong[0].shape}")
     sizes: dict[str, tuple[int, int]] = {}
@@ -129,18 +120,18 @@ def _read_lokr(source: Source) -> Adapted:
             sizes[tensor] = tensors[tensor].shape
         else:
             first, second = (tensors.get(f"{tensor}_{end}", np.empty((0, 0))).shape for end in "ab")
-            sizes[tensor], ranks[tensor] = (first[0], second[1]), source.rank
+            sizes[tensor], ranks[tensor] = (first[0], second[1]), given.rank
     parts = _lokr_parts(target, sizes, ranks)
-    values = source.values(parts)
+    values = given.values(parts)
     first, second = (target.flip(size) for size in sizes.values())
     if (shape := (first[0] * second[0], first[1] * second[1])) != target.shape:
         raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {shape}")
     low = [
-        LowRank(source.rank, where=f"/.*@kronecker/{name}")
+        LowRank(given.rank, where=f"/.*@kronecker/{name}")
         for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2"))
         if tensor in ranks
     ]
-    return Adapted((*low, Kronecker(first), Scale(source.alpha / source.rank), Delta()), values)
+    return Adapted((*low, Kronecker(first), Scale(given.alpha / given.rank), Delta()), values)
 
 
 def _write_lokr(node: StageNode) -> Written:
@@ -207,12 +198,12 @@ def _input_axis(target: Target) -> int:
     return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
 
 
-def _read_ia3(source: Source) -> Adapted:
+def _read_ia3(given: Given) -> Adapted:
     """Factors on outputs, including the bias, or on inputs."""
-    target = source.target
-    inputs = selects_module(target.module, source.config.get("feedforward_modules") or [])
+    target = given.target
+    inputs = selects_module(target.module, given.config.get("feedforward_modules") or [])
     axis = _input_axis(target) if inputs else target.out
-    return Adapted((Gain(axis=axis),), source.values(_ia3_parts(target, axis, inputs=inputs)))
+    return Adapted((Gain(axis=axis),), given.values(_ia3_parts(target, axis, inputs=inputs)))
 
 
 def _write_ia3(node: StageNode) -> Written:
@@ -241,16 +232,16 @@ def selects_module(module: str, names: Any) -> bool:
     return any(module.endswith(name) for name in names)
 
 
-def _read_oft(source: Source) -> Adapted:
+def _read_oft(given: Given) -> Adapted:
     """Rotations of the inputs, block by block."""
-    target, config = source.target, source.config
+    target, config = given.target, given.config
     rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
-    free = source.tensors["oft_R.weight"]
+    free = given.tensors["oft_R.weight"]
     if free.ndim != 2:
         raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
     size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
     blocks = rows // max(size, 1)
-    require(source.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
+    require(given.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
     if config.get("coft"):  # PEFT moves it into a ball around zero for each block, before each use
         lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
         most = config["eps"] / math.sqrt(free.shape[0])
@@ -323,7 +314,11 @@ LOHA = Method(
 LOKR = Method(
     name="LOKR",
     suffixes=("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
-    settings={**_PRODUCTS, **named(FLAG, "rank_dropout_scale decompose_both"), "decompose_factor": NUMBER},
+    settings=_PRODUCTS
+    | {
+        "flag": "use_effective_conv2d rank_dropout_scale decompose_both",
+        "number": "alpha rank_dropout module_dropout decompose_factor",
+    },
     read=_read_lokr,
     write=_write_lokr,
     configure=_configure_lokr,
@@ -334,7 +329,7 @@ LOKR = Method(
 IA3 = Method(
     name="IA3",
     suffixes=("ia3_l",),
-    settings={"fan_in_fan_out": FLAG, "feedforward_modules": NAMES, "init_ia3_weights": ANY},
+    settings={"flag": "fan_in_fan_out", "pattern": "feedforward_modules", "any": "init_ia3_weights"},
     read=_read_ia3,
     write=_write_ia3,
     configure=_configure_ia3,
@@ -344,15 +339,12 @@ OFT = Method(
     name="OFT",
     suffixes=("oft_R.weight",),
     settings={
-        "bias": one_of(("none", "all", "oft_only")),
-        **named(FLAG, "fan_in_fan_out use_cayley_neumann block_share coft"),
-        **named(NUMBER, "module_dropout eps"),
-        # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
-        "num_cayley_neumann_terms": Setting(
-            lambda value: type(value) is int and 1 <= value <= 100, "a whole number from 1 to 100"
-        ),
-        **named(ANY, "r oft_block_size init_weights"),  # the shape of the tensor tells the sizes
+        "flag": "fan_in_fan_out use_cayley_neumann block_share coft",
+        "number": "module_dropout eps",
+        "terms": "num_cayley_neumann_terms",
+        "any": "r oft_block_size init_weights",  # the shape of the tensor tells the sizes
     },
+    words={"bias": ("none", "all", "oft_only")},
     read=_read_oft,
     write=_write_oft,
     configure=_configure_oft,

@@ -26,7 +26,7 @@ from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, pattern_of, require_known, restack_stage, stack_parts
 from reparax.io._peft_lora import BIAS
-from reparax.io._peft_method import MERGE, Adapted, Method, Source, in_a_name, require
+from reparax.io._peft_method import MERGE, Adapted, Given, Method, in_a_name, require
 from reparax.io._peft_methods import METHODS, selects_module
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
@@ -298,7 +298,7 @@ def _read_array(method: Method, target: Target, tensors: Tensors, config: Mappin
         return next((x for pattern, x in of_pattern if re.fullmatch(in_a_name(pattern), target.owner)), common)
 
     rank, alpha = number("r", "rank_pattern") or 1, number(method.alpha, "alpha_pattern") or 0
-    return method.read(Source(target, tensors, config, rank, float(alpha)))
+    return method.read(Given(target, tensors, config, rank, float(alpha)))
 
 
 def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:

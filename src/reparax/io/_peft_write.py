@@ -102,7 +102,7 @@ def to_peft(
     config = {"peft_type": method.name, "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
     config |= {"target_modules": sorted(modules.keys() - wrappers)} | method_config
     config |= {"target_parameters": sorted(wrappers)} if wrappers else {}
-    if "fan_in_fan_out" in method.settings:
+    if "fan_in_fan_out" in method.settings.get("flag", ""):
         config |= {"fan_in_fan_out": any(targets[tensor].layout == "conv1d" for tensor in written)}
     if tokens:
         tables = {targets[tensor].module: x for tensor, x in tokens.items()}

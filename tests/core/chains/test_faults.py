@@ -221,7 +221,7 @@ def test_a_boolean_tree_that_names_a_parameter_leaves_its_auxiliary_values_alone
     raw = NORM.init(PARAMS)["dense"]["kernel"]["@weight_norm"]
     frozen = (rpx.Freeze(where=kernel_alone) >> NORM).init(PARAMS)
     values = {"g": "free", "v": {"@freeze": {"@fixed": {"w": "fixed"}}}}
-    assert rpx.training.labels(frozen)["dense"]["kernel"] == {"@weight_norm": values}
+    assert rpx.training.param_labels(frozen)["dense"]["kernel"] == {"@weight_norm": values}
     np.testing.assert_array_equal(frozen["dense"]["kernel"]["@weight_norm"]["g"], raw["g"])
 
 

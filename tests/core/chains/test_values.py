@@ -480,7 +480,7 @@ def test_a_name_that_is_no_kind_is_refused(name, kind):
 
 def test_values_of_a_class_called_fixed_train():
     raw = define("Fixed", "kinds_d", kind="set_apart")().init({"w": jnp.ones(2)})
-    assert rpx.training.labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
+    assert rpx.training.param_labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
 
 
 def test_the_name_of_another_package_is_kept_apart_by_the_package():
