@@ -43,7 +43,7 @@ def planned(base: rpx.Parametrization, chips: int, *, moves: bool, memory: str |
     like = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
 
     def lies(spec: P, memory: str | None = None) -> Any:
-        return p.shardings({"w": spec}, mesh, like={"w": like}, memory=memory)
+        return p.shardings({"w": spec}, mesh, like={"w": like}, memory_kind=memory)
 
     def stacked(x: Any, at: NamedSharding) -> Any:
         sharding = NamedSharding(mesh, P(None, *at.spec), memory_kind=at.memory_kind)

@@ -127,10 +127,10 @@ SPHERES_AND_BALLS = (
     >> rpx.norms.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
-    rpx.Bounded(-1, 3, outside="project", where="dense/bias")
+    rpx.numbers.Bounded(-1, 3, outside="project", where="dense/bias")
     >> rpx.numbers.Simplex(along=0, outside="project", where="dense/kernel")
     >> rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
-    >> rpx.Scale(0.5, where="conv/kernel")
+    >> rpx.numbers.Scale(0.5, where="conv/kernel")
 )
 MASKS = (
     rpx.Mask(where="dense/kernel")
@@ -171,7 +171,7 @@ CASES = {
         rpx.MagnitudePruning(0.3, axis=-1, where="dense/kernel") >> rpx.sparse.GlobalMagnitudePruning(0.5),
         model,
     ),
-    "cast": (rpx.Cast("bfloat16"), model),
+    "cast": (rpx.quantized.Cast("bfloat16"), model),
     "stacked": (
         rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
         model,
@@ -216,13 +216,13 @@ CASES = {
     "differences": (
         rpx.LowRank(2)
         >> rpx.adapters.Hadamard(where=".*(dense|out)/kernel")
-        >> rpx.Delta(where=".*(dense|out)/kernel"),
+        >> rpx.adapters.Delta(where=".*(dense|out)/kernel"),
         flat,
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
     "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
     "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
-    "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
+    "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
         rpx.Quantized("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
         flat,
@@ -265,7 +265,7 @@ CASES = {
     "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),
     "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), flat),
     "weight norm >> noise >> dropout >> cast": (
-        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16"),
+        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16"),
         flat,
     ),
     "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), flat),

@@ -39,7 +39,7 @@ def qlora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
 
 def gains() -> rpx.Parametrization:
     """Each output of a kernel has a trained factor, as in IA3."""
-    return rpx.Freeze() >> rpx.Gain(axis=-1, stacked=0, where="layers/.*/kernel")
+    return rpx.Freeze() >> rpx.adapters.Gain(axis=-1, stacked=0, where="layers/.*/kernel")
 
 
 def loss_in_scan(layer: rpx.Parametrization, config: Config) -> Any:

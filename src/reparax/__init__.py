@@ -37,9 +37,7 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax import io as io
     from reparax import training as training
     from reparax import transforms as transforms
-    from reparax.axes import axis_groups as axis_groups
     from reparax.axes import roles as roles
-    from reparax.axes import shrink as shrink
     from reparax.core import stage as stage
     from reparax.core.stage import Chain as Chain
     from reparax.core.stage import Parametrization as Parametrization
@@ -47,11 +45,6 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.core.stage import Reparametrization as Reparametrization
     from reparax.core.stage import all_but as all_but
     from reparax.core.stage import from_json as from_json
-    from reparax.core.stage import selected as selected
-    from reparax.io import from_peft as from_peft
-    from reparax.io import from_torch as from_torch
-    from reparax.io import to_peft as to_peft
-    from reparax.io import to_torch as to_torch
     from reparax.models import equinox as equinox
     from reparax.models import haiku as haiku
     from reparax.models import linen as linen
@@ -64,8 +57,6 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.stages import quantized as quantized
     from reparax.stages import shared as shared
     from reparax.stages import sparse as sparse
-    from reparax.stages.adapters import Delta as Delta
-    from reparax.stages.adapters import Gain as Gain
     from reparax.stages.adapters import LoRA as LoRA
     from reparax.stages.matrices import LowRank as LowRank
     from reparax.stages.matrices import Orthogonal as Orthogonal
@@ -74,10 +65,7 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.stages.noise import WeightDropout as WeightDropout
     from reparax.stages.norms import SpectralNorm as SpectralNorm
     from reparax.stages.norms import WeightNorm as WeightNorm
-    from reparax.stages.numbers import Bounded as Bounded
     from reparax.stages.numbers import Positive as Positive
-    from reparax.stages.numbers import Scale as Scale
-    from reparax.stages.quantized import Cast as Cast
     from reparax.stages.quantized import FakeQuantized as FakeQuantized
     from reparax.stages.quantized import Quantized as Quantized
     from reparax.stages.shared import Tie as Tie
@@ -86,14 +74,12 @@ if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in
     from reparax.stages.sparse import Mask as Mask
     from reparax.training import combine as combine
     from reparax.training import decay_mask as decay_mask
-    from reparax.training import labels as labels
     from reparax.training import optimizer as optimizer
     from reparax.training import partition as partition
     from reparax.training import summary as summary
     from reparax.training import transfer as transfer
     from reparax.transforms import explain as explain
     from reparax.transforms import factored as factored
-    from reparax.transforms import local as local
     from reparax.transforms import remat as remat
 else:  # where a type checker would believe that there is every name
     __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]

@@ -362,7 +362,7 @@ def test_the_table_of_stages_says_in_which_family_each_is():
         "DropConnect": rpx.WeightDropout,
         "NoisyNet": rpx.Gaussian,
         "QLoRA": rpx.Quantized,
-        "IA3": rpx.Gain,
+        "IA3": rpx.adapters.Gain,
         "LoHa": rpx.adapters.Hadamard,
         "OFT": rpx.adapters.Rotated,
         "2:4": rpx.sparse.NByM,

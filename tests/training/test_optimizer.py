@@ -25,7 +25,7 @@ P = (
     >> rpx.SpectralNorm(where="spectral")
 )
 P_NONE = jax.sharding.PartitionSpec()
-DECAYED = partial(rpx.labels, main=True, aux=False, fixed=False)
+DECAYED = partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), adamw()),
     "apply_if_finite": lambda: optax.apply_if_finite(adamw(), 3),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
-    "partition": lambda: optax.partition({"free": adamw()}, rpx.labels),
+    "partition": lambda: optax.partition({"free": adamw()}, rpx.training.param_labels),
     "centralized": lambda: optax.chain(optax.centralize(), optax.lion(1e-2, weight_decay=0.1)),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "adafactor": lambda: optax.adafactor(1e-2, weight_decay_rate=0.1, min_dim_size_to_factor=2),
@@ -435,3 +435,17 @@ def test_a_train_state_of_flax_holds_it() -> None:
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())
+
+
+def test_gradients_unlike_the_parameters_are_no_mistake_of_a_transformation_that_takes_such() -> None:
+    """The error of a step that fails for another reason stays what it is: what ours would advise fails too."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        if jax.tree.structure(params) != jax.tree.structure({"fast": updates, "slow": updates}):
+            raise ValueError("not a pair")
+        raise ArithmeticError("of its own")
+
+    raw = {"w": jnp.ones(2)}
+    tx = rpx.optimizer(optax.GradientTransformation(lambda params: (), update))
+    with pytest.raises(ArithmeticError, match="of its own"):
+        tx.update(raw, (), {"fast": raw, "slow": raw})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reparax.axes._reading import Reading, arguments_of
-from reparax.numerics.usage import shows_usage
+from reparax.core.usage import shows_usage
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
       >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
-      >>> groups = rpx.axis_groups(forward, params, jnp.ones((5, 3)))
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((5, 3)))
       >>> [[tuple(member) for member in group.members] for group in groups]
       [[('b', 0), ('v', 1), ('w', 1)]]
       >>> groups.frozen["v", 0]

@@ -8,12 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from reparax.axes._labels import Labels
-from reparax.axes._members import Members
-from reparax.axes._operands import Operands
-from reparax.axes._rules import axes_of
-from reparax.axes._uses import Uses
-from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Origin, Origins, Source
+from reparax.axes._rules import Operands, axes_of
+from reparax.axes._uses import Members, Uses
+from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source
 from reparax.axes._zeros import AxisSum, Zeros, all_of
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, check_call, is_keys
@@ -22,7 +19,7 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 @dataclass(frozen=True)
-class Parameter:
+class LabelledArray:
     """An array that the user named: its path, its shape, and the labels of its axes."""
 
     path: str
@@ -61,7 +58,7 @@ class Reading:
         self.labels, self.sums = Labels(), list[AxisSum]()
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
-        self.parameters: dict[int, Parameter] = {}
+        self.parameters: dict[int, LabelledArray] = {}
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._across: list[tuple[list[Origins], list[Labelled]]] = []
@@ -74,7 +71,7 @@ class Reading:
         for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
-                self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
+                self.parameters[i] = LabelledArray(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
                 self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
                 zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))

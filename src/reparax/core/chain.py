@@ -367,7 +367,7 @@ class Parametrization(Static, ABC):
 
     @verb
     def shardings(
-        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory: str | None = None
+        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory_kind: str | None = None
     ) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
@@ -378,8 +378,8 @@ class Parametrization(Static, ABC):
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
           mesh: The mesh.
           like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
-          memory: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
-            others lie on the device. Before ``apply``, a jitted step moves them there:
+          memory_kind: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter;
+            all others lie on the device. Before ``apply``, a jitted step moves them there:
             ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
 
         Raises:
@@ -396,7 +396,7 @@ class Parametrization(Static, ABC):
         """
         follow = functools.partial(follow_axes, self._parts)
         return shardings_of_raw(
-            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory
+            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
         )
 
 

@@ -176,7 +176,7 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         )
     raise ValueError(
         f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
-        f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."
+        f"a form in JSON. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
     )
 
 

@@ -26,9 +26,9 @@ from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.fields import AxesByPath, ByArray, ByPath, argument
 from reparax.core.plan import Planner
 from reparax.core.planners import OnArrays, OnArraysInPlace, Selection
+from reparax.core.usage import takes
 from reparax.core.where import Where, check_where
 from reparax.numerics.terms import Term, sum_terms
-from reparax.numerics.usage import takes
 
 
 class Leafwise(Parametrization):

@@ -66,7 +66,7 @@ FAMILIES = {
         (
             "training",
             "reparax.training",
-            "optimizer partition combine labels decay_mask transfer summary Summary reset_moments projected "
+            "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected "
             "state_shardings",
         ),
         (
@@ -98,10 +98,9 @@ FAMILIES = {
     )
 }
 _TOP = (
-    "Parametrization Chain Reparametrization Perturbation from_json selected all_but WeightNorm SpectralNorm VarNoise "
-    "WeightDropout Gaussian Cast Positive Bounded Scale Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Delta "
-    "Gain Quantized FakeQuantized optimizer partition combine labels decay_mask transfer summary remat factored local "
-    "explain roles axis_groups shrink from_torch to_torch from_peft to_peft"
+    "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
+    "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
+    "optimizer partition combine decay_mask transfer summary remat factored explain roles"
 )
 TOP = tuple(_TOP.split())
 """The names that are at the top too."""

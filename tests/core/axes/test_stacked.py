@@ -48,7 +48,7 @@ STAGES = [
     *PATTERNS,
     rpx.matrices.PositiveDefinite(),
     rpx.matrices.PositiveSemidefinite(2),
-    rpx.Scale(2.0),
+    rpx.numbers.Scale(2.0),
     rpx.Freeze(),
 ]
 

@@ -265,7 +265,7 @@ def test_keys_of_a_model_come_back_as_keys_or_check_says_so(tmp_path):
 def test_a_chain_with_other_perturbations_goes_on_from_the_same_checkpoint(key):
     noise, norm = rpx.VarNoise(0.2), rpx.WeightNorm()
     raw = init(Q, W)
-    for p in (norm >> noise, norm, rpx.WeightDropout(0.1) >> norm >> noise, norm >> rpx.Cast("bfloat16")):
+    for p in (norm >> noise, norm, rpx.WeightDropout(0.1) >> norm >> noise, norm >> rpx.quantized.Cast("bfloat16")):
         p.check(raw, like=W)
         identical(init(p, W), raw)
     perturbations = rpx.WeightDropout(0.1) >> noise
@@ -297,7 +297,7 @@ CONFIGURATIONS = {
     '[{"class": "reparax.WeightDropout", "rate": 0.5, "broadcast": -1}]': rpx.WeightDropout(0.5, broadcast=-1),
     '[{"class": "reparax.Positive", "where": ".*scale"}]': rpx.Positive(where=".*scale"),
     '[{"class": "reparax.Freeze"}]': rpx.Freeze(),
-    '[{"class": "reparax.Cast", "dtype": "bfloat16"}]': rpx.Cast(jnp.bfloat16),
+    '[{"class": "reparax.Cast", "dtype": "bfloat16"}]': rpx.quantized.Cast(jnp.bfloat16),
     '[{"class": "reparax.Tie", "ties": [["a", "b", null]]}]': rpx.Tie({"a": "b"}),
     '[{"class": "reparax.Tie", "ties": [["out/kernel", "emb/table", {"function": "jax.numpy.transpose"}]]}]': TIE,
     '[{"class": "reparax.WeightNorm"}, {"class": "reparax.VarNoise", "std": 0.1}]': Q,

@@ -132,7 +132,11 @@ def test_equal_builds_are_equal_and_hash_equal(p):
 
 
 def test_repr_of_stages():
-    p = rpx.WeightNorm(axis=(0, -1), where=".*kernel") >> rpx.WeightDropout(0.1, broadcast=-1) >> rpx.Cast(jnp.bfloat16)
+    p = (
+        rpx.WeightNorm(axis=(0, -1), where=".*kernel")
+        >> rpx.WeightDropout(0.1, broadcast=-1)
+        >> rpx.quantized.Cast(jnp.bfloat16)
+    )
     text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast=-1) >> Cast('bfloat16')"
     assert repr(p) == text
 
@@ -143,7 +147,7 @@ def test_differing_hyperparameters_are_unequal():
     assert rpx.WeightNorm() != rpx.WeightNorm(axis=0)
 
 
-@pytest.mark.parametrize("stage", [rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5)], ids=repr)
+@pytest.mark.parametrize("stage", [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5)], ids=repr)
 def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
     params = {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])}
     p = stage >> rpx.VarNoise(0.1) >> stage
@@ -152,13 +156,13 @@ def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
     for alone in (p, plain, rpx.from_json(plain.to_json()), eval(repr(plain), {**PUBLIC})):
         np.testing.assert_allclose(alone.fold(raw)["w"], params["w"])
         assert alone.deterministic == plain != stage
-    assert (p.deterministic >> rpx.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
+    assert (p.deterministic >> rpx.quantized.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
 
 
 def test_deterministic_drops_what_is_random():
-    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
+    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16")
     assert p.stochastic
-    assert p.deterministic == rpx.WeightNorm() >> rpx.Cast("bfloat16")
+    assert p.deterministic == rpx.WeightNorm() >> rpx.quantized.Cast("bfloat16")
     assert not p.deterministic.stochastic
     assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
 

@@ -43,14 +43,14 @@ STAGES = {
         rpx.matrices.AlmostOrthogonal(),
         rpx.matrices.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]"),
     ],
-    "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
-    "Bounded": [rpx.Bounded(-1e-30, 1e30), rpx.Bounded(low=-2, high=-1, outside="refuse")],
-    "Cast": [rpx.Cast(jnp.float8_e4m3fn), rpx.Cast("float16", where="")],
+    "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.stage.selected({"a": {"b": True, "c": False}}))],
+    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="refuse")],
+    "Cast": [rpx.quantized.Cast(jnp.float8_e4m3fn), rpx.quantized.Cast("float16", where="")],
     "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.matrices.Circulant(where="a")],
     "CudnnLSTM": [rpx.shared.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
-    "Delta": [rpx.Delta(), rpx.Delta(strength=0.1), rpx.Delta(where=".*kernel", stacked=0)],
+    "Delta": [rpx.adapters.Delta(), rpx.adapters.Delta(strength=0.1), rpx.adapters.Delta(where=".*kernel", stacked=0)],
     "Diagonal": [rpx.matrices.Diagonal(outside="refuse")],
     "Elementwise": [
         rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
@@ -64,7 +64,7 @@ STAGES = {
     "FixedRank": [rpx.matrices.FixedRank(1, least=0), rpx.matrices.FixedRank(2, least=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
-    "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
+    "Gain": [rpx.adapters.Gain(), rpx.adapters.Gain(axis=(-1, "heads"))],
     "GlobalMagnitudePruning": [
         rpx.sparse.GlobalMagnitudePruning(0.5),
         rpx.sparse.GlobalMagnitudePruning(count=3),
@@ -100,7 +100,7 @@ STAGES = {
     "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block=64, step="learned")],
     "RandomPruning": [rpx.sparse.RandomPruning(0.0, axis=-1)],
     "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
-    "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
+    "Scale": [rpx.numbers.Scale(-1e-300), rpx.numbers.Scale(3)],
     "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
     "Rotated": [
         rpx.adapters.Rotated(4),
@@ -480,7 +480,7 @@ def test_a_name_that_is_no_kind_is_refused(name, kind):
 
 def test_values_of_a_class_called_fixed_train():
     raw = define("Fixed", "kinds_d", kind="set_apart")().init({"w": jnp.ones(2)})
-    assert rpx.labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
+    assert rpx.training.param_labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
 
 
 def test_the_name_of_another_package_is_kept_apart_by_the_package():
@@ -625,9 +625,9 @@ OF_NUMBERS = [
     ("VarNoise", "std", rpx.VarNoise),
     ("WeightDropout", "rate", rpx.WeightDropout),
     ("MagnitudePruning", "sparsity", rpx.MagnitudePruning),
-    ("Scale", "factor", rpx.Scale),
-    ("Bounded", "low", lambda f: rpx.Bounded(f, 1)),
-    ("Bounded", "high", lambda f: rpx.Bounded(0, f)),
+    ("Scale", "factor", rpx.numbers.Scale),
+    ("Bounded", "low", lambda f: rpx.numbers.Bounded(f, 1)),
+    ("Bounded", "high", lambda f: rpx.numbers.Bounded(0, f)),
     ("MagnitudePruning", "order", lambda f: rpx.MagnitudePruning(0.5, axis=0, order=f)),
     ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
     ("MaxNorm", "max", rpx.norms.MaxNorm),
@@ -669,9 +669,9 @@ P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
-    "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
-    "from_torch(p, state_dict, like)": lambda: rpx.from_torch(RAW, P, RAW),
-    "to_peft(p, raw)": lambda: rpx.to_peft(RAW, P),
+    "to_torch(p, raw)": lambda: rpx.io.to_torch(RAW, P),
+    "from_torch(p, state_dict, like)": lambda: rpx.io.from_torch(RAW, P, RAW),
+    "to_peft(p, raw)": lambda: rpx.io.to_peft(RAW, P),
 }
 
 

@@ -29,11 +29,11 @@ X = jnp.ones((1, 3, 6))
 
 OF_ALL = [
     rpx.VarNoise(0.1),
-    rpx.Cast("bfloat16"),
+    rpx.quantized.Cast("bfloat16"),
     rpx.Freeze(),
-    rpx.Scale(2.0),
+    rpx.numbers.Scale(2.0),
     rpx.Positive(outside="project"),
-    rpx.Bounded(-9.0, 9.0),
+    rpx.numbers.Bounded(-9.0, 9.0),
     rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.numbers.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
@@ -56,10 +56,10 @@ OF_KERNELS = [
     rpx.sparse.GlobalMagnitudePruning(0.5),
     rpx.noise.VariationalDropout(),
     rpx.noise.HardConcrete(),
-    rpx.Delta(),
+    rpx.adapters.Delta(),
     rpx.adapters.TrainableSlices((0,)),
     rpx.adapters.Hadamard(),
-    rpx.Gain(),
+    rpx.adapters.Gain(),
     rpx.Quantized("int8"),
     rpx.FakeQuantized("int8"),
 ]
@@ -442,7 +442,7 @@ class FirstRow(rpx.Reparametrization):
         return values["x"][0]
 
 
-@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.selected({"w": True})], ids=repr)
+@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.stage.selected({"w": True})], ids=repr)
 def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
     p, w = FirstRow(where=where), np.arange(6, dtype=np.float32).reshape(2, 3)
     raw = p.init({"w": w, "b": w[0]})

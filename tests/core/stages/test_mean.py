@@ -39,7 +39,7 @@ def test_fold_takes_the_mean_where_the_stage_acts():
 
 
 def test_the_mean_stands_in_its_place_in_a_chain():
-    p = rpx.WeightNorm() >> FlippedSigns(0.25) >> rpx.VarNoise(0.1) >> rpx.Scale(2.0)
+    p = rpx.WeightNorm() >> FlippedSigns(0.25) >> rpx.VarNoise(0.1) >> rpx.numbers.Scale(2.0)
     mean = p.deterministic
     assert repr(mean) == "WeightNorm() >> Mean(FlippedSigns(0.25)) >> Scale(2.0)"
     assert not mean.stochastic

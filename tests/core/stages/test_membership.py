@@ -28,7 +28,7 @@ STAGES = {
     "softplus": (rpx.Positive(where="softplus"), lambda w: w > 0),
     "exp": (rpx.Positive("exp", where="exp"), lambda w: w > 0),
     "square": (rpx.Positive("square", where="square"), lambda w: w >= 0),
-    "bounded": (rpx.Bounded(-1, 3, where="bounded"), lambda w: np.abs(w - 1) <= 2 + 1e-6),
+    "bounded": (rpx.numbers.Bounded(-1, 3, where="bounded"), lambda w: np.abs(w - 1) <= 2 + 1e-6),
     "simplex": (rpx.numbers.Simplex(where="simplex"), lambda w: near(w.sum(-1), 1) and near(np.abs(w), w, 0)),
     "elementwise": (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, where="elementwise"), lambda w: np.abs(w) <= 1),
     "magnitude_pruning": (rpx.MagnitudePruning(0.5, where="magnitude_pruning"), lambda w: np.sum(w == 0) == 12),

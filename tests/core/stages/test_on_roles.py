@@ -223,7 +223,7 @@ def test_stacked_axes_of_what_where_leaves_out_are_not_written():
     found = rpx.roles(queries, params, jnp.ones((2, 5, 8)))
     assert found["q"].stacked
     assert found["q"].ambiguous
-    for where in ("k", rpx.selected({"k": True}), lambda path, array: path == "k"):
+    for where in ("k", rpx.stage.selected({"k": True}), lambda path, array: path == "k"):
         assert rpx.LoRA(1, where=where).on(found) == rpx.LoRA(1, columns=-1, where=where)
 
 
@@ -294,7 +294,7 @@ SHAPED = [
     rpx.MagnitudePruning(0.5, axis="inputs"),
     rpx.sparse.RandomPruning(0.5, axis="inputs"),
     rpx.sparse.GlobalMagnitudePruning(0.5),
-    rpx.Gain(axis="outputs"),
+    rpx.adapters.Gain(axis="outputs"),
     rpx.adapters.TrainableSlices((0, 2)),
     rpx.numbers.Simplex(outside="project"),
     rpx.Gaussian(axis="outputs"),
@@ -480,7 +480,7 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
     written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
     with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):
         rpx.axes.check_axes(PARAMS, network)
-    for each in (rpx.roles, rpx.axis_groups):
+    for each in (rpx.roles, rpx.axes.axis_groups):
         with raises(
             TypeError, f"{each.__name__}(network) takes the arguments of the function too, the parameters first."
         ):

@@ -42,20 +42,20 @@ def test_a_function_of_path_and_array_gives_the_number():
     def width(path, w):
         return w.shape[0] ** -0.5 if path.endswith("kernel") else 1.0
 
-    p = rpx.Scale(width, where=".*")
+    p = rpx.numbers.Scale(width, where=".*")
     raw = p.init(model())
     np.testing.assert_allclose(
         raw["encoder"]["kernel"]["@scale"]["x"], model()["encoder"]["kernel"] * 8**0.5, rtol=1e-6
     )
     np.testing.assert_array_equal(raw["encoder"]["bias"]["@scale"]["x"], model()["encoder"]["bias"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), model())
-    assert p == rpx.Scale(width, where=".*")
-    assert p != rpx.Scale(lambda path, w: 1.0, where=".*")
+    assert p == rpx.numbers.Scale(width, where=".*")
+    assert p != rpx.numbers.Scale(lambda path, w: 1.0, where=".*")
 
 
 STAGES = [
     rpx.WeightDropout({"decoder/.*": 0.5, "encoder/.*": 0.25}),
-    rpx.Scale({"decoder/.*": 2.0}),
+    rpx.numbers.Scale({"decoder/.*": 2.0}),
     rpx.MagnitudePruning({"decoder/.*": 0.5, "encoder/.*": 0.25}),
     rpx.sparse.RandomPruning({"decoder/kernel": 0.5}),
     rpx.Gaussian({"decoder/kernel": 0.5, "encoder/.*": 0.1}, prior={".*": 2.0}),

@@ -270,13 +270,13 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
         pytest.param(rpx.LowRank(2), marks=pytest.mark.thorough),
         rpx.matrices.Kronecker((2, 2)),
         pytest.param(rpx.LowRank(2) >> rpx.adapters.Hadamard(), marks=pytest.mark.thorough),
-        rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Scale(0.5),
+        rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.numbers.Scale(0.5),
         rpx.sparse.RandomPruning(0.9),
         pytest.param(rpx.Chain(), marks=pytest.mark.thorough),
     ],
 )
 def test_a_shaped_difference_starts_at_zero_and_trains(shape):
-    p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.Delta(), {"dense": model()["dense"]}
+    p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.adapters.Delta(), {"dense": model()["dense"]}
     raw = init(p, params, jax.random.key(0))
     assert jax.tree.all(jax.tree.map(np.array_equal, effective(p, raw), params))
     target = jax.tree.map(lambda w: w + np.float32(0.1) * np.asarray(normal(*w.shape, seed=8)), params)
@@ -298,7 +298,7 @@ def test_a_shaped_difference_starts_at_zero_and_trains(shape):
 
 
 def test_a_difference_stays_what_it_is_shaped_to():
-    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Delta()
+    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.adapters.Delta()
     raw = init(p, model())
     node = values(raw, "@delta")["x"]["@hadamard"]
     first, second = ((np.asarray(normal(8, 2, seed=i)), np.asarray(normal(2, 6, seed=i + 1))) for i in (20, 22))
@@ -314,7 +314,7 @@ def test_a_difference_stays_what_it_is_shaped_to():
     [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],
 )
 def test_gain_multiplies_along_its_axes(axis, shape, spread):
-    p = rpx.Gain(axis=axis, where="dense/kernel")
+    p = rpx.adapters.Gain(axis=axis, where="dense/kernel")
     raw = init(p, model())
     assert values(raw, "@gain")["g"].shape == shape
     g = normal(*shape, seed=3)
@@ -324,7 +324,7 @@ def test_gain_multiplies_along_its_axes(axis, shape, spread):
 
 
 def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
-    p = rpx.SpectralNorm(where="dense/kernel") >> rpx.Gain(where="dense/kernel")
+    p = rpx.SpectralNorm(where="dense/kernel") >> rpx.adapters.Gain(where="dense/kernel")
     raw = init(p, model())
     raw = jax.jit(lambda raw: jax.lax.fori_loop(0, 20, lambda _, raw: p.update(raw), raw))(raw)
     values(raw, "@gain")["g"] = jnp.asarray(3.0)

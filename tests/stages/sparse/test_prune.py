@@ -208,7 +208,7 @@ def test_global_pruning_ranks_factors_that_share_a_path():
 
 
 def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
-    p = rpx.Scale(2.0, where="a") >> rpx.sparse.GlobalMagnitudePruning(0.5)
+    p = rpx.numbers.Scale(2.0, where="a") >> rpx.sparse.GlobalMagnitudePruning(0.5)
     raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
     raw["a"]["@global_magnitude_pruning"]["w"]["@scale"]["x"] *= 10
     got = fold(p, update(p, raw))

@@ -39,7 +39,7 @@ class Delta(Reparametrization):
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.LowRank(1) >> rpx.Delta()
+      >>> p = rpx.LowRank(1) >> rpx.adapters.Delta()
       >>> raw = p.init({"w": jnp.ones((3, 2))})
       >>> jax.tree.map(jnp.shape, raw)
       {'w': {'@delta': {'@fixed': {'w': (3, 2)}, 'x': {'@low_rank': {'u': (3, 1), 'v': (1, 2)}}}}}
@@ -122,7 +122,7 @@ class Gain(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Freeze() >> rpx.Gain(axis=-1)
+      >>> p = rpx.Freeze() >> rpx.adapters.Gain(axis=-1)
       >>> raw = p.init({"w": jnp.ones((3, 2))})
       >>> rpx.partition(raw)[0]["w"]["@gain"]["g"]
       Array([1., 1.], dtype=float32)

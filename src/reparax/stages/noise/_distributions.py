@@ -18,11 +18,11 @@ from reparax.core.fields import Number, argument, per_array
 from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
+from reparax.core.usage import shows_usage
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, one_of
 from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
 from reparax.numerics.inlined import inlined
-from reparax.numerics.usage import shows_usage
 
 
 class Gaussian(Reparametrization):

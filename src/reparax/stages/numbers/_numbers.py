@@ -152,7 +152,7 @@ class Bounded(_Map):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Bounded(-1, 3)
+      >>> p = rpx.numbers.Bounded(-1, 3)
       >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
       >>> raw
       {'w': {'@bounded': {'x': Array([0.       , 1.0986123], dtype=float32)}}}
@@ -288,7 +288,7 @@ class Scale(Reparametrization):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Scale(0.5).init({"w": jnp.ones(2)})
+      >>> rpx.numbers.Scale(0.5).init({"w": jnp.ones(2)})
       {'w': {'@scale': {'x': Array([2., 2.], dtype=float32)}}}
 
     References:

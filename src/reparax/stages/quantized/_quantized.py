@@ -685,7 +685,7 @@ class Cast(Perturbation):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
+      >>> rpx.quantized.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
       {'w': Array([1, 1], dtype=bfloat16)}
     """
 

@@ -2,9 +2,10 @@
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
+
+from reparax.core.names import how_to_write
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,18 +62,10 @@ def misfit(
     return f"needs {missing[0]!r}." if missing else None
 
 
-def _public_module(function: Callable[..., Any]) -> str:
-    """Where users find a function of the package: at the top, or in its family."""
-    package, family, *_ = function.__module__.split(".")
-    return "rpx" if function.__name__ in vars(sys.modules[package]) else f"rpx.{family}"
-
-
 def _call_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call of a function of the package."""
-    wrong = misfit(function, args, kwargs)
-    return (
-        None if wrong is None else f"{function.__name__} {wrong} Write `{_public_module(function)}.{usage(function)}`."
-    )
+    wrong, name = misfit(function, args, kwargs), function.__name__
+    return None if wrong is None else f"{name} {wrong} Write `{how_to_write()[name]}{usage(function)[len(name) :]}`."
 
 
 def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callable[P, R]:
