@@ -106,7 +106,7 @@ def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     norms = np.max(np.abs(w), others) if order == np.inf else np.sum(np.abs(w.astype(float)) ** score, others)
     kept = norms > np.sort(norms)[1]  # half of four, or a third of six, but two
     expected = w * np.expand_dims(kept, others)
-    p = rpx.MagnitudePruning(axis=axis, order=order, count=2)
+    p = rpx.MagnitudePruning(axis=axis, ord=order, count=2)
     (got,) = projected(p, [w])
     np.testing.assert_array_equal(got, expected)
     mask = jax.eval_shape(p.init, {"w": w})["w"]["@magnitude_pruning"]["@fixed"]["mask"]

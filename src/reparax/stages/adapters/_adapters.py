@@ -148,7 +148,7 @@ class Gain(Reparametrization):
         return (jnp.expand_dims(g, other_axes(self.axis, w)).astype(x.dtype) * x).astype(w.dtype)
 
 
-def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
+def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
     """At least one whole number from 0 on, all different."""
     if not isinstance(value, tuple | list) or not all(is_whole(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes whole numbers from 0 on as {name}, but got {value!r}.")
@@ -160,20 +160,20 @@ def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
 class TrainableSlices(Reparametrization):
     r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
 
-    Raw values: ``x`` (main), these slices, like ``w`` with ``len(index)`` entries along ``axis``; ``w`` (fixed), the
+    Raw values: ``x`` (main), these slices, like ``w`` with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
     base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
     ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains two tokens.
 
     Args:
-      index: The indices of the slices, from 0.
+      indices: The indices of the slices, from 0.
       axis: The axis along which they are counted, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``index`` or ``axis`` has the wrong type.
-      ValueError: If ``index`` is out of range.
+      TypeError: If ``indices`` or ``axis`` has the wrong type.
+      ValueError: If ``indices`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -184,7 +184,7 @@ class TrainableSlices(Reparametrization):
              [5., 6.]], dtype=float32)
     """
 
-    index: tuple[int, ...] = argument(_check_index)
+    indices: tuple[int, ...] = argument(_check_indices)
     axis: Axis = argument(check_axis, default=0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(), "w": fixed(base=True)}
@@ -193,38 +193,40 @@ class TrainableSlices(Reparametrization):
 
     def refuse_leaf(self, w: Array) -> str | None:
         size = w.shape[position(self.axis, w)]
-        if max(self.index) < size:
+        if max(self.indices) < size:
             return None
-        return f"expected slices below {size}, the size of axis {self.axis}, got {max(self.index)}. Correct `index`."
+        return (
+            f"expected slices below {size}, the size of axis {self.axis}, got {max(self.indices)}. Correct `indices`."
+        )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"x": jnp.take(w, jnp.array(self.index), axis=position(self.axis, w)), "w": w}
+        return {"x": jnp.take(w, jnp.array(self.indices), axis=position(self.axis, w)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, x, axis = values["w"], values["x"], position(self.axis, values["w"])
-        rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.index)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
+        rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.indices)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
         return jnp.moveaxis(rows, 0, axis)
 
 
 class Rotated(RowsAndColumns):
     r"""Fixed weights times a trained block-diagonal matrix: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(blocks, n, n)`` with n rows in each block, identities at the start; ``w``
+    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, identities at the start; ``w``
     (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the
     angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision matrices are
     computed in float32.
 
     Args:
-      blocks: The number of blocks; it must divide the number of rows.
-      shared: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
+      num_blocks: The number of blocks; it must divide the number of rows.
+      block_share: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 
     Raises:
-      TypeError: If ``blocks`` or ``shared`` has the wrong type.
-      ValueError: If ``blocks`` is out of range.
+      TypeError: If ``num_blocks`` or ``block_share`` has the wrong type.
+      ValueError: If ``num_blocks`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -238,21 +240,24 @@ class Rotated(RowsAndColumns):
       Finetuning*, 2023.
     """
 
-    blocks: int = argument(check_positive_whole)
-    shared: bool = argument(check_flag, default=False, kw_only=True)
+    num_blocks: int = argument(check_positive_whole)
+    block_share: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.blocks, 1), w)
+        return why_not_divisible((self.num_blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        size = w.shape[0] // self.blocks
-        return {"r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.shared else self.blocks, 1, 1)), "w": w}
+        size = w.shape[0] // self.num_blocks
+        return {
+            "r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.block_share else self.num_blocks, 1, 1)),
+            "w": w,
+        }
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, r = values["w"], widened(values["r"])
-        parts = widened(w).reshape(self.blocks, -1, w.shape[1])
+        parts = widened(w).reshape(self.num_blocks, -1, w.shape[1])
         return product(r, parts).reshape(w.shape).astype(w.dtype)
 
 

@@ -14,6 +14,7 @@ from reparax.core.fields import Number, argument, per_array
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import (
+    check_flag,
     check_known_number,
     check_number,
     check_positive_whole,
@@ -70,10 +71,10 @@ class LoRA(RowsAndColumns):
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
-    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, divisor="sqrt")``
-    PiSSA, OLoRA                      ``Freeze() >> LoRA(8, start="pissa")``, ``start="olora"``
+    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, use_rslora=True)``
+    PiSSA, OLoRA                      ``Freeze() >> LoRA(8, init_weights="pissa")``, ``init_weights="olora"``
     DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
-    QLoRA                             ``Freeze() >> Quantized("nf4", block=64) >> LoRA(8)``
+    QLoRA                             ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``
     QDoRA                             the same, then ``>> WeightNorm(detach=True)``
     ================================  =========================================================
 
@@ -81,14 +82,14 @@ class LoRA(RowsAndColumns):
     the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
     ``stacked=0``.
 
-    With ``start="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
+    With ``init_weights="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
 
     Args:
       rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
         default of 8 does on a layer of two outputs.
       alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
-      divisor: ``"rank"``, or ``"sqrt"`` for :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
-      start: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
+      use_rslora: Whether :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
+      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
         ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
         singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
         ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
@@ -102,8 +103,8 @@ class LoRA(RowsAndColumns):
       columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
 
     Raises:
-      TypeError: If ``rank`` or ``alpha`` has the wrong type.
-      ValueError: If ``rank`` is out of range, or if ``divisor`` or ``start`` is not one of the words above.
+      TypeError: If ``rank``, ``alpha`` or ``use_rslora`` has the wrong type.
+      ValueError: If ``rank`` is out of range, or if ``init_weights`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -123,8 +124,8 @@ class LoRA(RowsAndColumns):
 
     rank: int = argument(check_positive_whole)
     alpha: Number = argument(per_array(optional(check_number)), default=None)
-    divisor: str = argument(one_of("rank", "sqrt"), default="rank", kw_only=True)
-    start: str = argument(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
+    use_rslora: bool = argument(check_flag, default=False, kw_only=True)
+    init_weights: str = argument(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),
@@ -135,25 +136,25 @@ class LoRA(RowsAndColumns):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.start in SPLIT:
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in SPLIT:
             raise ValueError(
-                f"LoRA got alpha=0.0 and start={self.start!r}, which moves a part of the base into factors that alpha "
-                f"multiplies. Use another alpha, or start='kaiming'."
+                f"LoRA got alpha=0.0 and init_weights={self.init_weights!r}, which moves a part of the base into "
+                "factors that alpha multiplies. Use another alpha, or init_weights='kaiming'."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return rank_error(self.rank, w) if self.start in SPLIT or 0 in w.shape else None
+        return rank_error(self.rank, w) if self.init_weights in SPLIT or 0 in w.shape else None
 
     @property
     def random_start(self) -> bool:
-        return self.start in DRAWN
+        return self.init_weights in DRAWN
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)
-        if self.start in DRAWN:
-            a = DRAWN[self.start](x, self.rank, key).astype(w.dtype)
+        if self.init_weights in DRAWN:
+            a = DRAWN[self.init_weights](x, self.rank, key).astype(w.dtype)
             return {"a": a, "b": jnp.zeros((self.rank, w.shape[1]), w.dtype), "w": w}
-        a, b = (factor.astype(w.dtype) for factor in SPLIT[self.start](x, self.rank, self._factor(x)))
+        a, b = (factor.astype(w.dtype) for factor in SPLIT[self.init_weights](x, self.rank, self._factor(x)))
         return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
@@ -164,7 +165,7 @@ class LoRA(RowsAndColumns):
         """The number c."""
         if self.alpha is None:
             return jnp.ones((), like.real.dtype)
-        return scalar(self.alpha, like.real) / (self.rank if self.divisor == "rank" else self.rank**0.5)
+        return scalar(self.alpha, like.real) / (self.rank**0.5 if self.use_rslora else self.rank)
 
     def _difference(self, a: Array, b: Array) -> Array:
         """The scaled product of the factors."""
@@ -180,19 +181,19 @@ class VeRA(RowsAndColumns):
     Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
     :math:`W_0`, like ``W``. A of shape ``(rows, rank)`` and B of ``(rank, columns)`` depend only on ``seed`` and their
     shapes, so all arrays of one shape share them. They are uniform with the bounds :math:`\sqrt{6 / \text{rows}}` and
-    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``start`` and ``b`` at zero, so ``init`` is exact, bit for bit.
-    Half-precision matrices are computed in float32.
+    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for
+    bit. Half-precision matrices are computed in float32.
 
     Args:
       rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
-      start: The initial value of ``d``.
+      d_initial: The initial value of ``d``.
       seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
       where: As for :class:`LoRA`, with the same default.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`.
 
     Raises:
-      TypeError: If ``rank``, ``start`` or ``seed`` has the wrong type.
+      TypeError: If ``rank``, ``d_initial`` or ``seed`` has the wrong type.
       ValueError: If ``rank`` is out of range.
 
     Example:
@@ -206,7 +207,7 @@ class VeRA(RowsAndColumns):
     """
 
     rank: int = argument(check_positive_whole)
-    start: float = argument(check_known_number, default=0.1)
+    d_initial: float = argument(check_known_number, default=0.1)
     seed: int = argument(check_whole, default=0, kw_only=True)
 
     kind: ClassVar[str] = "vera"
@@ -214,7 +215,7 @@ class VeRA(RowsAndColumns):
     tables: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"d": jnp.full(self.rank, self.start, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
+        return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, d, b = values["w"], widened(values["d"]), widened(values["b"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import field
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -174,8 +175,8 @@ class Triangular(_Pattern):
              [4., 1.]], dtype=float32)
     """
 
-    lower: bool = True
-    unit_diagonal: bool = False
+    lower: bool = field(default=True, kw_only=True)
+    unit_diagonal: bool = field(default=False, kw_only=True)
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = super().apply_leaf(values)
@@ -298,13 +299,13 @@ class Toeplitz(_Pattern):
 
 
 class BlockDiagonal(RowsAndColumns, Constraint):
-    r"""Block diagonal matrices: ``blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
+    r"""Block diagonal matrices: ``num_blocks`` matrices of equal shape along the diagonal, zeros elsewhere.
 
     Raw value: ``x`` (main) of shape ``(blocks, n / blocks, m / blocks)``. ``init`` keeps the blocks; it is exact for
     block diagonal matrices, and otherwise starts at the nearest one.
 
     Args:
-      blocks: The number of blocks, which must divide n and m.
+      num_blocks: The number of blocks, which must divide n and m.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -312,8 +313,8 @@ class BlockDiagonal(RowsAndColumns, Constraint):
       rows, columns: As for :class:`LowRank`, one axis each.
 
     Raises:
-      TypeError: If ``blocks`` has the wrong type.
-      ValueError: If ``blocks`` is out of range.
+      TypeError: If ``num_blocks`` has the wrong type.
+      ValueError: If ``num_blocks`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -322,15 +323,15 @@ class BlockDiagonal(RowsAndColumns, Constraint):
              [0., 0., 1., 1.]], dtype=float32)
     """
 
-    blocks: int = argument(check_positive_whole)
+    num_blocks: int = argument(check_positive_whole)
 
     raw_values: ClassVar[Values] = {"x": main()}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.blocks, self.blocks), w)
+        return why_not_divisible((self.num_blocks, self.num_blocks), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        diagonal = jnp.diagonal(as_blocks(w, self.blocks, self.blocks), axis1=-4, axis2=-2)
+        diagonal = jnp.diagonal(as_blocks(w, self.num_blocks, self.num_blocks), axis1=-4, axis2=-2)
         return {"x": jnp.moveaxis(diagonal, -1, -3)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:

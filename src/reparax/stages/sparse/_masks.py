@@ -59,8 +59,8 @@ class Freeze(Reparametrization):
     ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the optimizer again
     with the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
     the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave: codes of
-    ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block=64) >> LoRA(8)`` freezes biases and scales,
-    if the model has any.
+    ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes biases and
+    scales, if the model has any.
 
     Args:
       where: Which arrays to act on. Default: every floating or complex parameter, if there is one.

@@ -172,7 +172,7 @@ class MagnitudePruning(_Prune):
         by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
-      order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      ord: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -180,8 +180,8 @@ class MagnitudePruning(_Prune):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``sparsity``, ``axis``, ``count`` or ``order`` has the wrong type.
-      ValueError: If ``sparsity``, ``axis``, ``count`` or ``order`` is out of range.
+      TypeError: If ``sparsity``, ``axis``, ``count`` or ``ord`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis``, ``count`` or ``ord`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -194,10 +194,10 @@ class MagnitudePruning(_Prune):
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
-    order: float = argument(_check_order, default=2.0, kw_only=True)
+    ord: float = argument(_check_order, default=2.0, kw_only=True)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _slice_scores(w, self.axis, self.order))
+        return self._masking(w, _slice_scores(w, self.axis, self.ord))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
@@ -267,7 +267,7 @@ class _Regrow(Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
     sparsity: Number = argument(optional(per_array(check_shares)), default=None)
-    drop: Number = argument(per_array(_check_drop), default=0.3)
+    drop_fraction: Number = argument(per_array(_check_drop), default=0.3, kw_only=True)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
@@ -297,14 +297,14 @@ class _Regrow(Constraint):
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
-        """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
+        """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
         w, active = values["w"], values["mask"] != 0
         size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
         # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
-        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
+        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
@@ -319,19 +319,19 @@ class RigL(_Regrow):
     masked weights to zero. Zeros are pruned first, so it is exact if ``w`` is already that sparse. ``project`` gives
     the nearest such array.
 
-    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of smallest magnitude. It
-    regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
+    ``p.update(raw, grads=grads)`` drops the share ``drop_fraction`` of the active weights, those of smallest magnitude.
+    It regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
     respect to the effective tree, so call it about once in a hundred steps, and stop after three quarters of the
     training. Without ``grads`` the mask stays. The paper decays the share:
-    ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of regrown
-    weights to zero.
+    ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of
+    regrown weights to zero.
 
     ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
-        down to whole weights, in float32.
+      drop_fraction: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar;
+        rounded down to whole weights, in float32.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -339,12 +339,12 @@ class RigL(_Regrow):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
-      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+      TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop_fraction`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.RigL(0.5, drop=0.5)
+      >>> p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
       >>> raw = p.update(raw, grads=grads)
@@ -367,12 +367,12 @@ class SET(_Regrow):
     r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
     Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
-    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each update
-    needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
+    ``drop_fraction`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each
+    update needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop: As for :class:`RigL`; the paper's :math:`\zeta`.
+      drop_fraction: As for :class:`RigL`; the paper's :math:`\zeta`.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -380,12 +380,12 @@ class SET(_Regrow):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
-      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+      TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop_fraction`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.SET(0.5, drop=0.5)
+      >>> p = rpx.sparse.SET(0.5, drop_fraction=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> p.update(raw, jax.random.key(1))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)
