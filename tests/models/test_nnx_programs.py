@@ -1,4 +1,4 @@
-"""Programs of nnx on a wrapped model: they do what they do on the plain one, or they are refused, and nothing is lost."""
+"""Programs of nnx on a wrapped model: they do what they do on the plain one, or are refused, and nothing is lost."""
 
 import re
 from collections.abc import Callable
