@@ -17,7 +17,7 @@ from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
-from reparax.numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
+from reparax.numerics.arguments import check_flag, check_positive_whole, number_that, one_of, optional
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.inlined import inlined
 from reparax.stages.quantized._formats import (
@@ -148,7 +148,11 @@ class Scaled(Reparametrization):
     block_size: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
     calibration_method: str = argument(one_of(*FITS), default="absmax", kw_only=True)
-    calibration_scale: float = argument(check_known_positive, default=1.0, kw_only=True)
+    calibration_scale: float = argument(
+        number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
+        default=1.0,
+        kw_only=True,
+    )
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
