@@ -111,7 +111,7 @@ def test_ternary_numbers_and_learned_steps_are_finite(step):
 def test_what_is_not_finite_is_not_hidden(value):
     w = np.ones((32, 2), np.float32)
     w[3, 1] = value
-    names = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "gguf:q4_0", "gguf:q4_1", "gguf:q4_k", "dynamic8")
+    names = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "gguf:q4_0", "gguf:q4_1", "gguf:q4_k")
     fits = {"int8": "fixed", "int3": "rms"}
 
     @jax.jit

@@ -78,14 +78,6 @@ def test_the_parts_of_a_block_stand_where_numpy_puts_them(block, parts, whole):
     same(effective, parts)
 
 
-@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.complex64, np.int32], ids=str)
-def test_a_block_keeps_the_dtype(dtype):
-    parts = {"wi": WI.astype(dtype), "wh": WH.astype(dtype)}
-    raw, effective = made_and_read(rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}), parts)
-    assert raw["wi"]["@split"]["w"].dtype == dtype
-    same(effective, parts)
-
-
 def test_letters_take_their_sizes_from_the_arrays_so_one_stage_serves_layers_of_all_sizes():
     block = rpx.shared.Concat(tuple(rpx.shared.Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "ab"), axis=1)
     params = {"layers": [{"w": normal(5, 4)}, {"w": normal(7, 6)}]}
@@ -348,24 +340,6 @@ def torch_out(name):
     return {"out": ATTENTION["out"][:, :KEY]} if name == "torch.attention" else {}
 
 
-EQUAL = {
-    "lstm": ["flax.lstm", "nnx.lstm", "nnx.optimized_lstm", "equinox.lstm", "returnn.lstm", "returnn.native_lstm"],
-    "gru": ["flax.gru", "equinox.gru"],
-    "attention": ["flax.attention", "equinox.attention", "returnn.attention"],
-}
-PAIRS = [
-    pytest.param(a, b, marks=() if names[0] in (a, b) else pytest.mark.thorough)
-    for names in EQUAL.values()
-    for a in names
-    for b in names
-]
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_convert_moves_numbers_to_where_the_other_library_has_them(source, target):
-    same(rpx.shared.convert(cell(source), source, target, **sizes(source)), cell(target))
-
-
 def there_and_back(tree, a, b):
     return rpx.shared.convert(rpx.shared.convert(tree, a, b, **sizes(a)), b, a, **sizes(b))
 
@@ -379,14 +353,6 @@ def test_from_the_second_time_on_there_and_back_between_any_two_gives_the_same_b
         if a.endswith("gru") == b.endswith("gru"):
             once = there_and_back(cell(a), a, b)
             same(there_and_back(once, a, b), once)
-
-
-def test_the_projections_of_torch_are_those_of_flax_there_and_back():
-    tree = cell("torch.attention")
-    got = rpx.shared.convert(tree, "torch.attention", "flax.attention", heads=HEADS)
-    same(got["key"], {"kernel": ATTENTION["key"], "bias": ATTENTION["key_bias"]})
-    same(got["out"], {"kernel": ATTENTION["out"][:, :KEY], "bias": ATTENTION["out_bias"]})
-    same(rpx.shared.convert(got, "flax.attention", "torch.attention"), tree)
 
 
 def test_two_biases_become_their_sum_and_one_becomes_two_of_which_one_is_zero():

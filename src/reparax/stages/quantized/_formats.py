@@ -295,20 +295,6 @@ E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, ev
 """The sixteen numbers of float4_e2m1fn."""
 
 
-def _dynamic() -> Numbers:
-    """Decades with ever fewer numbers, down to 1e-7: the dynamic map of bitsandbytes."""
-    numbers = [0.0, 1.0]
-    start, end = np.float64(np.float32(0.1)), 1.0
-    for decade in range(7):
-        parts = 2**decade
-        # As torch.linspace counts: from both ends, by a step of single precision.
-        step, i = np.float64((np.float32(end) - np.float32(start)) / np.float32(parts)), np.arange(parts + 1)
-        edges = np.where(i < (parts + 1) // 2, start + step * i, end - step * (parts - i)).astype(np.float32)
-        middles = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
-        numbers += [*middles, *-middles]
-    return table_numbers(sorted(numbers))
-
-
 POWERS = Scales("exponent")
 HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
@@ -326,7 +312,6 @@ FORMATS = {
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
     "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
-    "dynamic8": Format(_dynamic()),
     "gguf:q4_0": Format(whole_numbers(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
     "gguf:q4_1": Format(whole_numbers(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
     "gguf:q5_0": Format(whole_numbers(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),
