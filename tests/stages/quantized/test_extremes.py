@@ -49,7 +49,7 @@ FITS = {
     "absmax": {},
     "rms": {"calibration_method": "rms", "calibration_scale": 2.5},
     "fixed": {"calibration_method": "fixed", "calibration_scale": 1e30},
-    "calibration_scale": {"calibration_scale": 3.0},
+    "scaled": {"calibration_scale": 3.0},
     "twice": {"double_quant": True},
 }
 
@@ -67,7 +67,7 @@ def stages(name, stage=rpx.Quantized):
     "case",
     mostly_thorough(
         [*zip(FORMATS, itertools.cycle(("float32", "float16"))), *itertools.product(FORMATS[::4], ("bfloat16",))],
-        *(("uint4", "float32"), ("gguf:q4_0", "float16")),
+        *(("uint4", "float32"), ("gguf:q4_1", "float16")),
     ),
     ids=" ".join,
 )

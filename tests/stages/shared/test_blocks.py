@@ -319,7 +319,7 @@ def sizes(name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_parts_of_a_layout_stand_where_the_library_has_them(name):
-    p = rpx.shared.Pack(name, "cell", sizes=sizes(name))
+    p = rpx.shared.Pack(name, where="cell", sizes=sizes(name))
     params = {"cell": cell(name), "other": B}
     raw = p.init(params)
     values = {k: v for x in (GATES, ATTENTION) for k, v in x.items()}
@@ -419,7 +419,7 @@ def test_the_cell_gate_may_be_called_c(order, same_as):
     ],
 )
 def test_weight_dropout_takes_the_hidden_to_hidden_block_alone_with_one_mask_for_the_sequence(name, where, hidden):
-    p = rpx.WeightDropout(0.5, where=where) >> rpx.shared.Pack(name, "lstm")
+    p = rpx.WeightDropout(0.5, where=where) >> rpx.shared.Pack(name, where="lstm")
     params = {"lstm": jax.tree.map(np.ones_like, cell(name))}
     raw = init(p, params)
     drawn = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(jax.random.key(0), 200))
@@ -462,7 +462,7 @@ unpack = jax.jit(rnn.unpack_lstm_weights, static_argnums=(1, 2, 3), static_argna
 )
 def test_the_flat_vector_of_cudnn_is_cut_as_jax_unpacks_it(layers, bidirectional):
     weights = normal(rnn.get_num_params_in_lstm(INPUTS, HIDDEN, layers, bidirectional))
-    p = rpx.shared.CudnnLSTM(INPUTS, HIDDEN, layers, bidirectional=bidirectional)
+    p = rpx.shared.CudnnLSTM(INPUTS, HIDDEN, num_layers=layers, bidirectional=bidirectional)
     raw, effective = made_and_read(p, {"weights": weights, "bias": np.ones(3, np.float32)})
     unpacked = unpack(weights, INPUTS, HIDDEN, layers, bidirectional=bidirectional)
     ends = [f"l{i}{end}" for i in range(layers) for end in ("", "_reverse")[: 1 + bidirectional]]

@@ -35,7 +35,9 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
 def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
     """Words of ``old`` bits as words of ``new`` bits, over the same stream of bits."""
     stream = math.lcm(old, new)
-    words = _split_modulo(x.astype(jnp.uint8), stream // old, axis)
+    many = stream // old
+    apart = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
+    words = [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]
     mask = jnp.asarray(2**new - 1, jnp.uint8)
     new_words: list[Array] = []
     for start in range(0, stream, new):
@@ -45,12 +47,6 @@ def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
     stacked_words = jnp.stack(new_words, axis=axis + 1)
     return stacked_words.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
-
-
-def _split_modulo(x: Array, many: int, axis: int) -> list[Array]:
-    """The entries with index 0, 1, 2 and so on, modulo ``many``, along an axis."""
-    apart = x.reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
-    return [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from reparax.core.checks import locate_errors
 from reparax.core.config import as_python, register_class
 from reparax.core.paths import PyTree, describe, items, path_text
+from reparax.core.raw import nest_below
 from reparax.numerics.arguments import check_whole
 from reparax.numerics.arithmetic import is_array
 
@@ -464,7 +465,8 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
         values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in new.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
-        return _nest(write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes)))
+        arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
+        return nest_below({tuple(path.split("/")): x for path, x in arrays.items()}, ())
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
@@ -495,15 +497,3 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
         if name not in matched and first_bias in matched:
             matched[name] = jnp.zeros_like(matched[first_bias])
     return matched
-
-
-def _nest(arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays by their paths as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, array in arrays.items():
-        *parents, leaf_name = path.split("/")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf_name] = array
-    return tree
