@@ -108,15 +108,15 @@ def test_a_stored_base_and_noise_are_left_out():
     assert config["modules_to_save"] == ["dense"]  # as it trains here
 
 
-def test_an_alpha_is_written_as_it_is_with_either_divisor():
-    for divisor, root in (("rank", False), ("sqrt", True)):
-        p = rpx.Freeze() >> rpx.LoRA(4, 8.0, divisor=divisor)
+def test_an_alpha_is_written_as_it_is_with_and_without_rslora():
+    for root in (False, True):
+        p = rpx.Freeze() >> rpx.LoRA(4, 8.0, use_rslora=root)
         _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))
         assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, root)
 
 
 def test_an_alpha_of_none_is_a_factor_of_one():
-    p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
+    p = rpx.Freeze() >> rpx.LoRA(2, use_rslora=True)
     _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
@@ -867,9 +867,9 @@ WRITING = {
         ),
     ),
     "factors that were taken out of the base": (
-        lambda: written(rpx.Freeze() >> rpx.LoRA(2, start="pissa", where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, init_weights="pissa", where=OUT)),
         refused(
-            "out/kernel: PEFT adds the factors to the base of its model, from which LoRA(2, start='pissa', "
+            "out/kernel: PEFT adds the factors to the base of its model, from which LoRA(2, init_weights='pissa', "
             "where='out/kernel') has taken them away"
         ),
     ),

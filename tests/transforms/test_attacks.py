@@ -299,3 +299,18 @@ def test_terms_of_another_shape():
     )
     with pytest.raises(ValueError, match=text):
         Other().init({"w": W})
+
+
+def test_what_a_loop_carries_gets_the_gradients_that_it_has_at_a_later_step():
+    """A loop carries zero first, then a parameter's sum, at which gradients stop."""
+    raw, x = {"a": jnp.full((32, 2), 0.1), "b": jnp.ones((2, 32))}, jnp.ones((4, 32))
+
+    def loss(raw):
+        def step(carry, _):
+            scale = jax.lax.stop_gradient(carry)
+            return carry + jnp.sum(raw["a"]), scale * jnp.sum(x @ (raw["a"] @ raw["b"]))
+
+        return jnp.sum(jax.lax.scan(step, jnp.float32(0), None, length=3)[1])
+
+    got, expected = jax.jit(lambda raw: (jax.grad(rpx.factored(loss))(raw), jax.grad(loss)(raw)))(raw)
+    np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-5)

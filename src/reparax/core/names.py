@@ -66,7 +66,7 @@ FAMILIES = {
         (
             "training",
             "reparax.training",
-            "optimizer partition combine param_labels decay_mask transfer summary Summary reset_moments projected "
+            "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected "
             "state_shardings",
         ),
         (
