@@ -188,9 +188,9 @@ def ivon(
 
     Here g is the gradient of the mean loss of a batch at the weights :math:`\mu + \sigma \varepsilon`. The product of
     noise and gradient is not drawn again: it is :math:`\sigma` times the gradient with respect to :math:`\sigma`, which
-    a step computes anyway. So it is right with :func:`local` too, and over several keys or devices. The loss has no
-    ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets where h starts:
-    :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
+    a step computes anyway. So it is right with :func:`local_reparametrization` too, and over several keys or devices.
+    The loss has no ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets
+    where h starts: :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
 
     Write ``rpx.optimizer(rpx.noise.ivon(...))`` if the raw tree has fixed values.
 
