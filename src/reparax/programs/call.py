@@ -17,6 +17,9 @@ from reparax.programs import jaxprs
 
 Argnums = int | Sequence[int] | None
 
+REPORTED = "__reparax_reported__"
+"""The attribute of a transformed function that takes arguments and returns what a report says of them."""
+
 
 @dataclass(frozen=True)
 class Arguments:
