@@ -9,9 +9,9 @@ from reparax.axes._roles import roles
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names
-from reparax.core.plan import Planner, visit_with_roles
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Role
+from reparax.core.with_axes import visit_with_roles
 from reparax.numerics.usage import shows_usage
 
 
@@ -51,9 +51,9 @@ def check_axes(p: Parametrization, fun: Callable[..., Any], argnums: int | None 
     def checked(*args: Any, **kwargs: Any) -> Misfits:
         found = list[Misfit]()
 
-        def visit(planner: Planner, tree: Flat, known: Mapping[Names, Role]) -> Any:
-            found[:0] = planner.misfits(tree, known)
-            return planner.stage
+        def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
+            found[:0] = stage._own._misfits(tree, known)
+            return [stage]
 
         visit_with_roles("check_axes", tuple(p), read(*args, **kwargs), visit)
         return Misfits(found)

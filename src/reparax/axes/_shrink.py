@@ -23,9 +23,9 @@ from reparax.axes._units import (
     require_arrays,
     take_chosen,
 )
+from reparax.core.bound import follow_axes
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, items, path_text
-from reparax.core.plan import follow_axes
 from reparax.numerics.arithmetic import is_array
 from reparax.numerics.usage import shows_usage
 

@@ -7,7 +7,6 @@ from typing import Any
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
-from reparax.core.plan import Maker
 from reparax.core.raw import parameter_path
 from reparax.io._parameters import Entry, unstack_stage
 from reparax.stages.matrices._orthogonal import Orthogonal
@@ -98,7 +97,7 @@ class Naming:
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    makers: Mapping[Names, Maker]
+    makers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
     by_hook: Callable[[str, Twin], bool]
 
     def raw_values_of(self, place: Names, entry: Entry) -> Iterator[StageValues]:
@@ -124,7 +123,7 @@ class Naming:
         is_listed = self._is_listed(twin, tensor, within)
         base = (within or _parametrization_list(tensor)) if is_listed else tensor
         names = self._names(twin, base, place) if is_listed else {x: base + end for x, end in twin.hooked.items()}
-        places_of_stage = dict(self.makers[place].values)
+        places_of_stage = dict(self.makers[place][1])
         for x in [x for x, at in places_of_stage.items() if at in self.makers]:
             is_original = is_listed and twin.listed[x] == "original"
             yield from self._within(places_of_stage.pop(x), names[x], base if is_original else None)
@@ -132,7 +131,7 @@ class Naming:
 
     def _known(self, place: Names) -> tuple[Parametrization, Twin]:
         """The stage that makes the array at ``place``, and its names."""
-        stage = self.makers[place].stage
+        stage = self.makers[place][0]
         if type(stage) not in TWINS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         return stage, TWINS[type(stage)]
@@ -151,7 +150,7 @@ class Naming:
 
     def _inside(self, place: Names) -> int:
         """The number of parametrizations of the same list that make the original of one."""
-        name_of_value, values = self._known(place)[1].listed, self.makers[place].values
+        name_of_value, values = self._known(place)[1].listed, self.makers[place][1]
         originals = [values[value] for value, name in name_of_value.items() if name == "original" and value in values]
         makers_inside = [place for place in originals if place in self.makers and self._known(place)[1].listed]
         return sum(1 + self._inside(place) for place in makers_inside)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from reparax.core.bound import lineage_of
 from reparax.core.calls import call_name
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
-from reparax.core.plan import lineage_of
 
 
 def check_chain(who: str, model: Any, p: Any) -> Parametrization:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from reparax.core.bound import init_all
 from reparax.core.calls import call_name, require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.paths import PyTree, Transformation
-from reparax.core.plan import open_params
 from reparax.core.raw import require_no_raw
 from reparax.numerics.usage import shows_usage
 from reparax.training._checked import first_difference
@@ -46,7 +46,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(call_name(p, "projected"), params, INSTEAD)
-        open_params(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
+        init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

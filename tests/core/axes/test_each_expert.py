@@ -7,7 +7,7 @@ import pytest
 from compiled import effective, fold, init
 from grids import mostly_thorough
 from jax import lax
-from products.test_random_experts import looked_up, sorted_rows
+from transforms.test_random_experts import looked_up, sorted_rows
 
 import reparax as rpx
 
@@ -37,8 +37,8 @@ ALONE = {
     "WeightNorm": (rpx.WeightNorm(stacked=0), lambda w: w),
     "lengths of one": (rpx.norms.Sphere(along=0, stacked=0, outside="project"), of_columns),
     "SpectralNorm": (rpx.SpectralNorm(n_steps=200, stacked=0), lambda w: w / np.linalg.norm(w, 2)),
-    "four bits": (rpx.Stored("int4", axis=-1, stacked=0), four_bits),
-    "half are zeros": (rpx.MagnitudePrune(0.5, stacked=0), half),
+    "four bits": (rpx.Quantized("int4", axis=-1, stacked=0), four_bits),
+    "half are zeros": (rpx.MagnitudePruning(0.5, stacked=0), half),
 }
 
 
@@ -83,9 +83,9 @@ def by_groups(params, x):
 
 @pytest.mark.parametrize("network", [routed, by_groups])
 def test_the_network_says_which_axis_is_that_of_experts(network):
-    roles = rpx.roles(network)({"router": X[:K, :E], "w": W}, X)
-    chain = rpx.WeightNorm(where="w") >> rpx.LoRA(2, where="w") >> rpx.MagnitudePrune(0.5, where="w")
+    roles = rpx.roles(network, {"router": X[:K, :E], "w": W}, X)
+    chain = rpx.WeightNorm(where="w") >> rpx.LoRA(2, where="w") >> rpx.MagnitudePruning(0.5, where="w")
     assert repr(chain.on(roles)) == (
         "WeightNorm(axis=-1, where='w', stacked=0) >> LoRA(2, columns=-1, where='w', stacked=0) >> "
-        "MagnitudePrune(sparsity=0.5, where='w', stacked=0)"
+        "MagnitudePruning(sparsity=0.5, where='w', stacked=0)"
     )

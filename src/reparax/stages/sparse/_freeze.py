@@ -8,31 +8,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
+from reparax.core.bound import Bound
 from reparax.core.leaf import Reparametrization
-from reparax.core.plan import Layer, Planner
-from reparax.core.planners import OnArrays
-from reparax.core.raw import Flat
-from reparax.core.sites import find_nodes
+from reparax.core.raw import Flat, Leaf
 from reparax.core.values import Values, main
-from reparax.core.where import Candidate
-from reparax.numerics.arithmetic import is_inexact
-
-
-class _Freezing(OnArrays):
-    """The planner of a stage that has nothing to do where a later stage, such as ``Stored``, left fixed codes."""
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        if not find_nodes(tree, self.stage.kind) and not self.present(method, tree):
-            return self.layer(method, [])
-        return super().plan(method, tree)
-
-    def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether a default may find no array to freeze."""
-        return self.stage.where is None and any(place.present for place in candidates)
-
-    def is_done(self, candidate: Candidate) -> bool:
-        """Whether an array is fixed already, and holds codes."""
-        return candidate.slot.fixed and not is_inexact(candidate.array())
+from reparax.numerics.arithmetic import is_array, is_inexact
 
 
 class Freeze(Reparametrization):
@@ -69,7 +49,6 @@ class Freeze(Reparametrization):
     raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
     entrywise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
-    _planner: ClassVar[type[Planner]] = _Freezing
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}
@@ -79,3 +58,18 @@ class Freeze(Reparametrization):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["w"].real.dtype)  # no value is free
+
+    # Where a later stage, such as ``Stored``, left fixed codes, there is nothing to do.
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        found_none = method != "init" and not tree.nodes(self.kind)
+        if found_none and not self._selected(method, tree, tree.leaves(bases=True)):
+            return []
+        return super()._bind(method, tree)
+
+    def _selected(self, method: str, tree: Flat, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
+        chosen = super()._selected(method, tree, leaves, *further, **named)
+        return [leaf for leaf in chosen if not (leaf.fixed and is_array(leaf.content) and not is_inexact(leaf.content))]
+
+    def _may_choose_nothing(self, leaves: Sequence[Leaf]) -> bool:
+        return self.where is None and any(leaf.is_there for leaf in leaves)

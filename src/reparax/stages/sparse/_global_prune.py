@@ -9,7 +9,7 @@ from jax import Array
 
 from reparax.core.constraint import why_infinite
 from reparax.core.fields import Number, argument
-from reparax.core.several import Together
+from reparax.core.joint import Joint
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import optional
 from reparax.numerics.arithmetic import widened
@@ -18,7 +18,7 @@ from reparax.stages.sparse import _amount
 from reparax.stages.sparse._mask import apply_mask, mask_values
 
 
-class GlobalPrune(Together):
+class GlobalPrune(Joint):
     r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
     Like :class:`MagnitudePrune`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main) and
@@ -47,6 +47,7 @@ class GlobalPrune(Together):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
+    arrays: ClassVar[None] = None
     sparsity: Number = argument(optional(_amount.check_shares), default=None)
     count: int | None = argument(optional(_amount.check_count), default=None, kw_only=True)
 
@@ -60,17 +61,14 @@ class GlobalPrune(Together):
     def refuse_leaf(self, w: Array) -> str | None:
         return why_infinite(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return mask_values(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array
+    def init_leaves(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        values = {place: mask_values(w, jnp.ones_like(w, bool)) for place, w in arrays.items()}
+        return {place: values[place] | mask for place, mask in self.update_leaves(values).items()}
 
-    def init_arrays(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
-        values = {place: self.init_leaf(w) for place, w in arrays.items()}
-        return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
-
-    def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
+    def apply_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
         return {place: apply_mask(masked) for place, masked in values.items()}
 
-    def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
+    def update_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
         kept = self._find_largest([masked["w"] for masked in values.values()])
         masks = ((place, kept[i].astype(masked["mask"].dtype)) for i, (place, masked) in enumerate(values.items()))
         return {place: {"mask": mask} for place, mask in masks}
