@@ -16,7 +16,7 @@ JAX := 'jax<0.11.1; python_version < "3.15"'
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile $(JAX)
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(PIP))
 
-.PHONY: demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts docs notebooks dist lint format clean
+.PHONY: demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts example-speech docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -64,6 +64,10 @@ example: $(VENV)/examples.stamp
 # A small mixture of experts, which is trained here: tuned, written for other programs, rounded and pruned.
 example-experts: $(VENV)/examples.stamp
 	$(RUN) -m examples.experts
+
+# Speech that is made here, and recognizers of it, without noise in their weights and with it.
+example-speech: $(VENV)/speech.stamp
+	$(RUN) -m examples.speech
 
 docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto docs docs/_build/html

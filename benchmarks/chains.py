@@ -146,21 +146,24 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (MATRICES, [stage("LowRank", 2), stage("LowRank", 1)]),
     (WITHOUT_ROWS, [stage("matrices.BlockDiagonal", 2, **INSIDE), stage("matrices.Kronecker", (2, 2))]),
     (WITHOUT_ROWS, [stage("matrices.Fibration", jnp.transpose, jnp.transpose)]),
-    (AXES, [stage("MagnitudePrune", 0.5), stage("MagnitudePrune", 0.3, axis=-1), stage("sparse.RandomPrune", 0.4)]),
+    (
+        AXES,
+        [stage("MagnitudePruning", 0.5), stage("MagnitudePruning", 0.3, axis=-1), stage("sparse.RandomPruning", 0.4)],
+    ),
     (AXES, [stage("sparse.SET", 0.5), stage("sparse.RigL", 0.5)]),
-    (("", "two", "but"), [stage("sparse.GlobalPrune", 0.5)]),
-    (ONE, [stage("sparse.NofM", 2, 4, along=along) for along in (0, 1)]),
+    (("", "two", "but"), [stage("sparse.GlobalMagnitudePruning", 0.5)]),
+    (ONE, [stage("sparse.NByM", 2, 4, along=along) for along in (0, 1)]),
     (MATRICES, [stage("LoRA", 2), stage("LoRA", 1, alpha=2.0, divisor="sqrt")]),
     (MATRICES, [stage("LoRA", 2, start="pissa"), stage("LoRA", 2, start="olora"), stage("adapters.VeRA", 3)]),
     (WITHOUT_ROWS, [stage("adapters.Hadamard"), (stage("LowRank", 1), stage("adapters.Hadamard"), stage("Delta"))]),
     (ONE, [(stage("adapters.CayleyNeumann", 3, stacked=0), stage("adapters.Rotated", 2))]),
     (ONE, [(stage("Orthogonal", stacked=0), stage("adapters.Rotated", 2, shared=True))]),
-    (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("adapters.Slices", (0, 1), axis=-1)]),
-    (WITHOUT_ROWS, [stage("Stored", format, block=4) for format in ("nf4", "uint4", "mxfp4")]),
-    (WITHOUT_ROWS, [stage("Stored", "int8", axis=-1), stage("Stored", "int4", block=4, double_quant=True)]),
-    (WITHOUT_ROWS, [(stage("Freeze"), stage("Stored", "nf4", block=4), stage("LoRA", 1))]),
-    (WITHOUT_ROWS, [stage("Quantize", "int4", block=4, step="learned"), stage("Quantize", "ternary")]),
-    (AXES, [stage("Quantize", "int8", axis=-1)]),
+    (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("adapters.TrainableSlices", (0, 1), axis=-1)]),
+    (WITHOUT_ROWS, [stage("Quantized", format, block=4) for format in ("nf4", "uint4", "mxfp4")]),
+    (WITHOUT_ROWS, [stage("Quantized", "int8", axis=-1), stage("Quantized", "int4", block=4, double_quant=True)]),
+    (WITHOUT_ROWS, [(stage("Freeze"), stage("Quantized", "nf4", block=4), stage("LoRA", 1))]),
+    (WITHOUT_ROWS, [stage("FakeQuantized", "int4", block=4, step="learned"), stage("FakeQuantized", "ternary")]),
+    (AXES, [stage("FakeQuantized", "int8", axis=-1)]),
     (AS_IT_IS, [stage("Tie", {"dec/bias": ("enc/bias", jnp.flip)}, unequal="overwrite")]),
     (AS_IT_IS, [stage("Tie", {"dec/kernel": ("enc/kernel", jnp.transpose)}, unequal="overwrite")]),
     (AS_IT_IS, [stage("shared.Split", {"all": BLOCK}, at="enc"), stage("shared.Pack", {"kernel": GATES}, at="dec")]),
@@ -170,12 +173,36 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
 ROWS = [(selections, row) for selections, rows in STAGES for row in rows]
 
 
+RENAMED = {
+    "FakeQuantized": "Quantize",
+    "GlobalMagnitudePruning": "GlobalPrune",
+    "MagnitudePruning": "MagnitudePrune",
+    "NByM": "NofM",
+    "Quantized": "Stored",
+    "RandomPruning": "RandomPrune",
+    "TrainableSlices": "Slices",
+}
+"""The names of stages, and those that they had in 13fb1872."""
+
+
+@functools.cache
+def class_of(name: str) -> type[rpx.Parametrization]:
+    """The stage of that name. Where it has its old name, a class of its own gives it the new one, and its marker."""
+    *family, cls = name.split(".")
+    if cls in globals():
+        return globals()[cls]
+    module = functools.reduce(getattr, family, rpx)
+    if hasattr(module, cls) or cls not in RENAMED:
+        return getattr(module, cls)
+    base = getattr(module, RENAMED[cls])
+    kind = {"kind": "n_by_m"} if cls == "NByM" else {}
+    return type(base)(cls, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **kind})
+
+
 def build(row: Stage, selection: dict[str, Any]) -> rpx.Parametrization:
     """The stage of a row; what the row says of axes stands above the selection."""
     name, args, fields = row
-    *family, cls = name.split(".")
-    make = globals().get(cls) or getattr(functools.reduce(getattr, family, rpx), cls)
-    return make(*args, **{**selection, **fields})
+    return class_of(name)(*args, **{**selection, **fields})
 
 
 def drawn(seed: int) -> tuple[list[int], rpx.Parametrization]:

@@ -23,7 +23,7 @@ import reparax as rpx
 
 LAYERS, WIDTH, BATCH, MIB = 16, 2048, 64, 2**20
 SIZES = {"f32": 4, "bf16": 2, "s8": 1, "u8": 1}
-BASES = {"bfloat16": rpx.Freeze(), "nf4": rpx.Stored("nf4", block=64)}
+BASES = {"bfloat16": rpx.Freeze(), "nf4": rpx.Quantized("nf4", block=64)}
 
 
 def gathered(text: str) -> float:
@@ -43,7 +43,7 @@ def planned(base: rpx.Parametrization, chips: int, *, moves: bool, memory: str |
     like = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
 
     def lies(spec: P, memory: str | None = None) -> Any:
-        return p.shardings({"w": spec}, mesh, like={"w": like}, memory=memory)
+        return p.shardings({"w": spec}, mesh, like={"w": like}, memory_kind=memory)
 
     def stacked(x: Any, at: NamedSharding) -> Any:
         sharding = NamedSharding(mesh, P(None, *at.spec), memory_kind=at.memory_kind)

@@ -108,11 +108,11 @@ def seconds(trees: list[Any], data: Data) -> list[list[float]]:
 def measured(params: Any, state: Any, left: float, key: Array) -> dict[str, float]:
     """Losses, the share of digits that are right, bytes, and the processor's time of a step beside masks."""
     train, _, test = digits()
-    groups = [group for group in rpx.axis_groups(loss)(params, *train) if not group.why_whole]
+    groups = [group for group in rpx.axes.axis_groups(loss, params, *train) if not group.why_whole]
     masked = rpx.axes.prune_units(params, groups, 1 - left, scores(params, train[0]))
-    small = rpx.shrink(rpx.Chain(), masked, groups)
+    small = rpx.axes.shrink(rpx.Chain(), masked, groups)
     want, got = logits(masked, test[0]), logits(small, test[0])
-    again, _ = trained(small, rpx.shrink(rpx.Chain(), state, groups, like=masked), key, train, MORE)
+    again, _ = trained(small, rpx.axes.shrink(rpx.Chain(), state, groups, like=masked), key, train, MORE)
     taken = seconds([masked, small], train)
     return {
         "loss": float(loss(small, *test)),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import reparax as rpx
+from reparax.core.names import family_of
 
 ROOT = Path(rpx.__file__).parent
 CORE = ("core",)
@@ -80,11 +81,8 @@ def seconds(call: Callable[[], object]) -> str:
 
 def main() -> None:
     """Prints the table."""
-    top = {name: x for name, x in vars(rpx).items() if not name.startswith("_")}
-    public = {
-        x for family in filter(inspect.ismodule, top.values()) for x in vars(family).values() if inspect.isclass(x)
-    }
-    classes = [x for x in public if issubclass(x, rpx.Parametrization)]
+    public = {getattr(getattr(rpx, family), name) for name, family in family_of().items()}
+    classes = [x for x in public if inspect.isclass(x) and issubclass(x, rpx.Parametrization)]
     methods = {c: sum(inspect.isfunction(x) or isinstance(x, property) for x in vars(c).values()) for c in classes}
     files = [file for wing in CORE for file in (ROOT / wing).glob("*.py")]
     names = {name for name in dir(rpx.Reparametrization) if not name.startswith("_")}
@@ -97,7 +95,7 @@ def main() -> None:
         "lines of _tree, _axes, _core, _stage": sum(map(lines, files)),
         "lines of the package": sum(map(lines, ROOT.rglob("*.py"))),
         "most definitions in a file of the core": max(map(definitions, files)),
-        "names at the top, modules included": len(top),
+        "names at the top, modules included": len(dir(rpx)),
         "names on a stage, for users": len(names & shown),
         "names on a stage, for authors": len(names - shown | {"stochastic"}),
         "most methods of a class": max(methods.values()),

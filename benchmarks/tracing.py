@@ -85,7 +85,7 @@ def ways(loss: Loss, params: Any, data: Any, stacked: int | tuple[()] = ()) -> d
         def of_train(train: Any, key: jax.Array, rest: Any, data: Any, p: Any = p) -> jax.Array:
             return loss(p.apply(rpx.combine(train, rest), key), data)
 
-        losses = {"apply": of_train} | {each: getattr(rpx, each)(of_train) for each in transforms}
+        losses = {"apply": of_train} | {each: getattr(rpx.transforms, each)(of_train) for each in transforms}
         args = train, KEY, rest, data
         tables[name] = {way: (jax.grad(function), args) for way, function in losses.items()}
     return tables

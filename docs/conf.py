@@ -1,6 +1,5 @@
 """Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
-import inspect
 import itertools
 import os
 import re
@@ -12,12 +11,12 @@ from pathlib import Path
 from bs4 import BeautifulSoup, NavigableString
 from docutils import nodes
 from latex2mathml.converter import convert
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import desc_addname, pending_xref
 from sphinx.util import logging
 from sphinx.util.console import strip_escape_sequences
 from sphinx.util.parallel import make_chunks
 
-import reparax
+from reparax.core.names import family_of
 
 project = "reparax"
 author = "the reparax authors"
@@ -33,8 +32,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
-# Text that a reader copies holds the code alone; what private module a name stands in is nobody's business.
-add_module_names = False
+# Text that a reader copies holds the code alone.
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -99,8 +97,7 @@ def without_any(app, domain, kind, content):
 
 
 NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
-FAMILIES = {name: vars(x) for name, x in vars(reparax).items() if inspect.ismodule(x) and not name.startswith("_")}
-PLACES = {name: f"{family}.{name}" for family, names in FAMILIES.items() for name in names if not name.startswith("_")}
+PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
 """Where each public name is described."""
 
 
@@ -126,6 +123,13 @@ def find_by_name(app, env, node, content):
         target = f"reparax.{PLACES[name]}{dot}{member}"
         return env.get_domain("py").resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
     return None
+
+
+def as_written(app, domain, kind, content):
+    """Shows a name as users write it, ``rpx.norms.WeightNorm``."""
+    for prefix in list(content.parent.findall(desc_addname)):
+        if prefix.astext().startswith("reparax.") and not prefix.astext().startswith("reparax.testing."):
+            prefix[:] = [nodes.Text(prefix.astext().replace("reparax.", "rpx.", 1))]
 
 
 def without_empty_last_lines(app, doctree):
@@ -236,3 +240,4 @@ def setup(app):
     app.connect("html-page-context", for_phones)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)
+    app.connect("object-description-transform", as_written)

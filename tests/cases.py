@@ -127,15 +127,15 @@ SPHERES_AND_BALLS = (
     >> rpx.norms.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
-    rpx.Bounded(-1, 3, outside="project", where="dense/bias")
+    rpx.numbers.Bounded(-1, 3, outside="project", where="dense/bias")
     >> rpx.numbers.Simplex(along=0, outside="project", where="dense/kernel")
     >> rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
-    >> rpx.Scale(0.5, where="conv/kernel")
+    >> rpx.numbers.Scale(0.5, where="conv/kernel")
 )
 MASKS = (
     rpx.Mask(where="dense/kernel")
-    >> rpx.sparse.NofM(2, 4, along=0, where="out/kernel")
-    >> rpx.sparse.RandomPrune(0.5, where="conv/.*")
+    >> rpx.sparse.NByM(2, 4, along=0, where="out/kernel")
+    >> rpx.sparse.RandomPruning(0.5, where="conv/.*")
 )
 
 CASES = {
@@ -167,8 +167,11 @@ CASES = {
     "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
     "masks": (MASKS, model),
     "regrown masks": (rpx.sparse.RigL(0.5, where="dense/kernel") >> rpx.sparse.SET(0.5, where="out/kernel"), model),
-    "prunings": (rpx.MagnitudePrune(0.3, axis=-1, where="dense/kernel") >> rpx.sparse.GlobalPrune(0.5), model),
-    "cast": (rpx.Cast("bfloat16"), model),
+    "prunings": (
+        rpx.MagnitudePruning(0.3, axis=-1, where="dense/kernel") >> rpx.sparse.GlobalMagnitudePruning(0.5),
+        model,
+    ),
+    "cast": (rpx.quantized.Cast("bfloat16"), model),
     "stacked": (
         rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
         model,
@@ -213,27 +216,27 @@ CASES = {
     "differences": (
         rpx.LowRank(2)
         >> rpx.adapters.Hadamard(where=".*(dense|out)/kernel")
-        >> rpx.Delta(where=".*(dense|out)/kernel"),
+        >> rpx.adapters.Delta(where=".*(dense|out)/kernel"),
         flat,
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
     "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
-    "slices": (rpx.adapters.Slices((0, 2), axis=-1, where="conv/kernel"), model),
-    "gains": (rpx.Freeze() >> rpx.Gain(axis=-1), model),
+    "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
+    "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
-        rpx.Stored("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
+        rpx.Quantized("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
         flat,
     ),
     "stored": (
-        rpx.Stored("int8", axis=-1, where="dense/kernel")
-        >> rpx.Stored("int4", block=4, double_quant=True, where="out/kernel")
-        >> rpx.Stored("float8_e4m3fn", where="conv/kernel"),
+        rpx.Quantized("int8", axis=-1, where="dense/kernel")
+        >> rpx.Quantized("int4", block=4, double_quant=True, where="out/kernel")
+        >> rpx.Quantized("float8_e4m3fn", where="conv/kernel"),
         model,
     ),
     "stored in other formats": (
-        rpx.Stored("uint4", axis=-1, where="dense/kernel")
-        >> rpx.Stored("mxfp4", block=4, where="out/kernel")
-        >> rpx.Stored("dynamic8", where="conv/kernel"),
+        rpx.Quantized("uint4", axis=-1, where="dense/kernel")
+        >> rpx.Quantized("mxfp4", block=4, where="out/kernel")
+        >> rpx.Quantized("dynamic8", where="conv/kernel"),
         model,
     ),
     "distributions": (
@@ -247,9 +250,9 @@ CASES = {
         model,
     ),
     "quantize": (
-        rpx.Quantize("int8", axis=-1, where="dense/kernel")
-        >> rpx.Quantize("int4", block=4, step="learned", where="out/kernel")
-        >> rpx.Quantize("ternary", where="conv/kernel"),
+        rpx.FakeQuantized("int8", axis=-1, where="dense/kernel")
+        >> rpx.FakeQuantized("int4", block=4, step="learned", where="out/kernel")
+        >> rpx.FakeQuantized("ternary", where="conv/kernel"),
         model,
     ),
     "tie": (TIE, tied),
@@ -262,7 +265,7 @@ CASES = {
     "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),
     "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), flat),
     "weight norm >> noise >> dropout >> cast": (
-        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16"),
+        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16"),
         flat,
     ),
     "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), flat),

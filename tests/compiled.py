@@ -64,7 +64,9 @@ def pulled(p, raw, dw):
 @jax.jit
 def trained(p, raw, target):
     """The effective tree and the losses of a hundred steps of AdamW, with weight decay, towards ``target``."""
-    tx = optax.partition({"free": optax.adamw(0.1, weight_decay=0.1), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition(
+        {"free": optax.adamw(0.1, weight_decay=0.1), "fixed": optax.set_to_zero()}, rpx.training.param_labels
+    )
 
     def loss(raw):
         return sum(jnp.sum(jnp.square(w - target[name])) for name, w in p.apply(raw).items())

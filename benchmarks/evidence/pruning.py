@@ -99,7 +99,7 @@ def stage(method: str, sparsity: Array, planned: Array | float) -> rpx.Parametri
         return rpx.sparse.RigL(sparsity, drop=planned, where=PRUNED)
     if method == "SET":
         return rpx.sparse.SET(sparsity, drop=planned, where=PRUNED)
-    return rpx.MagnitudePrune(planned, where=PRUNED)
+    return rpx.MagnitudePruning(planned, where=PRUNED)
 
 
 def training(method: str, size: Size) -> Callable[[Array, Array, Array, Array], dict[str, Array]]:

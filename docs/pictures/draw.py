@@ -235,7 +235,7 @@ def transformer(w: Any, tokens: jax.Array) -> jax.Array:
 def axes(name: str) -> None:
     """Each weight of a transformer with its axes, in the colours of their groups."""
     params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()}
-    groups = rpx.axis_groups(transformer)(params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
+    groups = rpx.axes.axis_groups(transformer, params, jax.ShapeDtypeStruct((1, 4), jnp.int32))
     below = 30 + 34 * len(SHAPES)
     canvas = Canvas(name, 400, below + 140, "The groups of axes of a transformer")
     parts: dict[tuple[str, int], list[tuple[int, int, int]]] = {}

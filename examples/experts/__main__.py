@@ -113,11 +113,11 @@ def main() -> None:
     found["explained"] = repr(rpx.explain(apply, free, fixed, new[:BATCH], argnums=(0, 1))).splitlines()[0]
     say(f"Tuned on code: {found['after']}")
 
-    tensors, settings = rpx.to_peft(p, raw, **tuning.FILE)
+    tensors, settings = rpx.io.to_peft(p, raw, **tuning.FILE)
     OUT.mkdir(parents=True, exist_ok=True)
     np.savez(OUT / "adapter_model.npz", **tensors)
     (OUT / "adapter_config.json").write_text(json.dumps(settings, indent=1))
-    again, read = rpx.from_peft(tensors, settings, params, **tuning.FILE)
+    again, read = rpx.io.from_peft(tensors, settings, params, **tuning.FILE)
     same = jax.tree.map(np.array_equal, again.fold(read), weights)
     found["file"] = {
         "tensors": {name: list(x.shape) for name, x in sorted(tensors.items())},

@@ -24,8 +24,8 @@ def lora(rank: int) -> rpx.Parametrization:
 
 
 COMPRESSED = {
-    "four bits, rounded": rpx.Stored("int4", axis=-1, stacked=(0, 1), where=EXPERTS),
-    "half are zeros, by magnitude": rpx.MagnitudePrune(0.5, stacked=(0, 1), where=EXPERTS),
+    "four bits, rounded": rpx.Quantized("int4", axis=-1, stacked=(0, 1), where=EXPERTS),
+    "half are zeros, by magnitude": rpx.MagnitudePruning(0.5, stacked=(0, 1), where=EXPERTS),
 }
 """What is done to each expert."""
 

@@ -53,12 +53,12 @@ def main() -> None:
     measured("After", weights)
 
     OUT.mkdir(parents=True, exist_ok=True)
-    tensors, settings = rpx.to_peft(p, raw, names=tuning.NAMES)
+    tensors, settings = rpx.io.to_peft(p, raw, names=tuning.NAMES)
     save_file(tensors, OUT / "adapter_model.safetensors", {"format": "pt"})
     (OUT / "adapter_config.json").write_text(json.dumps(settings | {"task_type": "CAUSAL_LM"}, indent=1))
     written = rpx.partition(raw)[0]
     del raw  # whose base is as large as the model
-    again, read = rpx.from_peft(tensors, settings, params, names=tuning.NAMES)
+    again, read = rpx.io.from_peft(tensors, settings, params, names=tuning.NAMES)
     same = jax.tree.all(jax.tree.map(np.array_equal, rpx.partition(read)[0], written))
     console.print(f"Written for PEFT to {OUT}; read again as {again}, bit for bit: {same}", highlight=False)
 

@@ -34,12 +34,12 @@ def dora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
 
 def qlora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     """The kernels below the adapters are stored in four bits."""
-    return rpx.Freeze() >> rpx.Stored("nf4", block=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
+    return rpx.Freeze() >> rpx.Quantized("nf4", block=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
 
 
 def gains() -> rpx.Parametrization:
     """Each output of a kernel has a trained factor, as in IA3."""
-    return rpx.Freeze() >> rpx.Gain(axis=-1, stacked=0, where="layers/.*/kernel")
+    return rpx.Freeze() >> rpx.adapters.Gain(axis=-1, stacked=0, where="layers/.*/kernel")
 
 
 def loss_in_scan(layer: rpx.Parametrization, config: Config) -> Any:

@@ -5,13 +5,13 @@
 The names that most programs use are here. Their families have more, and ``help(rpx.norms)`` lists them:
 
 ``rpx.norms``       lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
-``rpx.noise``       noise, dropout, distributions and casts: ``VarNoise``, ``WeightDropout``, ``Gaussian``, ``Cast``
+``rpx.noise``       noise, dropout and distributions: ``VarNoise``, ``WeightDropout``, ``Gaussian``
 ``rpx.numbers``     single numbers: ``Positive``, ``Bounded``, ``Scale``
 ``rpx.matrices``    constrained matrices: ``Orthogonal``, ``LowRank``, ``PositiveDefinite``, patterns
-``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePrune``
+``rpx.sparse``      masked, pruned and frozen weights: ``Freeze``, ``Mask``, ``MagnitudePruning``
 ``rpx.shared``      tied arrays, and layouts of recurrent cells: ``Tie``, ``Pack``, ``convert``
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
-``rpx.quantized``   few bits: ``Stored``, ``Quantize``
+``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
 ``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
@@ -26,80 +26,65 @@ The names that most programs use are here. Their families have more, and ``help(
 ``nnx``, ``linen``, ``equinox`` and ``haiku`` are imported on first use, because each needs its library.
 """
 
-import importlib as _importlib
 import typing as _typing
 
-from reparax import axes as axes
-from reparax import io as io
-from reparax import training as training
-from reparax import transforms as transforms
-from reparax.axes import axis_groups as axis_groups
-from reparax.axes import roles as roles
-from reparax.axes import shrink as shrink
-from reparax.core import stage as stage
-from reparax.core.names import LIBRARIES as _LIBRARIES
-from reparax.core.names import unknown_name_error as _unknown_name
-from reparax.core.stage import Chain as Chain
-from reparax.core.stage import Parametrization as Parametrization
-from reparax.core.stage import Perturbation as Perturbation
-from reparax.core.stage import Reparametrization as Reparametrization
-from reparax.core.stage import all_but as all_but
-from reparax.core.stage import from_json as from_json
-from reparax.core.stage import selected as selected
-from reparax.io import from_peft as from_peft
-from reparax.io import from_torch as from_torch
-from reparax.io import to_peft as to_peft
-from reparax.io import to_torch as to_torch
-from reparax.stages import adapters as adapters
-from reparax.stages import matrices as matrices
-from reparax.stages import noise as noise
-from reparax.stages import norms as norms
-from reparax.stages import numbers as numbers
-from reparax.stages import quantized as quantized
-from reparax.stages import shared as shared
-from reparax.stages import sparse as sparse
-from reparax.stages.adapters import Delta as Delta
-from reparax.stages.adapters import Gain as Gain
-from reparax.stages.adapters import LoRA as LoRA
-from reparax.stages.matrices import LowRank as LowRank
-from reparax.stages.matrices import Orthogonal as Orthogonal
-from reparax.stages.noise import Cast as Cast
-from reparax.stages.noise import Gaussian as Gaussian
-from reparax.stages.noise import VarNoise as VarNoise
-from reparax.stages.noise import WeightDropout as WeightDropout
-from reparax.stages.norms import SpectralNorm as SpectralNorm
-from reparax.stages.norms import WeightNorm as WeightNorm
-from reparax.stages.numbers import Bounded as Bounded
-from reparax.stages.numbers import Positive as Positive
-from reparax.stages.numbers import Scale as Scale
-from reparax.stages.quantized import Quantize as Quantize
-from reparax.stages.quantized import Stored as Stored
-from reparax.stages.shared import Tie as Tie
-from reparax.stages.sparse import Freeze as Freeze
-from reparax.stages.sparse import MagnitudePrune as MagnitudePrune
-from reparax.stages.sparse import Mask as Mask
-from reparax.training import combine as combine
-from reparax.training import decay_mask as decay_mask
-from reparax.training import labels as labels
-from reparax.training import optimizer as optimizer
-from reparax.training import partition as partition
-from reparax.training import summary as summary
-from reparax.training import transfer as transfer
-from reparax.transforms import explain as explain
-from reparax.transforms import factored as factored
-from reparax.transforms import local as local
-from reparax.transforms import remat as remat
+from reparax.core import names as _names
 
 __version__ = "0.1.0"
 
-if _typing.TYPE_CHECKING:
+if _typing.TYPE_CHECKING:  # what editors and type checkers see of the tables in `core.names`
+    from reparax import axes as axes
+    from reparax import io as io
+    from reparax import training as training
+    from reparax import transforms as transforms
+    from reparax.axes import roles as roles
+    from reparax.core import stage as stage
+    from reparax.core.stage import Chain as Chain
+    from reparax.core.stage import Parametrization as Parametrization
+    from reparax.core.stage import Perturbation as Perturbation
+    from reparax.core.stage import Reparametrization as Reparametrization
+    from reparax.core.stage import all_but as all_but
+    from reparax.core.stage import from_json as from_json
     from reparax.models import equinox as equinox
     from reparax.models import haiku as haiku
     from reparax.models import linen as linen
     from reparax.models import nnx as nnx
+    from reparax.stages import adapters as adapters
+    from reparax.stages import matrices as matrices
+    from reparax.stages import noise as noise
+    from reparax.stages import norms as norms
+    from reparax.stages import numbers as numbers
+    from reparax.stages import quantized as quantized
+    from reparax.stages import shared as shared
+    from reparax.stages import sparse as sparse
+    from reparax.stages.adapters import LoRA as LoRA
+    from reparax.stages.matrices import LowRank as LowRank
+    from reparax.stages.matrices import Orthogonal as Orthogonal
+    from reparax.stages.noise import Gaussian as Gaussian
+    from reparax.stages.noise import VarNoise as VarNoise
+    from reparax.stages.noise import WeightDropout as WeightDropout
+    from reparax.stages.norms import SpectralNorm as SpectralNorm
+    from reparax.stages.norms import WeightNorm as WeightNorm
+    from reparax.stages.numbers import Positive as Positive
+    from reparax.stages.quantized import FakeQuantized as FakeQuantized
+    from reparax.stages.quantized import Quantized as Quantized
+    from reparax.stages.shared import Tie as Tie
+    from reparax.stages.sparse import Freeze as Freeze
+    from reparax.stages.sparse import MagnitudePruning as MagnitudePruning
+    from reparax.stages.sparse import Mask as Mask
+    from reparax.training import combine as combine
+    from reparax.training import decay_mask as decay_mask
+    from reparax.training import optimizer as optimizer
+    from reparax.training import partition as partition
+    from reparax.training import summary as summary
+    from reparax.training import transfer as transfer
+    from reparax.transforms import explain as explain
+    from reparax.transforms import factored as factored
+    from reparax.transforms import remat as remat
 else:  # where a type checker would believe that there is every name
+    __all__ = [*_names.TOP, *(name for name in _names.FAMILIES if name not in _names.LIBRARIES)]
+    __dir__ = _names.shown
 
     def __getattr__(name: str) -> object:
-        if name in _LIBRARIES:
-            return _importlib.import_module(f"reparax.models.{name}")
-        raise _unknown_name(name, globals())
+        globals()[name] = found = _names.load(name)
+        return found

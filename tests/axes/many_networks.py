@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-from geometry.networks import NETWORKS
-from geometry.test_random_networks import TOKENS
-from geometry.test_random_networks import network as random_network
+from axes.checks import check_groups
+from axes.networks import NETWORKS
+from axes.test_random_networks import TOKENS
+from axes.test_random_networks import network as random_network
 
 from benchmarks.common.timing import machine
 from reparax.axes import axis_groups
-from reparax.testing import check_groups
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "axis_groups.json"
 
@@ -34,7 +34,7 @@ def is_wrong(fun, params, args, groups):
 
 def measured(fun, params, args):
     """The groups and frozen axes of a network, how many are wrong, and whether half of a group is found to be wrong."""
-    groups = axis_groups(fun)(params, *args)
+    groups = axis_groups(fun, params, *args)
     halves = [replace(each, members=each.members[:-1]) for each in groups if len(each.members) > 1]
     # A check compiles the network, so one is for all groups, unless it finds a fault.
     wrong = sum(is_wrong(fun, params, args, [group]) for group in groups) if is_wrong(fun, params, args, groups) else 0

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
+from axes.networks import KV, NETWORKS, SIZE, normal
 from errors import raises, table
-from geometry.networks import KV, NETWORKS, SIZE, normal
 from grids import mostly_thorough
 
-from reparax.axes import Group, Member, axis_groups, permute
-from reparax.testing import check_groups
+from reparax.axes import axis_groups, permute
+from reparax.axes._groups import Group, Member
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def promotion():
 @functools.cache
 def network(name):
     fun, params, args, _ = NETWORKS[name]()
-    return fun, params, args, axis_groups(fun)(params, *args)
+    return fun, params, args, axis_groups(fun, params, *args)
 
 
 @pytest.mark.parametrize("name", mostly_thorough(NETWORKS, "gemma"))
@@ -98,7 +99,7 @@ def forward(params, x):
 
 
 PARAMS, X = {"w": normal(3, 4), "v": normal(4, 2)}, normal(5, 3)
-(GROUP,) = axis_groups(forward)(PARAMS, X)
+(GROUP,) = axis_groups(forward, PARAMS, X)
 
 
 def test_the_law_says_what_is_wrong():
@@ -181,7 +182,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", mostly_thorough(FROZEN, "argmax", "cumsum", "positions", "random", "every other"))
 def test_what_has_an_order_has_no_group(name):
-    groups = axis_groups(lambda params: jnp.sum(FROZEN[name](params["w"])))({"w": normal(6)})
+    groups = axis_groups(lambda params: jnp.sum(FROZEN[name](params["w"])), {"w": normal(6)})
     assert not len(groups)
     assert groups.frozen["w", 0]
 
@@ -191,7 +192,7 @@ def test_units_of_which_every_other_is_read_have_the_order_of_that_line():
         h = jnp.tanh(x @ params["w"])
         return h @ params["v"] + jnp.sum(h[:, ::2], 1, keepdims=True)
 
-    groups = axis_groups(fun)(PARAMS, X)
+    groups = axis_groups(fun, PARAMS, X)
     assert not len(groups)
     for member in (("w", 1), ("v", 0)):
         assert re.match(r"(slice|gather) reads it: .*test_groups\.py:[0-9]+", groups.frozen[member])
@@ -213,7 +214,7 @@ def test_what_has_no_order_has_a_group(name):
     def fun(params):
         return FREE[name](params["w"])
 
-    groups = axis_groups(fun)({"w": normal(6)})
+    groups = axis_groups(fun, {"w": normal(6)})
     assert len(groups) == 1
     check_groups(fun, {"w": normal(6)}, groups=groups)
 

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from geometry.networks import normal
+from axes.checks import check_groups
+from axes.networks import normal
 from grids import mostly_thorough
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from reparax import Chain
 from reparax.axes import axis_groups, prune_units, roles, shrink
-from reparax.testing import check_groups
 
 PARAMS = {"a": normal(4, 3, 5), "b": normal(4, 5, 3)}
 SQUARE = {"a": normal(2, 2, 3, 5), "b": normal(2, 2, 5, 3)}
@@ -61,7 +61,7 @@ def test_where_arrays_of_several_steps_meet_all_have_one_order(name):
     def fun(params, x):
         return MIXED[name](x, params["a"], params["b"])
 
-    (group,) = groups = axis_groups(fun)(PARAMS, X)
+    (group,) = groups = axis_groups(fun, PARAMS, X)
     assert not group.by_step
     check_groups(fun, PARAMS, X, groups=groups)
 
@@ -71,7 +71,7 @@ def test_products_of_the_arrays_of_each_step_alone_leave_steps_their_orders():
         products = jnp.einsum("lij,ljk->lik", params["a"], params["b"])
         return scan(x, params["a"], params["b"]) + jnp.sum(jnp.tanh(products))
 
-    (group,) = groups = axis_groups(fun)(PARAMS, X)
+    (group,) = groups = axis_groups(fun, PARAMS, X)
     assert group.by_step
     check_groups(fun, PARAMS, X, groups=groups)
 
@@ -81,7 +81,7 @@ def test_units_of_every_other_layer_are_cut_with_those_of_as_many_layers_of_anot
         return scan(x, params["a"][::2], params["b"])
 
     params = {"a": normal(4, 3, 5), "b": normal(2, 5, 3)}
-    (group,) = groups = axis_groups(fun)(params, X)
+    (group,) = groups = axis_groups(fun, params, X)
     assert not group.by_step
     pruned = prune_units(params, groups, 0.4)
     small = shrink(Chain(), pruned, groups)
@@ -94,7 +94,7 @@ def test_the_steps_of_scans_inside_of_scans_are_in_one_order():
         weights = params["a"].swapaxes(0, 1), params["b"]
         return jax.lax.scan(lambda h, w: (scan(h, *w), None), x, weights)[0]
 
-    (group,) = groups = axis_groups(fun)(SQUARE, X)
+    (group,) = groups = axis_groups(fun, SQUARE, X)
     assert group.by_step
     a, b = group.members
     assert (a.steps, b.steps) in [((0, 1), (1, 0)), ((1, 0), (0, 1))]
@@ -109,7 +109,7 @@ def test_all_that_a_loop_carries_is_followed_until_nothing_new_is_known():
 
         return jax.lax.fori_loop(0, 3, turn, (x, *params))[0]
 
-    assert [(role.inputs, role.outputs) for role in roles(fun)([normal(3, 3)] * 3, X)] == [((0,), (1,))] * 3
+    assert [(role.inputs, role.outputs) for role in roles(fun, [normal(3, 3)] * 3, X)] == [((0,), (1,))] * 3
 
 
 def test_shards_have_an_order():
@@ -120,7 +120,7 @@ def test_shards_have_an_order():
 
     specs = of(None, "shards"), of("shards"), of()
     sharded = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=of("shards"))
-    groups = axis_groups(lambda params, x: sharded(*params, x))((normal(3, 4), normal(4, 2)), X)
+    groups = axis_groups(lambda params, x: sharded(*params, x), (normal(3, 4), normal(4, 2)), X)
     assert not len(groups)
     assert groups.frozen["0", 1].startswith("shard_map lays it over devices")
 
@@ -137,6 +137,6 @@ def test_a_shared_axis_that_is_divided_is_shared_in_all_its_parts():
 
         return jnp.sum(jnp.sin(first)) + jax.lax.scan(step, 0.0, (params["s"], params["w"]))[0]
 
-    groups = axis_groups(fun)(params)
+    groups = axis_groups(fun, params)
     assert [group.by_step for group in groups] == [False, False]
     check_groups(fun, params, groups=groups)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from grids import mostly_thorough
 
 from reparax.axes import axis_groups, roles
-from reparax.testing import check_groups
 
 WIDTH, WORDS, LAYERS = 4, 7, 3
 TOKENS = np.array([[1, 4, 2, 0, 5], [6, 3, 3, 1, 2]])
@@ -167,7 +167,7 @@ def promotion():
 @pytest.mark.parametrize("seed", mostly_thorough(range(5), 0))
 def test_groups_and_roles_of_random_networks(seed):
     fun, params, want = network(seed)
-    found = roles(fun)(params, TOKENS)
+    found = roles(fun, params, TOKENS)
     assert {name: (role.inputs, role.outputs, role.stacked) for name, role in found.items()} == want
-    groups = axis_groups(fun)(params, TOKENS)
+    groups = axis_groups(fun, params, TOKENS)
     check_groups(fun, params, TOKENS, groups=groups)

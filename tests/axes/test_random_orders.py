@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.checks import check_groups
 from grids import mostly_thorough
 
 from reparax.axes import axis_groups, roles
-from reparax.testing import check_groups
 
 SIZE, LAYERS = 6, 4
 
@@ -83,8 +83,8 @@ def test_groups_and_roles_where_the_order_counts(seed):
         return blocks[1](p, blocks[0](p, x))
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        check_groups(fun, params, x, groups=axis_groups(fun)(params, x))
-        for name, role in roles(fun)(params, x).items():
+        check_groups(fun, params, x, groups=axis_groups(fun, params, x))
+        for name, role in roles(fun, params, x).items():
             ndim = params[name].ndim
             right = (role.inputs, role.outputs, role.stacked) == ((ndim - 2,), (ndim - 1,), (0,) * (ndim - 2))
             assert right or role.why or role.ambiguous or role.unknown(), (name, role)

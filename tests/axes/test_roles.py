@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from axes.networks import NETWORKS
 from errors import raises
-from geometry.networks import NETWORKS
 from grids import mostly_thorough
 
 from reparax.axes import Role, axis_groups, roles
@@ -26,7 +26,7 @@ def promotion():
 def test_each_axis_of_each_weight_has_its_role(name):
     fun, params, args, table = NETWORKS[name]()
     types = jax.eval_shape(lambda *args: args, params, *args)
-    paths, found, _ = flatten_with_names(roles(fun)(*types), lambda x: isinstance(x, Role))
+    paths, found, _ = flatten_with_names(roles(fun, *types), lambda x: isinstance(x, Role))
     for path, role in zip(map(path_text, paths), found, strict=True):
         want = [axes for pattern, axes in table.items() if re.fullmatch(pattern, path)]
         assert axes(role) == (want[0] if want else ((), (), ())), (path, role)
@@ -174,7 +174,7 @@ USES = {
 @pytest.mark.parametrize("name", mostly_thorough(USES, "noise", "places", "columns that constants choose"))
 def test_uses_of_other_kinds_have_their_roles(name):
     fun, args, want = USES[name]
-    assert list(map(axes, roles(fun)(*args))) == want
+    assert list(map(axes, roles(fun, *args))) == want
 
 
 def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
@@ -183,20 +183,20 @@ def test_what_is_not_sure_of_chosen_entries_is_refused_with_the_line():
         lambda p, x: x[:, :2] @ p[0][np.ix_(KEEP, KEEP)],  # which of both places is a row, only their values say
         lambda p, x: x[:, :2] @ p[0][KEEP, KEEP],
     ):
-        assert re.match(here.format("gather"), roles(fun)([W], X)[0].why)
-    (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0))([W], X)
+        assert re.match(here.format("gather"), roles(fun, [W], X)[0].why)
+    (role,) = roles(lambda p, x: x @ p[0].at[0].set(0.0), [W], X)
     assert re.match(here.format("scatter"), role.why)
 
     def keys(p, x):  # rows of a table, or rows of the first of two factors
         return (p[0][KEEP] @ p[1]) @ (x @ p[1]).T
 
-    table, w = roles(keys)([jax.ShapeDtypeStruct((9, 3), FLOAT), W], X)
+    table, w = roles(keys, [jax.ShapeDtypeStruct((9, 3), FLOAT), W], X)
     assert "gather reads it" in table.ambiguous
     assert w.ambiguous
 
 
 def test_rows_that_constants_and_a_last_layer_read_are_those_of_a_table_and_of_a_weight():
-    (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T)([jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
+    (role,) = roles(lambda p, x: (x[:2] + p[0][KEEP]) @ p[0].T, [jax.ShapeDtypeStruct((9, 3), FLOAT)], X)
     assert axes(role) == ((0, 1), (0, 1), ())
     assert [use.how for use in role.uses] == ["lookup", "product"]
 
@@ -252,7 +252,7 @@ def test_scores_of_experts_and_heads_are_outputs_and_members_of_ensembles_are_st
         "down": (24, 3) if fun is blocks else (4, 6, 3),
     }
     params = {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}
-    found = roles(fun)(params, X)
+    found = roles(fun, params, X)
     assert axes(found["r"]) == r
     assert axes(found["up"]) == EACH
     assert axes(found["down"]) == (DENSE if fun is blocks else EACH)
@@ -268,32 +268,31 @@ def test_weights_that_are_queries_and_keys_of_one_another_have_both_roles():
         return attended(h @ params["cross"], x @ params["seen"], x) @ params["last"]
 
     shapes = {"latent": (2, 4), "last": (3, 5), "seen": (3, 4), **dict.fromkeys(("q", "k", "v", "cross"), (4, 4))}
-    found = roles(forward)({name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
+    found = roles(forward, {name: jax.ShapeDtypeStruct(shape, FLOAT) for name, shape in shapes.items()}, X)
     assert (axes(found["seen"]), axes(found["last"])) == (DENSE, DENSE)
     assert {name for name, role in found.items() if role.ambiguous} == {"latent", "q", "k"}
 
 
-@pytest.mark.parametrize("reader", [roles, axis_groups])
-def test_several_positions_are_refused(reader):
+def test_several_positions_are_refused():
     def loss(params, x):
         return x @ params
 
-    text = "{}(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one argument, "
+    text = "roles(loss) takes the position of one argument as argnums, but got {}. Put all parameters into one "
     for several in [(0, 1), []]:
-        with raises(TypeError, text.format(reader.__name__, several) + "such as a tuple of trees."):
-            reader(loss, argnums=several)
+        with raises(TypeError, text.format(several) + "argument, such as a tuple of trees."):
+            roles(loss, X, argnums=several)
 
 
 def test_what_holds_no_floating_numbers_is_said_to_be_no_weight():
-    found = roles(lambda params, x: x @ params["w"].astype(jnp.float32))(
-        {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
+    found = roles(
+        lambda params, x: x @ params["w"].astype(jnp.float32), {"w": jnp.ones((3, 2), jnp.int8)}, jnp.ones((5, 3))
     )
     assert found["w"] == Role(why="it is not an array of floating numbers", shape=(3, 2), dtype=jnp.int8)
 
 
 def test_an_axis_of_whole_numbers_says_so_where_it_meets_a_weight():
     params = {"q": jnp.ones((3, 4), jnp.int8), "s": jnp.ones(4)}
-    groups = axis_groups(lambda params, x: x @ (params["q"].astype(jnp.float32) * params["s"]))(
-        params, jnp.ones((5, 3))
+    groups = axis_groups(
+        lambda params, x: x @ (params["q"].astype(jnp.float32) * params["s"]), params, jnp.ones((5, 3))
     )
     assert groups.frozen == {("s", 0): "an axis of 'q', which has no floating numbers"}

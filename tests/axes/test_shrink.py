@@ -5,14 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from axes.networks import NETWORKS
+from axes.test_random_networks import TOKENS
+from axes.test_random_networks import network as random_network
 from errors import raises, table
-from geometry.networks import NETWORKS
-from geometry.test_random_networks import TOKENS
-from geometry.test_random_networks import network as random_network
 from grids import mostly_thorough
 
 import reparax as rpx
 from reparax.axes import axis_groups, prune_units, shrink
+from reparax.core import paths
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def shapes(params):
 
 def test_units_that_nothing_reads_are_cut_out_of_all_arrays():
     params = of_mlp(dead=[1, 4])
-    small = shrink(NONE, params, axis_groups(mlp)(params, X))
+    small = shrink(NONE, params, axis_groups(mlp, params, X))
     left = [0, 2, 3, 5]
     np.testing.assert_array_equal(small["a"], params["a"][:, left])
     np.testing.assert_array_equal(small["b"], params["b"][left])
@@ -77,7 +78,7 @@ def test_units_that_nothing_makes_are_cut_where_functions_leave_zero_at_zero(bet
     def forward(params, x):
         return mlp(params, x, between)
 
-    small = shrink(NONE, params, axis_groups(forward)(params, X))
+    small = shrink(NONE, params, axis_groups(forward, params, X))
     assert small["b"].shape == (left,)
     np.testing.assert_allclose(forward(small, X), forward(params, X), rtol=1e-5, atol=1e-6)
 
@@ -87,7 +88,7 @@ def test_units_that_nothing_makes_are_cut_where_functions_leave_zero_at_zero(bet
 )
 def test_an_axis_along_which_more_is_summed_stays_whole(between):
     params = of_mlp(dead=[1, 4], making=True, bias=True)
-    groups = axis_groups(lambda params, x: mlp(params, x, between))(params, X)
+    groups = axis_groups(lambda params, x: mlp(params, x, between), params, X)
     assert [bool(group.why_whole) for group in groups] == [True]
     assert shapes(shrink(NONE, params, groups)) == shapes(params)
 
@@ -101,10 +102,10 @@ def test_a_square_matrix_does_not_hand_zeros_from_its_inputs_to_its_outputs():
 
     params = {"a": normal(3, 4), "w": normal(4, 4), "c": normal(4, 2)}
     params["a"][:, 1] = 0
-    small = shrink(NONE, params, axis_groups(forward)(params, X))
+    small = shrink(NONE, params, axis_groups(forward, params, X))
     np.testing.assert_allclose(forward(small, X), forward(params, X), rtol=1e-5, atol=1e-5)
     params["c"][1] = params["w"][1] = 0
-    small = shrink(NONE, params, axis_groups(forward)(params, X))
+    small = shrink(NONE, params, axis_groups(forward, params, X))
     assert small["w"].shape == (3, 3)
     np.testing.assert_allclose(forward(small, X), forward(params, X), rtol=1e-5, atol=1e-5)
 
@@ -116,11 +117,11 @@ def test_what_only_dead_units_read_is_dead():
     params = {"a": normal(3, 4), "w": normal(4, 5), "c": normal(5, 2)}
     params["w"][2, [0, 1]] = 0
     params["c"][[2, 3, 4]] = 0
-    small = shrink(NONE, params, axis_groups(forward)(params, X))
+    small = shrink(NONE, params, axis_groups(forward, params, X))
     assert shapes(small) == {"a": (3, 3), "w": (3, 2), "c": (2, 2)}
     np.testing.assert_allclose(forward(small, X), forward(params, X), rtol=1e-5, atol=1e-5)
     params["c"][:] = 0  # one index stays
-    assert shapes(shrink(NONE, params, axis_groups(forward)(params, X))) == {"a": (3, 1), "w": (1, 1), "c": (1, 2)}
+    assert shapes(shrink(NONE, params, axis_groups(forward, params, X))) == {"a": (3, 1), "w": (1, 1), "c": (1, 2)}
 
 
 def scanned(params, x):
@@ -134,7 +135,7 @@ def test_each_step_of_a_scan_loses_units_of_its_own_and_as_many():
     params = {"up": normal(3, 3, 5), "bias": normal(3, 5), "down": normal(3, 5, 3)}
     for step, dead in enumerate([[0, 1], [2, 4], [1, 3, 4]]):
         params["down"][step, dead] = 0
-    small = shrink(NONE, params, axis_groups(scanned)(params, X))
+    small = shrink(NONE, params, axis_groups(scanned, params, X))
     assert shapes(small) == {"up": (3, 3, 3), "bias": (3, 3), "down": (3, 3, 3)}
     left = [[2, 3, 4], [0, 1, 3], [0, 2, 4]]
     np.testing.assert_array_equal(small["bias"], [params["bias"][i, row] for i, row in enumerate(left)])
@@ -143,7 +144,7 @@ def test_each_step_of_a_scan_loses_units_of_its_own_and_as_many():
 
 def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
     fun, params, args, _ = NETWORKS["gemma"]()
-    groups = axis_groups(fun)(params, *args)
+    groups = axis_groups(fun, params, *args)
     stream, units, heads, sizes, queries = groups
     assert [bool(group.why_whole) for group in groups] == [True, False, False, True, False]
     assert "reduce_sum" in stream.why_whole
@@ -158,7 +159,7 @@ def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
 
 def test_units_of_experts_are_cut_where_they_are_dead_in_all_experts():
     fun, params, args, _ = NETWORKS["ragged_experts"]()
-    groups = axis_groups(fun)(params, *args)
+    groups = axis_groups(fun, params, *args)
     down = np.array(params["down"])
     down[:, [1, 4]], down[2, 3] = 0, 0
     params |= {"down": down}
@@ -179,9 +180,9 @@ def test_a_convolutional_network():
 
     params = {"first": normal(3, 3, 2, 6), "second": normal(3, 3, 6, 4), "bias": normal(4), "last": normal(64, 3)}
     x = normal(2, 4, 4, 2)
-    p = rpx.MagnitudePrune(0.5, axis=-1, where="first") >> rpx.MagnitudePrune(0.5, axis=2, where="second")
+    p = rpx.MagnitudePruning(0.5, axis=-1, where="first") >> rpx.MagnitudePruning(0.5, axis=2, where="second")
     raw = p.init(params)
-    groups = axis_groups(forward)(params, x)
+    groups = axis_groups(forward, params, x)
     small = p.fold(shrink(p, raw, groups))
     assert small["first"].shape[-1] == small["second"].shape[2] <= 3
     np.testing.assert_allclose(forward(small, x), forward(p.fold(raw), x), rtol=1e-4, atol=1e-5)
@@ -193,18 +194,18 @@ def test_a_convolutional_network():
     assert small["second"].shape == (3, 3, 6, 3)
 
 
-PRUNE = rpx.MagnitudePrune(0.5, axis=0, where="c")
+PRUNE = rpx.MagnitudePruning(0.5, axis=0, where="c")
 
 
 def test_raw_values_are_cut_with_the_arrays_and_pass_check():
     params = of_mlp()
     p = rpx.WeightNorm(where="a") >> PRUNE
     raw = p.init(params)
-    small = shrink(p, raw, axis_groups(mlp)(params, X))
+    small = shrink(p, raw, axis_groups(mlp, params, X))
     left = np.flatnonzero(np.abs(p.fold(raw)["c"]).sum(1))
     assert len(left) == 3
     np.testing.assert_array_equal(small["a"]["@weight_norm"]["g"], raw["a"]["@weight_norm"]["g"][:, left])
-    np.testing.assert_array_equal(small["c"]["@magnitude_prune"]["w"], params["c"][left])
+    np.testing.assert_array_equal(small["c"]["@magnitude_pruning"]["w"], params["c"][left])
     p.check(small, like=of_mlp() | {"a": normal(3, 3), "b": normal(3), "c": normal(3, 2)})
     np.testing.assert_allclose(mlp(p.fold(small), X), mlp(p.fold(raw), X), rtol=1e-5)
 
@@ -215,7 +216,7 @@ def test_closed_gates_are_cut():
     gates = raw["c"]["@hard_concrete"]
     gates["log_alpha"] = jnp.array([[2.0], [-9], [2], [-9], [2], [2]])
     raw = p.update(raw)
-    small = shrink(p, raw, axis_groups(mlp)(of_mlp(), X))
+    small = shrink(p, raw, axis_groups(mlp, of_mlp(), X))
     assert small["c"]["@hard_concrete"]["log_alpha"].shape == (4, 1)
     np.testing.assert_allclose(mlp(p.fold(small), X), mlp(p.fold(raw), X), rtol=1e-5)
 
@@ -223,7 +224,7 @@ def test_closed_gates_are_cut():
 def test_the_state_of_an_optimizer_goes_along():
     params, tx = of_mlp(), rpx.optimizer(optax.adam(0.1))
     raw = PRUNE.init(params)
-    groups = axis_groups(mlp)(params, X)
+    groups = axis_groups(mlp, params, X)
 
     @jax.jit
     def step(raw, state):
@@ -241,7 +242,7 @@ def test_the_state_of_an_optimizer_goes_along():
 
 def test_other_errors():
     params = of_mlp(dead=[1])
-    groups = axis_groups(mlp)(params, X)
+    groups = axis_groups(mlp, params, X)
     with raises(
         ValueError, "shrink chooses shapes by values, which JAX does not know while it traces. Call it outside."
     ):
@@ -258,7 +259,7 @@ def test_other_errors():
         "shape (6, 2). Start the optimizer again with the small raw tree, `tx.init(small)`.",
     ):
         shrink(NONE, ({"c": jnp.ones((6, 1))},), groups, like=params)
-    with raises(ValueError, "prune_units got share=1.0, but takes a share from 0 to below 1."):
+    with raises(ValueError, "prune_units got sparsity=1.0, but takes a share from 0 to below 1."):
         prune_units(params, groups, 1.0)
     (group,) = groups
     with raises(
@@ -271,20 +272,20 @@ def test_other_errors():
 def test_scores_of_units_are_summed_over_a_group():
     params = of_mlp()
     scores = {"a": np.zeros((3, 6)), "b": np.array([0, 5, 0, 0, 0, 0.0]), "c": np.arange(12.0).reshape(6, 2)}
-    pruned = prune_units(params, axis_groups(mlp)(params, X), 0.5, scores)
+    pruned = prune_units(params, axis_groups(mlp, params, X), 0.5, scores)
     # 1, 5 + 5, 9, 13, 17 and 21
     assert [bool(x) for x in pruned["b"]] == [False, False, False, True, True, True]
 
 
 def dead_units(fun, params, args, seed=0):
     """How far outputs change, for each group that is not whole, where dead units get other weights."""
-    random, paths = np.random.default_rng(seed), rpx._tree.paths
+    random = np.random.default_rng(seed)
     names, arrays, treedef = paths.flatten_with_names(params)
     noisy = {paths.path_text(name): np.array(x) for name, x in zip(names, arrays, strict=True)}
     for x in noisy.values():
         x += random.normal(size=x.shape) * 0.3 if np.issubdtype(x.dtype, np.floating) else 0
     run = jax.jit(lambda arrays: jax.tree.leaves(fun(treedef.unflatten(arrays), *args)))
-    for group in axis_groups(fun)(params, *args):
+    for group in axis_groups(fun, params, *args):
         if group.why_whole:
             continue
         zeros = {member for sets in group.sums for member in sets[random.integers(len(sets))]}

@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
-from geometry.networks import KEY
+from axes.networks import KEY
 from grids import mostly_thorough
 
 from reparax.axes import axis_groups
@@ -119,7 +119,7 @@ def test_groups_are_those_of_the_specification(name):
     module, shape, table = TABLES[name]
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     params = jax.eval_shape(module.init, KEY, x)["params"]
-    groups = axis_groups(lambda params, x: module.apply({"params": params}, x))(params, x)
+    groups = axis_groups(lambda params, x: module.apply({"params": params}, x), params, x)
     want = dict[str, set]()
     for path, permutations in table().items():
         for axis, p in enumerate(permutations):

@@ -74,7 +74,7 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
     assert "import reparax" not in text
 
 
-SMALL_BLOCKS = rpx.Freeze() >> rpx.Stored("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
+SMALL_BLOCKS = rpx.Freeze() >> rpx.Quantized("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
 
 
 @pytest.mark.parametrize("p", mostly_thorough([tuning.FULL, SMALL_BLOCKS], tuning.FULL), ids=["full", "QLoRA"])
@@ -143,10 +143,10 @@ def test_the_chain_of_one_layer_in_the_scan_is_that_of_the_stack(chain, params):
 
 
 def test_a_stack_goes_to_torch_and_back_bit_for_bit(params):
-    state = rpx.to_torch(rpx.Chain(), params, names=tuning.NAMES)
+    state = rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES)
     assert state["model.layers.2.self_attn.q_proj.weight"].shape == (16, 16)
     assert len(state) == 9 * TINY.layers + 2
-    back = rpx.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
+    back = rpx.io.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 

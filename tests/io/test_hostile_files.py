@@ -231,11 +231,11 @@ def damaged(name, number):
 def read(name, tensors, config):
     """The weights of a file, and the name of its reader."""
     if name == "torch":
-        p = rpx.MagnitudePrune(0.5)
-        return "from_torch", lambda: (p, rpx.from_torch(p, tensors, LIKE))
+        p = rpx.MagnitudePruning(0.5)
+        return "from_torch", lambda: (p, rpx.io.from_torch(p, tensors, LIKE))
     if "quant_method" in FILES[name]()[1]:
         return "from_quantized", lambda: rpx.io.from_quantized(tensors, config, LIKE)
-    return "from_peft", lambda: rpx.from_peft(tensors, config, LIKE)
+    return "from_peft", lambda: rpx.io.from_peft(tensors, config, LIKE)
 
 
 def outcome(name, number):
@@ -290,7 +290,7 @@ def quantized(name, tensors=(), **config):
 
 def peft(name, tensors=(), **config):
     held, said = FILES[name]()
-    return rpx.from_peft({**held, **dict(tensors)}, {**said, **config}, LIKE)
+    return rpx.io.from_peft({**held, **dict(tensors)}, {**said, **config}, LIKE)
 
 
 @table(__file__)

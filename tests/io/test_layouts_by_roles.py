@@ -43,7 +43,7 @@ def network(params, tokens):
     return jnp.einsum("bd,edf->bef", x, params["experts"]).sum(1) @ params["tied"].T
 
 
-ROLES = rpx.roles(network)(PARAMS, TOKENS)
+ROLES = rpx.roles(network, PARAMS, TOKENS)
 NAMES = {"(layers|turned)": r"\1.{i}.weight"}
 BY_HAND = {
     "words|tied": "embedding",
@@ -59,17 +59,17 @@ REST = {"experts": BY_HAND["experts"]}
 @pytest.mark.parametrize("p", [rpx.Chain(), rpx.WeightNorm(axis=-1, where="words")], ids=repr)
 def test_files_are_those_of_layouts_by_hand(p):
     raw = p.init(PARAMS)
-    state = rpx.to_torch(p, raw, names=NAMES, layouts=REST, roles=ROLES)
-    by_hand = rpx.to_torch(p, raw, names=NAMES, layouts=BY_HAND)
+    state = rpx.io.to_torch(p, raw, names=NAMES, layouts=REST, roles=ROLES)
+    by_hand = rpx.io.to_torch(p, raw, names=NAMES, layouts=BY_HAND)
     assert state.keys() == by_hand.keys()
     for name, x in by_hand.items():
         np.testing.assert_array_equal(state[name], x)
-    again = rpx.from_torch(p, state, PARAMS, names=NAMES, layouts=REST, roles=ROLES)
+    again = rpx.io.from_torch(p, state, PARAMS, names=NAMES, layouts=REST, roles=ROLES)
     jax.tree.map(np.testing.assert_array_equal, again, raw)
 
 
 def test_torch_has_outputs_first_and_tables_as_they_are():
-    state = rpx.to_torch(rpx.Chain(), PARAMS, names=NAMES, layouts=REST, roles=ROLES)
+    state = rpx.io.to_torch(rpx.Chain(), PARAMS, names=NAMES, layouts=REST, roles=ROLES)
     np.testing.assert_array_equal(state["layers.1.weight"], PARAMS["layers"][1].T)
     np.testing.assert_array_equal(state["turned.1.weight"], PARAMS["turned"][1])
     np.testing.assert_array_equal(state["tied"], PARAMS["tied"])
@@ -82,21 +82,21 @@ def test_adapters_are_those_of_layouts_by_hand():
     free, fixed = rpx.partition(jax.jit(p.init)(PARAMS, jax.random.key(0)))
     raw = rpx.combine(jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), free), fixed)
     names = {"words": "words.weight", **NAMES}
-    tensors, config = rpx.to_peft(p, raw, names=names, layouts=REST, roles=ROLES)
-    by_hand, same = rpx.to_peft(p, raw, names=names, layouts=BY_HAND)
+    tensors, config = rpx.io.to_peft(p, raw, names=names, layouts=REST, roles=ROLES)
+    by_hand, same = rpx.io.to_peft(p, raw, names=names, layouts=BY_HAND)
     assert config == same
     assert tensors.keys() == by_hand.keys()
     for name, x in by_hand.items():
         np.testing.assert_array_equal(tensors[name], x)
-    q, back = rpx.from_peft(tensors, config, PARAMS, names=names, layouts=REST, roles=ROLES)
+    q, back = rpx.io.from_peft(tensors, config, PARAMS, names=names, layouts=REST, roles=ROLES)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), fold(q, back), fold(p, raw))
 
 
 def told(fun, *shapes):
     """Whether roles are enough to write the parameter of a network."""
     params, *args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    roles = rpx.roles(lambda params, *args: fun(params["w"], *args))({"w": params}, *args)
-    rpx.to_torch(rpx.Chain(), {"w": jnp.zeros(params.shape)}, roles=roles)
+    roles = rpx.roles(lambda params, *args: fun(params["w"], *args), {"w": params}, *args)
+    rpx.io.to_torch(rpx.Chain(), {"w": jnp.zeros(params.shape)}, roles=roles)
 
 
 @pytest.mark.parametrize(

@@ -245,13 +245,13 @@ def test_every_array_is_right_in_torch_or_refused(name):
     tree, arrays = arrays_of(name)
     text = ""
     try:
-        rpx.to_torch(rpx.Chain(), tree)
+        rpx.io.to_torch(rpx.Chain(), tree)
     except ValueError as error:
         text = str(error)
     refused = {path for path in arrays if repr(path) in text}
     assert refused == {path for path, (_, how) in arrays.items() if how is None}
     names = {path: f"{i}.weight" for i, path in enumerate(arrays)}
-    state = rpx.to_torch(rpx.Chain(), tree, names=names, layouts=dict.fromkeys(refused, "same"))
+    state = rpx.io.to_torch(rpx.Chain(), tree, names=names, layouts=dict.fromkeys(refused, "same"))
     for path in arrays.keys() - refused:
         np.testing.assert_array_equal(state[names[path]], in_torch(*arrays[path]), err_msg=path)
     assert (len(arrays) - len(refused), len(refused)) == COUNTS[name]
@@ -272,9 +272,9 @@ def test_every_matrix_is_right_in_peft_or_refused(name):
             with pytest.raises(
                 ValueError, match=f"{re.escape(path)}: neither a name nor a class determines the axes of "
             ):
-                rpx.to_peft(p, raw, names={path: "m.weight"})
+                rpx.io.to_peft(p, raw, names={path: "m.weight"})
             continue
-        tensors, config = rpx.to_peft(p, raw, names={path: "m.weight"})
+        tensors, config = rpx.io.to_peft(p, raw, names={path: "m.weight"})
         a, b, turned = (f"base_model.model.m.lora_{end}" for end in ("A.weight", "B.weight", "embedding_A"))
         assert (config["lora_alpha"], config["r"], turned in tensors) == (6, 2, how == TABLE)
         if how == TABLE:  # PEFT adds the transposed product to a table

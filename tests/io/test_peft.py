@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reparax as rpx
-from reparax.io._peft_read import pattern_of
+from reparax.io._parameters import pattern_of
 
 PREFIX = "base_model.model."
 DENSE, OUT = "dense/kernel", "out/kernel"
@@ -34,7 +34,7 @@ def read(tensors, config, like, **how):
     chains = []
 
     def raw_of(like):
-        p, raw = rpx.from_peft(tensors, config, like, **how)
+        p, raw = rpx.io.from_peft(tensors, config, like, **how)
         chains.append(p)
         return raw
 
@@ -56,7 +56,7 @@ def lora(**layers):
 
 def test_a_weight_is_the_base_and_the_scaled_product():
     tensors, params = lora(dense=(2, 8, 6)), model()
-    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, params)
     assert p == rpx.Freeze() >> rpx.LoRA(2, 4.0, where="dense/kernel")
     a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
     np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-5)
@@ -68,12 +68,12 @@ def test_a_layer_with_outputs_first_is_the_transposed_one():
     tensors = lora(dense=(2, 8, 6))
     straight = {"dense": {"kernel": model()["dense"]["kernel"]}}
     turned = {"dense": {"weight": straight["dense"]["kernel"].T}}
-    p, raw = rpx.from_peft(tensors, CONFIG, straight)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, straight)
     layouts = {"dense/weight": "same"}
-    q, other = rpx.from_peft(tensors, CONFIG, turned, layouts=layouts)
+    q, other = rpx.io.from_peft(tensors, CONFIG, turned, layouts=layouts)
     assert q == rpx.Freeze() >> rpx.LoRA(2, 4.0, rows=1, columns=0, where="dense/weight")
     np.testing.assert_allclose(q.fold(other)["dense"]["weight"].T, p.fold(raw)["dense"]["kernel"], rtol=1e-6)
-    again, _ = rpx.to_peft(q, other, layouts=layouts)
+    again, _ = rpx.io.to_peft(q, other, layouts=layouts)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
 
 
@@ -82,7 +82,7 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
     config = CONFIG | {"rank_pattern": {"dense": 1}, "alpha_pattern": {"out": 3}}
     p, raw = read(tensors, config, model())
     assert p == rpx.Freeze() >> rpx.LoRA(1, 4.0, where="dense/kernel") >> rpx.LoRA(2, 3.0, where="out/kernel")
-    again, written = rpx.to_peft(p, raw)
+    again, written = rpx.io.to_peft(p, raw)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     ranks = {module: written["rank_pattern"].get(module, written["r"]) for module in ("dense", "out")}
     alphas = {module: written["alpha_pattern"].get(module, written["lora_alpha"]) for module in ("dense", "out")}
@@ -92,15 +92,15 @@ def test_ranks_and_alphas_by_pattern_are_stages_of_their_own_and_come_back():
 def test_a_name_that_ends_others_is_written_from_its_start():
     params = {"out": {"kernel": jnp.ones((4, 3))}, "block": {"out": {"kernel": jnp.ones((4, 3))}}}
     p = rpx.Freeze() >> rpx.LoRA(1, 2.0, where="block/.*") >> rpx.LoRA(2, 2.0, where="out/.*")
-    _, config = rpx.to_peft(p, zeros(p.init, params, KEY))
+    _, config = rpx.io.to_peft(p, zeros(p.init, params, KEY))
     assert (config["r"], config["rank_pattern"]) == (1, {"^out": 2})
 
 
 def test_a_stored_base_and_noise_are_left_out():
     params = model()
-    p = rpx.Stored("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
+    p = rpx.Quantized("int8", where="out/kernel") >> rpx.VarNoise(0.1) >> rpx.LoRA(2, 4.0, where="out/kernel")
     raw = init(p, params, jax.random.key(0))
-    tensors, config = rpx.to_peft(p, raw)
+    tensors, config = rpx.io.to_peft(p, raw)
     assert set(tensors) == {f"{PREFIX}out.lora_{end}.weight" for end in "AB"} | {
         f"{PREFIX}dense.weight",
         f"{PREFIX}dense.bias",
@@ -111,13 +111,13 @@ def test_a_stored_base_and_noise_are_left_out():
 def test_an_alpha_is_written_as_it_is_with_either_divisor():
     for divisor, root in (("rank", False), ("sqrt", True)):
         p = rpx.Freeze() >> rpx.LoRA(4, 8.0, divisor=divisor)
-        _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
+        _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))
         assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (4, 8, root)
 
 
 def test_an_alpha_of_none_is_a_factor_of_one():
     p = rpx.Freeze() >> rpx.LoRA(2, divisor="sqrt")
-    _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
+    _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 2, False)
 
 
@@ -125,7 +125,7 @@ def test_weights_that_torch_keeps_with_inputs_first_say_so():
     tensors = lora(dense=(2, 6, 6))
     params = {"dense": {"kernel": jnp.asarray(normal(6, 6)), "bias": jnp.zeros(6)}}
     config = CONFIG | {"fan_in_fan_out": True}
-    p, raw = rpx.from_peft(tensors, config, params, layouts={"dense/kernel": "same"})
+    p, raw = rpx.io.from_peft(tensors, config, params, layouts={"dense/kernel": "same"})
     a, b = (tensors[f"{PREFIX}dense.lora_{end}.weight"] for end in "AB")
     np.testing.assert_allclose(p.fold(raw)["dense"]["kernel"], params["dense"]["kernel"] + 2.0 * (b @ a).T, rtol=1e-4)
 
@@ -135,13 +135,23 @@ def test_what_peft_has_put_aside_is_not_read():
         f"{PREFIX}out.modules_to_save.weight": normal(4, 6, seed=7),
         f"{PREFIX}out.original_module.weight": normal(4, 6, seed=8),
     }
-    p, raw = rpx.from_peft(tensors, CONFIG, model())
+    p, raw = rpx.io.from_peft(tensors, CONFIG, model())
     np.testing.assert_array_equal(p.fold(raw)["out"]["kernel"], normal(4, 6, seed=7).T)
+
+
+def test_a_base_that_is_saved_with_its_adapter_is_the_base():
+    params = {"embed": {"embedding": normal(5, 3)}, "dense": model()["dense"]}
+    table, a, b = normal(5, 3, seed=4), normal(2, 5, seed=5), normal(3, 2, seed=6)
+    name = f"{PREFIX}embed"
+    tensors = {f"{name}.lora_embedding_A": a, f"{name}.lora_embedding_B": b, f"{name}.base_layer.weight": table}
+    p, raw = rpx.io.from_peft(tensors, CONFIG, params)
+    assert p == rpx.Freeze() >> rpx.LoRA(2, 4.0, where="embed/embedding")
+    np.testing.assert_allclose(p.fold(raw)["embed"]["embedding"], table + 2.0 * (b @ a).T, rtol=1e-5)
 
 
 def test_an_alpha_for_each_array_is_written_by_pattern():
     p = rpx.Freeze() >> rpx.LoRA(2, {"dense/.*": 3.0, "out/.*": 5.0})
-    _, config = rpx.to_peft(p, zeros(p.init, model(), KEY))
+    _, config = rpx.io.to_peft(p, zeros(p.init, model(), KEY))
     assert {config["lora_alpha"], *config["alpha_pattern"].values()} == {3, 5}
 
 
@@ -153,29 +163,29 @@ def test_a_linear_layer_of_torch_is_no_table():
         "to_peft: PEFT has no such adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
         "columns=0), but no equivalent of LoRA(2)\nMerge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
-    tensors, _ = rpx.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
+        rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
+    tensors, _ = rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})
     assert sorted(tensors) == [f"{PREFIX}q.lora_embedding_{end}" for end in "AB"]
 
 
 def test_only_a_tensor_called_bias_is_one():
     params = {"dense": {"kernel": jnp.ones((6, 6))}, "attention": {"relative_bias": jnp.ones(6)}}
     p = rpx.Freeze(where="dense/kernel") >> rpx.LoRA(2, where="dense/kernel")
-    config = rpx.to_peft(p, zeros(p.init, params, KEY))[1]
+    config = rpx.io.to_peft(p, zeros(p.init, params, KEY))[1]
     assert (config["bias"], config["modules_to_save"]) == ("none", ["attention"])
 
 
 def test_ends_of_names_that_mean_several_modules():
     params = {name: {"kernel": jnp.ones((8, 8))} for name in ("lin", "xlin")}
-    p = rpx.Freeze() >> rpx.Gain(axis=0, where="lin/kernel") >> rpx.Gain(axis=-1, where="xlin/kernel")
-    assert rpx.to_peft(p, p.init(params))[1]["feedforward_modules"] == "lin"
+    p = rpx.Freeze() >> rpx.adapters.Gain(axis=0, where="lin/kernel") >> rpx.adapters.Gain(axis=-1, where="xlin/kernel")
+    assert rpx.io.to_peft(p, p.init(params))[1]["feedforward_modules"] == "lin"
     q = rpx.Freeze(where=rpx.all_but("lin/kernel")) >> rpx.LoRA(2, where="xlin/kernel")
     with raises(
         ValueError,
         "to_peft: PEFT matches the names of saved modules with suffixes, but 'lin' is also a suffix of 'xlin'. "
         "Freeze 'lin'.",
     ):
-        rpx.to_peft(q, q.init(params, jax.random.key(0)))
+        rpx.io.to_peft(q, q.init(params, jax.random.key(0)))
 
 
 def test_only_a_whole_part_of_a_name_is_peft_s():
@@ -198,14 +208,14 @@ def test_factors_that_all_modules_share_are_read_and_written_once():
     d, c = (tensors[f"{PREFIX}out.vera_lambda_{end}"] for end in "db")
     want = (c[:, None] * (b[:4] * d) @ a[:, :6]).T
     np.testing.assert_allclose(fold(p, raw)["out"]["kernel"], want, rtol=1e-5, atol=1e-6)
-    again, _ = rpx.to_peft(p, raw)
+    again, _ = rpx.io.to_peft(p, raw)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     raw["out"]["kernel"]["@lora"]["a"]["@gain"]["w"]["@freeze"]["@fixed"]["w"] += 1
     with raises(
         ValueError, "to_peft: PEFT has one vera_A for all modules, but got several. Merge it with `p.fold(raw)`."
     ):
-        rpx.to_peft(p, raw)
+        rpx.io.to_peft(p, raw)
 
 
 def test_shared_factors_of_a_stack_are_those_of_each_layer():
@@ -219,7 +229,7 @@ def test_shared_factors_of_a_stack_are_those_of_each_layer():
     for i in range(3):
         want = normal(3, 8, 6)[i] + (normal(6, seed=10 + i)[:, None] * (b * normal(2, seed=i)) @ a).T
         np.testing.assert_allclose(got[i], want, rtol=1e-5, atol=1e-5)
-    again, _ = rpx.to_peft(p, raw, names=LAYERS)
+    again, _ = rpx.io.to_peft(p, raw, names=LAYERS)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
 
@@ -229,7 +239,7 @@ def test_rotations_in_a_ball_are_read_where_peft_moves_them():
     tensors = {f"{PREFIX}dense.oft_R.weight": free}
     config = {"peft_type": "OFT", "coft": True, "eps": 0.5}
     p, raw = read(tensors, config, model())
-    (got,) = rpx.to_peft(p, raw)[0].values()
+    (got,) = rpx.io.to_peft(p, raw)[0].values()
     lengths = np.sqrt(2 * (free**2).sum(1, keepdims=True))
     np.testing.assert_allclose(got, free / lengths * 0.5 / np.sqrt(2), rtol=1e-5)
 
@@ -238,15 +248,15 @@ def test_a_bias_of_another_factor_is_written_with_that_of_its_weight():
     p = (
         rpx.Freeze()
         >> rpx.LoRA(2, 8.0, where=DENSE)
-        >> rpx.Scale(3.0, where="dense/bias")
-        >> rpx.Delta(where="dense/bias")
+        >> rpx.numbers.Scale(3.0, where="dense/bias")
+        >> rpx.adapters.Delta(where="dense/bias")
     )
     raw = p.init(model(), jax.random.key(0))
     raw["dense"]["bias"]["@delta"]["x"]["@scale"]["x"] = jnp.asarray(normal(6, seed=4))
-    tensors, config = rpx.to_peft(p, raw)
+    tensors, config = rpx.io.to_peft(p, raw)
     assert config["lora_bias"] is True
     np.testing.assert_allclose(tensors[f"{PREFIX}dense.lora_B.bias"], 0.75 * normal(6, seed=4), rtol=1e-6)
-    q, again = rpx.from_peft(tensors, config, model())
+    q, again = rpx.io.from_peft(tensors, config, model())
     np.testing.assert_allclose(q.fold(again)["dense"]["bias"], p.fold(raw)["dense"]["bias"], rtol=1e-6)
 
 
@@ -255,11 +265,11 @@ def test_tokens_that_train_beside_lora(given):
     params = {"model": {"embed": {"embedding": jnp.zeros((5, 3))}}, "dense": model()["dense"]}
     rows = normal(2, 3, seed=5)
     tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}model.embed.token_adapter.trainable_tokens_delta": rows}
-    p, raw = rpx.from_peft(tensors, CONFIG | {"trainable_token_indices": given}, params)
+    p, raw = rpx.io.from_peft(tensors, CONFIG | {"trainable_token_indices": given}, params)
     want = np.zeros((5, 3), np.float32)
     want[[1, 4]] = rows
     np.testing.assert_array_equal(p.fold(raw)["model"]["embed"]["embedding"], want)
-    again, config = rpx.to_peft(p, raw)
+    again, config = rpx.io.to_peft(p, raw)
     assert config["trainable_token_indices"] == {"model.embed": [1, 4]}
     assert config["target_modules"] == ["dense"]
     assert again.keys() == tensors.keys()
@@ -346,7 +356,7 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
             folded,
             one["mlp"],
         )
-    again, written = rpx.to_peft(p, raw, names=LAYERS)
+    again, written = rpx.io.to_peft(p, raw, names=LAYERS)
     assert written["target_modules"] == sorted(f"model.layers.{i}.mlp" for i in range(COUNT))
     assert again.keys() == tensors.keys()
     assert all(again[key].tobytes() == x.tobytes() for key, x in tensors.items())
@@ -355,7 +365,7 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
 def test_what_trains_beside_the_adapters_of_a_stack_is_saved_layer_by_layer():
     p = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.LoRA(2, 4.0, stacked=0, where=KERNEL)
     raw = init(p, stack(2), jax.random.key(0))
-    tensors, config = rpx.to_peft(p, raw, names=LAYERS)
+    tensors, config = rpx.io.to_peft(p, raw, names=LAYERS)
     biases = {f"{PREFIX}model.layers.{i}.mlp.base_layer.bias": normal(2, 6)[i] for i in range(2)}
     assert all(np.array_equal(tensors[name], x) for name, x in biases.items())
     q, back = read(tensors, config, stack(2), names=LAYERS)
@@ -365,8 +375,8 @@ def test_what_trains_beside_the_adapters_of_a_stack_is_saved_layer_by_layer():
 
 def test_an_array_that_nothing_adapts_may_have_any_shape():
     params = model() | {"conv": {"kernel": jnp.ones((3, 3, 1, 2)), "bias": jnp.ones(2)}}
-    p, raw = rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG, params)
-    assert set(rpx.to_peft(p, raw)[0]) == set(lora(dense=(2, 8, 6)))
+    p, raw = rpx.io.from_peft(lora(dense=(2, 8, 6)), CONFIG, params)
+    assert set(rpx.io.to_peft(p, raw)[0]) == set(lora(dense=(2, 8, 6)))
 
 
 # ---- tensors of adapters, which tell convolutions by their axes
@@ -402,7 +412,7 @@ def test_factors_of_a_convolution_are_told_for_each_layer_of_a_stack():
 def test_a_whole_kernel_with_all_axes_is_that_of_a_convolution():
     params = model() | {"conv": {"kernel": jnp.ones((3, 2, 5, 4))}}
     tensors = lora(dense=(2, 8, 6)) | {f"{PREFIX}conv.weight": normal(4, 5, 3, 2)}
-    p, raw = rpx.from_peft(tensors, CONFIG, params)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, params)
     np.testing.assert_array_equal(p.fold(raw)["conv"]["kernel"], np.einsum("oihw->hwio", normal(4, 5, 3, 2)))
 
 
@@ -415,12 +425,12 @@ def test_each_module_has_a_layout_of_its_own():
     for flag in (False, True):
         for layout in ("same", "conv1d"):
             config, layouts = CONFIG | {"fan_in_fan_out": flag}, {"conv/kernel": layout}
-            p, raw = rpx.from_peft(tensors, config, params, layouts=layouts)
+            p, raw = rpx.io.from_peft(tensors, config, params, layouts=layouts)
             for name in params:
                 a, b = (tensors[f"{PREFIX}{name}.lora_{end}.weight"] for end in "AB")
                 want = params[name]["kernel"] + 2.0 * (b @ a).T
                 np.testing.assert_allclose(p.fold(raw)[name]["kernel"], want, rtol=1e-4, atol=1e-5)
-            again, written = rpx.to_peft(p, raw, layouts=layouts)
+            again, written = rpx.io.to_peft(p, raw, layouts=layouts)
             assert again.keys() == tensors.keys()
             assert all(np.array_equal(again[name], x) for name, x in tensors.items())
             assert written["fan_in_fan_out"] is True
@@ -429,9 +439,9 @@ def test_each_module_has_a_layout_of_its_own():
 def test_a_whole_weight_of_conv1d_is_the_same_in_torch():
     params = {"a": {"kernel": jnp.ones((6, 6))}, "b": {"kernel": jnp.ones((6, 6))}}
     tensors, layouts = lora(a=(2, 6, 6)) | {f"{PREFIX}b.weight": normal(6, 6)}, {".*": "conv1d"}
-    p, raw = rpx.from_peft(tensors, CONFIG, params, layouts=layouts)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, params, layouts=layouts)
     np.testing.assert_array_equal(p.fold(raw)["b"]["kernel"], normal(6, 6))
-    np.testing.assert_array_equal(rpx.to_peft(p, raw, layouts=layouts)[0][f"{PREFIX}b.weight"], normal(6, 6))
+    np.testing.assert_array_equal(rpx.io.to_peft(p, raw, layouts=layouts)[0][f"{PREFIX}b.weight"], normal(6, 6))
 
 
 @pytest.mark.parametrize(
@@ -445,7 +455,7 @@ def test_a_whole_weight_of_conv1d_is_the_same_in_torch():
     ],
 )
 def test_settings_without_an_effect_on_what_is_read_are_read(setting):
-    assert rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model())[0][1] == rpx.LoRA(2, 4.0, where=DENSE)
+    assert rpx.io.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model())[0][1] == rpx.LoRA(2, 4.0, where=DENSE)
 
 
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
@@ -485,7 +495,7 @@ def changed(how):
 MALFORMED = {
     **{
         f"{setting}": (
-            lambda setting=setting: rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
+            lambda setting=setting: rpx.io.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
             f"from_peft takes {takes} of LORA, but got {next(iter(setting.values()))!r}. Correct `config`.",
         )
         for setting, takes in (
@@ -507,7 +517,7 @@ MALFORMED = {
     },
     **{
         f"{setting}": (
-            lambda setting=setting: rpx.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
+            lambda setting=setting: rpx.io.from_peft(lora(dense=(2, 8, 6)), CONFIG | setting, model()),
             f"from_peft has no stage for LORA with {next(iter(setting))}={next(iter(setting.values()))!r}. "
             "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`.",
         )
@@ -522,11 +532,11 @@ MALFORMED = {
         )
     },
     "layers of a stack that are missing": (
-        lambda: rpx.from_peft(lora(**{"model.layers.1.mlp": (2, 8, 6)}), CONFIG, stack(3), names=LAYERS),
+        lambda: rpx.io.from_peft(lora(**{"model.layers.1.mlp": (2, 8, 6)}), CONFIG, stack(3), names=LAYERS),
         reading("layers/mlp/kernel: expected tensors for each of its 3 layers, got them for 1. Do not stack these"),
     ),
     "layers of a stack with two ranks": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(**{"model.layers.0.mlp": (2, 8, 6), "model.layers.1.mlp": (1, 8, 6)}),
             CONFIG | {"rank_pattern": {"layers.1.mlp": 1}},
             stack(2),
@@ -536,11 +546,11 @@ MALFORMED = {
         "and (1,) have LoRA(2, alpha=4.0) and LoRA(1, alpha=4.0). Do not stack these.",
     ),
     "a kernel of more axes": (
-        lambda: rpx.from_peft(lora(**{"layers.mlp": (2, 8, 6)}), CONFIG, stack(2)),
+        lambda: rpx.io.from_peft(lora(**{"layers.mlp": (2, 8, 6)}), CONFIG, stack(2)),
         reading(unclear("layers/mlp/kernel", (2, 8, 6), "layers.{i}.mlp.weight")),
     ),
     "whole kernels of more axes, and of another shape": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(dense=(2, 8, 6)) | {f"{PREFIX}q.weight": normal(8, 8), f"{PREFIX}out.weight": normal(6, 4)},
             CONFIG,
             model() | {"q": {"kernel": jnp.ones((8, 2, 4))}},
@@ -551,7 +561,7 @@ MALFORMED = {
         ),
     ),
     "matrices of LoHa, which do not tell a convolution": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {
                 f"{PREFIX}o.hada_w{i}_{end}": normal(*shape)
                 for i in (1, 2)
@@ -563,11 +573,11 @@ MALFORMED = {
         reading(unclear("o/kernel", (2, 4, 6), "o.{i}.weight")),
     ),
     "a matrix that nothing tells": (
-        lambda: rpx.from_peft(lora(dense=(2, 6, 6)), CONFIG, {"dense": {"weight": jnp.ones((6, 6))}}),
+        lambda: rpx.io.from_peft(lora(dense=(2, 6, 6)), CONFIG, {"dense": {"weight": jnp.ones((6, 6))}}),
         reading("dense/weight: " + untold("dense/weight", (6, 6), "dense.{i}.weight")),
     ),
     "a transposed convolution": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(conv=(2, 3, 4)),
             CONFIG,
             {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
@@ -576,32 +586,32 @@ MALFORMED = {
         reading("conv/kernel: PEFT has no LORA for weights of the layout 'conv_transpose'"),
     ),
     "a method without Conv1D": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}out.oft_R.weight": normal(2, 3)}, {"peft_type": "OFT"}, model(), layouts={"out/kernel": "conv1d"}
         ),
         reading("out/kernel: PEFT has no OFT for weights of the layout 'conv1d'"),
     ),
     "several": (
-        lambda: rpx.from_peft({}, CONFIG | {"use_bdlora": True, "use_qalora": True}, model()),
+        lambda: rpx.io.from_peft({}, CONFIG | {"use_bdlora": True, "use_qalora": True}, model()),
         "from_peft has no stage for LORA with use_bdlora=True, use_qalora=True. Merge the adapter in PEFT with "
         "`merge_and_unload`, and read the weights with `from_torch`.",
     ),
     "imaginary parts": (
-        lambda: rpx.from_peft(changed(lambda x: 1j * x), CONFIG, model()),
+        lambda: rpx.io.from_peft(changed(lambda x: 1j * x), CONFIG, model()),
         reading(
             "dense.lora_A.weight: expected floating numbers, got complex64",
             "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
         ),
     ),
     "whole numbers": (
-        lambda: rpx.from_peft(changed(lambda x: x.astype(int)), CONFIG, model()),
+        lambda: rpx.io.from_peft(changed(lambda x: x.astype(int)), CONFIG, model()),
         reading(
             "dense.lora_A.weight: expected floating numbers, got int64",
             "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
         ),
     ),
     "no numbers": (
-        lambda: rpx.from_peft(changed(lambda x: x * np.nan), CONFIG, model()),
+        lambda: rpx.io.from_peft(changed(lambda x: x * np.nan), CONFIG, model()),
         reading(
             "dense.lora_A.weight: expected finite numbers, got infinite ones or NaN",
             "dense/kernel: lora_A.weight is missing, expected shape (2, 8)",
@@ -638,13 +648,13 @@ TYPES = {
 def test_what_is_no_dict_of_tensors_is_refused(case):
     tensors, text = TYPES[case]
     with raises(TypeError, text):
-        rpx.from_peft(tensors, CONFIG, model())
+        rpx.io.from_peft(tensors, CONFIG, model())
 
 
 READS = "IA3, LOHA, LOKR, LORA, OFT, TRAINABLE_TOKENS, VERA"
 READING = {
     "another model": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(dense=(2, 7, 6), other=(2, 3, 3)) | {f"{PREFIX}out.bias": normal(4)}, CONFIG, model()
         ),
         "from_peft: the adapter does not fit this model:\n  "
@@ -655,20 +665,20 @@ READING = {
         "Correct `like`, `names` or `layouts`.",
     ),
     "another rank": (
-        lambda: rpx.from_peft(lora(dense=(3, 8, 6)), CONFIG, model()),
+        lambda: rpx.io.from_peft(lora(dense=(3, 8, 6)), CONFIG, model()),
         "from_peft: the adapter does not fit this model:\n  "
         "dense/kernel: expected lora_A.weight of shape (2, 8), got (3, 8); expected lora_B.weight of shape (6, "
         "2), got (6, 3)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "a half": (
-        lambda: rpx.from_peft({f"{PREFIX}dense.lora_A.weight": normal(2, 8)}, CONFIG, model()),
+        lambda: rpx.io.from_peft({f"{PREFIX}dense.lora_A.weight": normal(2, 8)}, CONFIG, model()),
         "from_peft: the adapter does not fit this model:\n  "
         "dense/kernel: lora_B.weight is missing, expected shape (6, 2)\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "lengths that nobody uses": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.lora_magnitude_vector": normal(6)}, CONFIG, model()
         ),
         "from_peft: the adapter does not fit this model:\n  "
@@ -676,7 +686,7 @@ READING = {
         "Correct `like`, `names` or `layouts`.",
     ),
     "a bias of another size": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(dense=(2, 8, 6)) | {f"{PREFIX}dense.base_layer.bias": normal(5)}, CONFIG | {"bias": "all"}, model()
         ),
         "from_peft: the adapter does not fit this model:\n  "
@@ -684,38 +694,38 @@ READING = {
         "Correct `like`, `names` or `layouts`.",
     ),
     "nothing": (
-        lambda: rpx.from_peft({}, CONFIG, model()),
+        lambda: rpx.io.from_peft({}, CONFIG, model()),
         "from_peft: the adapter does not fit this model:\n  "
         "it contains no tensor of an adapter\n"
         "Correct `like`, `names` or `layouts`.",
     ),
     "no configuration": (
-        lambda: rpx.from_peft({}, {"r": 2}, model()),
+        lambda: rpx.io.from_peft({}, {"r": 2}, model()),
         "from_peft takes the contents of adapter_config.json as config, but got a value without 'peft_type'. "
         "Read the file with `json.load`.",
     ),
     **{
         f"an adapter of {name}": (
-            lambda name=name: rpx.from_peft({}, {"peft_type": name}, model()),
+            lambda name=name: rpx.io.from_peft({}, {"peft_type": name}, model()),
             f"from_peft reads {READS}, but got an adapter of {name}. If it changes weights, merge it in PEFT with "
             "`merge_and_unload`, and read the weights with `from_torch`.",
         )
         for name in ("VBLORA", "PROMPT_TUNING", "NEXT")
     },
     "parameters of experts": (
-        lambda: rpx.from_peft({}, CONFIG | {"target_parameters": "experts.up"}, model()),
+        lambda: rpx.io.from_peft({}, CONFIG | {"target_parameters": "experts.up"}, model()),
         "from_peft takes a list of names as target_parameters of LORA, but got 'experts.up'. Correct `config`.",
     ),
     "layers twice": (
-        lambda: rpx.from_peft({}, CONFIG | {"layer_replication": [[0, 4], [2, 5]]}, model()),
+        lambda: rpx.io.from_peft({}, CONFIG | {"layer_replication": [[0, 4], [2, 5]]}, model()),
         f"from_peft has no stage for LORA with layer_replication=[[0, 4], [2, 5]]. {MERGE}",
     ),
     "a changed base": (
-        lambda: rpx.from_peft({}, CONFIG | {"init_lora_weights": "pissa_niter_4"}, model()),
+        lambda: rpx.io.from_peft({}, CONFIG | {"init_lora_weights": "pissa_niter_4"}, model()),
         f"from_peft has no stage for LORA with init_lora_weights='pissa_niter_4'. {MERGE}",
     ),
     "a series of two terms": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}dense.oft_R.weight": normal(2, 6)},
             {"peft_type": "OFT", "use_cayley_neumann": True, "num_cayley_neumann_terms": 2},
             model(),
@@ -723,17 +733,17 @@ READING = {
         reading("dense/kernel: CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms=2"),
     ),
     "factors that are not in the file": (
-        lambda: rpx.from_peft({}, {"peft_type": "VERA", "save_projection": False}, model()),
+        lambda: rpx.io.from_peft({}, {"peft_type": "VERA", "save_projection": False}, model()),
         f"from_peft has no stage for VERA with save_projection=False. {MERGE}",
     ),
     "a bias that the model has not": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(out=(2, 6, 4)) | {f"{PREFIX}out.lora_B.bias": normal(4)}, CONFIG | {"lora_bias": True}, model()
         ),
         reading("out.lora_B.bias: the model has no out.bias"),
     ),
     "tokens outside": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}embed.trainable_tokens_delta": normal(1, 3)},
             {"peft_type": "TRAINABLE_TOKENS", "token_indices": [9]},
             {"embed": {"embedding": jnp.ones((9, 3))}},
@@ -741,7 +751,7 @@ READING = {
         reading("embed/embedding: expected tokens below 9, got 9"),
     ),
     "a convolution": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}conv.oft_R.weight": normal(2, 3)},
             {"peft_type": "OFT"},
             {"conv": {"kernel": jnp.ones((3, 3, 2, 4))}},
@@ -750,7 +760,7 @@ READING = {
         reading("conv/kernel: OFT is read for matrices, but the array has shape (3, 3, 2, 4)"),
     ),
     "factors of a convolution": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}conv.lokr_w1": normal(2, 1), f"{PREFIX}conv.lokr_w2": normal(2, 3, 3, 3)},
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             {"conv": {"kernel": jnp.ones((3, 3, 3, 4))}},
@@ -760,7 +770,7 @@ READING = {
         "Correct `like`, `names` or `layouts`.",
     ),
     "a product of another shape": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{PREFIX}dense.lokr_w1": normal(2, 2), f"{PREFIX}dense.lokr_w2": normal(3, 5)},
             {"peft_type": "LOKR", "r": 2, "alpha": 2},
             model(),
@@ -780,7 +790,7 @@ def test_what_is_not_read(case):
 
 
 def written(p, raw=None):
-    return rpx.to_peft(p, zeros(p.init, model(), KEY) if raw is None else raw)
+    return rpx.io.to_peft(p, zeros(p.init, model(), KEY) if raw is None else raw)
 
 
 def refused(lines):
@@ -795,23 +805,24 @@ WRITING = {
         refused("dense/kernel: PEFT has no equivalent of WeightNorm(where='dense/kernel')"),
     ),
     "two methods": (
-        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.Gain(axis=0, where=DENSE)),
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, where=OUT) >> rpx.adapters.Gain(axis=0, where=DENSE)),
         refused("expected adapters of one method, got IA3, LORA"),
     ),
     "none": (
         lambda: written(rpx.Freeze()),
-        "to_peft: expected adapters of one method, got none. Write a model without adapters by `rpx.to_torch(p, raw)`.",
+        "to_peft: expected adapters of one method, got none. Write a model without adapters by "
+        "`rpx.io.to_torch(p, raw)`.",
     ),
     "a gain without its bias": (
-        lambda: written(rpx.Freeze() >> rpx.Gain(axis=-1, where=DENSE)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Gain(axis=-1, where=DENSE)),
         refused("dense/kernel: PEFT also multiplies 'dense/bias' by the factors of its outputs. Give it a tied Gain"),
     ),
     "a bias that is not tied": (
-        lambda: written(rpx.Freeze() >> rpx.Gain(axis=-1, where="dense/.*")),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Gain(axis=-1, where="dense/.*")),
         refused("dense/bias: PEFT multiplies a bias by the factors of its outputs. Tie the two gains"),
     ),
     "one gain": (
-        lambda: written(rpx.Freeze() >> rpx.Gain(where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Gain(where=OUT)),
         refused("out/kernel: PEFT has factors on inputs or on outputs, but no equivalent of Gain(where='out/kernel')"),
     ),
     "lengths for some": (
@@ -820,11 +831,11 @@ WRITING = {
         "with `p.fold(raw)`.",
     ),
     "other stages inside": (
-        lambda: written(rpx.Freeze() >> rpx.LowRank(1, where=OUT) >> rpx.Delta(where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.LowRank(1, where=OUT) >> rpx.adapters.Delta(where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Delta(where='out/kernel')"),
     ),
     "a difference alone": (
-        lambda: written(rpx.Freeze() >> rpx.Delta(where="dense/.*")),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Delta(where="dense/.*")),
         refused(
             "dense/bias: PEFT has no equivalent of Delta(where='dense/.*')\n  "
             "dense/kernel: PEFT has no equivalent of Delta(where='dense/.*')"
@@ -835,15 +846,54 @@ WRITING = {
         refused("out/kernel: PEFT has no equivalent of LoRA(2, where='out/kernel') with other stages on its 'a'"),
     ),
     "gains of another matrix": (
-        lambda: written(rpx.LowRank(2, where=OUT) >> rpx.Gain(axis=0, where=OUT)),
+        lambda: written(rpx.LowRank(2, where=OUT) >> rpx.adapters.Gain(axis=0, where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Gain(axis=0, where='out/kernel') with other stages on its 'w'"),
     ),
+    "a base that trains": (
+        lambda: written(rpx.adapters.Gain(axis=-1, where=OUT)),
+        refused(
+            "out/kernel: PEFT does not train what Gain(axis=-1, where='out/kernel') multiplies. Put `Freeze()` before "
+            "it"
+        ),
+    ),
+    "a bias that trains under a tied gain": (
+        lambda: written(
+            rpx.Freeze(where=".*/kernel")
+            >> rpx.Tie({"dense/bias/g": "dense/kernel/g"})
+            >> rpx.adapters.Gain(axis=-1, where="dense/.*")
+        ),
+        refused(
+            "dense/bias: PEFT does not train what Gain(axis=-1, where='dense/.*') multiplies. Put `Freeze()` before it"
+        ),
+    ),
+    "factors that were taken out of the base": (
+        lambda: written(rpx.Freeze() >> rpx.LoRA(2, start="pissa", where=OUT)),
+        refused(
+            "out/kernel: PEFT adds the factors to the base of its model, from which LoRA(2, start='pissa', "
+            "where='out/kernel') has taken them away"
+        ),
+    ),
+    "products of two ranks": (
+        lambda: written(
+            rpx.Freeze()
+            >> rpx.LowRank(1, where=".*@hadamard/x")
+            >> rpx.LowRank(2, where=".*@hadamard/y")
+            >> rpx.adapters.Hadamard(where=OUT)
+            >> rpx.adapters.Delta(where=OUT)
+        ),
+        refused(
+            "out/kernel: PEFT has two products of one rank, but no equivalent of LowRank(1, where='.*@hadamard/x') and "
+            "LowRank(2, where='.*@hadamard/y')"
+        ),
+    ),
     "tokens along another axis": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Slices((0, 2), where=OUT)),
-        refused("out/kernel: PEFT has tokens along axis 1, but no equivalent of Slices((0, 2), where='out/kernel')"),
+        lambda: written(rpx.Freeze() >> rpx.adapters.TrainableSlices((0, 2), where=OUT)),
+        refused(
+            "out/kernel: PEFT has tokens along axis 1, but no equivalent of TrainableSlices((0, 2), where='out/kernel')"
+        ),
     ),
     "a difference of one product": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Hadamard(where=OUT) >> rpx.Delta(where=OUT)),
+        lambda: written(rpx.Freeze() >> rpx.adapters.Hadamard(where=OUT) >> rpx.adapters.Delta(where=OUT)),
         refused("out/kernel: PEFT has no equivalent of Hadamard(where='out/kernel') with other stages on its 'x'"),
     ),
     "rows that are outputs": (
@@ -861,21 +911,21 @@ WRITING = {
         ),
     ),
     "a stack under one name": (
-        lambda: rpx.to_peft(STACKED_LORA, zeros(STACKED_LORA.init, stack(2), KEY), layouts={KERNEL: "kernel"}),
+        lambda: rpx.io.to_peft(STACKED_LORA, zeros(STACKED_LORA.init, stack(2), KEY), layouts={KERNEL: "kernel"}),
         refused(
             "layers/mlp/kernel: PEFT has one adapter for each layer, but LoRA(2, where='layers/mlp/kernel', stacked=0) "
             "acts on a stack. Give the layers names with {i} by `names`, such as 'layers.{i}.weight'"
         ),
     ),
     "a whole stack under several names": (
-        lambda: rpx.to_peft(WHOLE_LORA, zeros(WHOLE_LORA.init, stack(2), KEY), names=LAYERS),
+        lambda: rpx.io.to_peft(WHOLE_LORA, zeros(WHOLE_LORA.init, stack(2), KEY), names=LAYERS),
         refused(
             "layers/mlp/kernel: `names` gives each layer a name, but LoRA(2, rows=(0, 1), where='layers/mlp/kernel') "
             "does not act on each layer by itself. Give it `stacked=0`."
         ),
     ),
     "an attention kernel": (
-        lambda: rpx.to_peft(
+        lambda: rpx.io.to_peft(
             rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2)),
             zeros((rpx.Freeze() >> rpx.LoRA(2, rows=0, columns=(1, 2))).init, {"q": {"kernel": normal(8, 2, 4)}}, KEY),
             layouts={"q/kernel": "kernel"},
@@ -888,7 +938,7 @@ WRITING = {
     "an alpha of factors with gains": (
         lambda: written(
             rpx.Freeze(where=".*/@lora/[ab]/@gain/w")
-            >> rpx.Gain(axis=-1, where=".*/@lora/[ab]")
+            >> rpx.adapters.Gain(axis=-1, where=".*/@lora/[ab]")
             >> rpx.LoRA(2, alpha=4.0, where=OUT)
         ),
         refused(
@@ -900,8 +950,8 @@ WRITING = {
         lambda: written(
             rpx.Freeze()
             >> rpx.LoRA(2, where=OUT)
-            >> rpx.Scale(2.0, where="dense/bias")
-            >> rpx.Delta(where="dense/bias")
+            >> rpx.numbers.Scale(2.0, where="dense/bias")
+            >> rpx.adapters.Delta(where="dense/bias")
         ),
         "to_peft: PEFT trains a difference of a bias beside that of its weight, but 'dense' has none. Merge it with "
         "`p.fold(raw)`.",
@@ -937,7 +987,7 @@ def test_what_is_not_written(case):
 def test_an_alpha_that_is_traced_is_refused():
     def write(alpha):
         p = rpx.Freeze() >> rpx.LoRA(2, alpha, where=OUT)
-        return len(rpx.to_peft(p, p.init(model(), jax.random.key(0))))
+        return len(rpx.io.to_peft(p, p.init(model(), jax.random.key(0))))
 
     text = refused("out/kernel: its number is traced, but only known numbers can be written")
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
@@ -952,12 +1002,12 @@ def test_only_all_biases_or_those_of_adapted_modules_are_saved():
         "to_peft: PEFT trains all biases, or those of adapted modules, but here train 'other/bias'. Freeze them, or "
         "train the others too.",
     ):
-        rpx.to_peft(p, p.init(params, jax.random.key(0)))
-    q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.Gain(axis=0, where=DENSE)
+        rpx.io.to_peft(p, p.init(params, jax.random.key(0)))
+    q = rpx.Freeze(where=rpx.all_but(".*/bias")) >> rpx.adapters.Gain(axis=0, where=DENSE)
     with raises(
         ValueError, "to_peft: PEFT trains no biases with IA3, but here train 'dense/bias', 'other/bias'. Freeze them."
     ):
-        rpx.to_peft(q, q.init(params))
+        rpx.io.to_peft(q, q.init(params))
 
 
 @pytest.mark.parametrize("kind", ["all", "oft_only"])
@@ -967,7 +1017,7 @@ def test_biases_that_train_beside_oft_are_read_and_written(kind):
     tensors |= {f"{PREFIX}norm.bias": normal(6, seed=2)} if kind == "all" else {}
     config = {"peft_type": "OFT", "r": 2, "oft_block_size": 0, "bias": kind, "use_cayley_neumann": True}
     p, raw = read(tensors, config, params)
-    again, written = rpx.to_peft(p, raw)
+    again, written = rpx.io.to_peft(p, raw)
     assert written["bias"] == kind
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
@@ -983,9 +1033,9 @@ def test_tokens_of_a_table_that_the_head_repeats_are_refused():
         "of both. Give the model one array for both, or merge the adapter in PEFT"
     )
     with raises(ValueError, reading(text)):
-        rpx.from_peft(tensors, config, params)
+        rpx.io.from_peft(tensors, config, params)
     params["head"]["kernel"][0, 0] += 1
-    p, raw = rpx.from_peft(tensors, config, params)
+    p, raw = rpx.io.from_peft(tensors, config, params)
     np.testing.assert_array_equal(p.fold(raw)["embed"]["embedding"][jnp.array([1, 4])], normal(2, 3, seed=5))
 
 
@@ -993,7 +1043,7 @@ def test_rotations_are_written_after_a_rebase_too():
     p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.adapters.Rotated(2, where=DENSE)
     raw = init(p, model())
     raw["dense"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 4, 4, seed=5))
-    before, after = rpx.to_peft(p, raw)[0], rpx.to_peft(p, jax.jit(p.rebase)(raw))[0]
+    before, after = rpx.io.to_peft(p, raw)[0], rpx.io.to_peft(p, jax.jit(p.rebase)(raw))[0]
     (name,) = before
     np.testing.assert_allclose(after[name], before[name], atol=1e-5)
 
@@ -1045,7 +1095,7 @@ def test_a_model_of_many_layers_is_read_as_a_short_chain():
         for name in "qv"
         for factor, shape in (("A", (2, 4)), ("B", (3, 2)))
     }
-    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2}, like)
+    p, raw = rpx.io.from_peft(tensors, {"peft_type": "LORA", "r": 2, "lora_alpha": 2}, like)
     assert repr(p) == "Freeze() >> LoRA(2, alpha=2.0, where='layers/.*/attn/.*/kernel')"
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["attn"]["v"]["kernel"], np.full((4, 3), 2.0))
     np.testing.assert_array_equal(p.fold(raw)["layers"][1]["up"]["kernel"], np.zeros((4, 3)))

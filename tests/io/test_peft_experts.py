@@ -44,9 +44,9 @@ def test_the_layout_says_along_which_axis_factors_lie(layout):
     shape, turned = LAYOUTS[layout]
     config, tensors = CONFIG | {"target_parameters": ["experts.up"]}, lora(OUTER, INS, OUTS)
     base, how = {"up": normal(*shape, seed=5)}, {"names": UP, "layouts": {"up": layout}}
-    p, raw = rpx.from_peft(tensors, config, base, **how)
+    p, raw = rpx.io.from_peft(tensors, config, base, **how)
     np.testing.assert_allclose(p.fold(raw)["up"] - base["up"], turned(delta(tensors, OUTER)), atol=1e-5)
-    again, written = rpx.to_peft(p, raw, **how)
+    again, written = rpx.io.to_peft(p, raw, **how)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     assert (written["target_parameters"], written["target_modules"]) == (["experts.up"], [])
@@ -56,7 +56,7 @@ def test_square_experts_are_transposed_where_the_layout_is():
     config, tensors = CONFIG | {"target_parameters": ["up"]}, lora(OUTER, 4, 4)
     zeros = {"up": jnp.zeros((EXPERTS, 4, 4))}
     for layout, (_, turned) in LAYOUTS.items():
-        p, raw = rpx.from_peft(tensors, config, zeros, names=UP, layouts={"up": layout})
+        p, raw = rpx.io.from_peft(tensors, config, zeros, names=UP, layouts={"up": layout})
         np.testing.assert_allclose(p.fold(raw)["up"], turned(delta(tensors, OUTER)), atol=1e-5)
 
 
@@ -65,10 +65,10 @@ def test_state_dicts_have_stacks_of_experts_as_one_tensor():
     names = {"up": "layers.{i}.up"}
     for layout, want in {"experts:kernel": x.swapaxes(2, 3), "experts:conv1d": x, "experts:same": x}.items():
         how = {"names": names, "layouts": {"up": layout}}
-        state = rpx.to_torch(rpx.Chain(), {"up": x}, **how)
+        state = rpx.io.to_torch(rpx.Chain(), {"up": x}, **how)
         assert state.keys() == {"layers.0.up", "layers.1.up"}
         assert all(np.array_equal(state[f"layers.{i}.up"], want[i]) for i in range(2))
-        assert np.array_equal(rpx.from_torch(rpx.Chain(), state, {"up": x}, **how)["up"], x)
+        assert np.array_equal(rpx.io.from_torch(rpx.Chain(), state, {"up": x}, **how)["up"], x)
 
 
 def test_experts_that_are_modules_of_their_own_are_one_array_here():
@@ -79,10 +79,10 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
         module = f"base_model.model.layers.{i}.block_sparse_moe.experts.{j}.w1"
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         want[i, j] = base["w1"]["kernel"][i, j] + 3 * (b @ a).T
-    p, raw = rpx.from_peft(tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
+    p, raw = rpx.io.from_peft(tensors, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
     assert p == rpx.Freeze() >> rpx.LoRA(RANK, 6.0, where="w1/kernel", stacked=(0, 1))
     np.testing.assert_allclose(p.fold(raw)["w1"]["kernel"], want, atol=1e-5)
-    again, config = rpx.to_peft(p, raw, names=names)
+    again, config = rpx.io.to_peft(p, raw, names=names)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     modules = [f"layers.{i}.block_sparse_moe.experts.{j}.w1" for i, j in np.ndindex(2, EXPERTS)]
@@ -93,7 +93,7 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
         f"from_peft: the adapter does not fit this model:{lines}Correct `like`, `names` or `layouts`.",
     ):
         fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
-        rpx.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
+        rpx.io.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)
 
 
 def two():
@@ -105,22 +105,22 @@ BOTH = {"layouts": {".*": "experts:kernel"}}
 
 def test_rules_are_in_the_order_in_which_the_module_has_its_parameters():
     tensors = lora(INNER, INS, OUTS) | lora(OUTER, OUTS, INS, seed=2)  # up is registered first, so it lies inside
-    p, raw = rpx.from_peft(tensors, CONFIG, two(), names=UP | DOWN, **BOTH)
+    p, raw = rpx.io.from_peft(tensors, CONFIG, two(), names=UP | DOWN, **BOTH)
     for name, wrapper in (("up", INNER), ("down", OUTER)):
         np.testing.assert_allclose(p.fold(raw)[name], delta(tensors, wrapper).swapaxes(1, 2), atol=1e-5)
-    again, written = rpx.to_peft(p, raw, names=UP | DOWN, **BOTH)
+    again, written = rpx.io.to_peft(p, raw, names=UP | DOWN, **BOTH)
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     assert written["target_parameters"] == ["experts.down", "experts.up"]
-    turned, _ = rpx.to_peft(p, raw, names=DOWN | UP, **BOTH)
+    turned, _ = rpx.io.to_peft(p, raw, names=DOWN | UP, **BOTH)
     assert turned[f"{OUTER}.lora_A.weight"].shape == (EXPERTS * RANK, INS)
 
 
 def of_two(**how):
-    return rpx.from_peft(lora(INNER, INS, OUTS) | lora(OUTER, OUTS, INS), CONFIG, two(), **how)
+    return rpx.io.from_peft(lora(INNER, INS, OUTS) | lora(OUTER, OUTS, INS), CONFIG, two(), **how)
 
 
 def written(chain, **how):
-    return rpx.to_peft(chain, chain.init(two(), jax.random.key(0)), **how)
+    return rpx.io.to_peft(chain, chain.init(two(), jax.random.key(0)), **how)
 
 
 FIT = "from_peft: the adapter does not fit this model:\n  "
@@ -152,15 +152,15 @@ REFUSED = {
         "(experts, in, out) in both, or 'experts:same' for (experts, out, in) in both.",
     ),
     "a parameter without tensors": (
-        lambda: rpx.from_peft(lora(OUTER, OUTS, INS), CONFIG, two(), names=UP | DOWN, **BOTH),
+        lambda: rpx.io.from_peft(lora(OUTER, OUTS, INS), CONFIG, two(), names=UP | DOWN, **BOTH),
         "from_peft: target_parameters lists 'experts.up', but the file has no tensors for it.",
     ),
     "a layout of three axes for two": (
-        lambda: rpx.to_torch(rpx.Chain(), {"up": jnp.zeros((4, 6))}, layouts={"up": "experts:kernel"}),
+        lambda: rpx.io.to_torch(rpx.Chain(), {"up": jnp.zeros((4, 6))}, layouts={"up": "experts:kernel"}),
         "to_torch: the layout 'experts:kernel' is for stacks of matrices with three axes, but 'up' has shape (4, 6).",
     ),
     "DoRA, read": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             lora(OUTER, INS, OUTS),
             CONFIG | {"use_dora": True, "target_parameters": ["up"]},
             {"up": two()["up"]},
@@ -187,7 +187,7 @@ REFUSED = {
         f"{NO_SUCH}up: PEFT has no OFT for weights of the layout 'experts:kernel'{MERGE}",
     ),
     "one expert with inputs first": (
-        lambda: rpx.from_peft(
+        lambda: rpx.io.from_peft(
             {f"{OUTER}.lora_A.weight": normal(2, 4), f"{OUTER}.lora_B.weight": normal(6, 2)},
             CONFIG | {"target_parameters": ["up"]},
             {"up": jnp.zeros((1, 4, 6))},

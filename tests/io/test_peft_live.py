@@ -32,7 +32,7 @@ def live():
 
 
 def folded(tensors, config=CONFIG, **how):
-    p, raw = rpx.from_peft(tensors, config, LIKE, **how)
+    p, raw = rpx.io.from_peft(tensors, config, LIKE, **how)
     return jax.tree.map(np.asarray, p.fold(raw)), p
 
 
@@ -63,8 +63,8 @@ def test_magnitudes_of_dora_and_tables():
     file |= {f"{DENSE}.lora_magnitude_vector": normal(4, seed=3) ** 2}
     added = {"_A": "_A.x", "_B": "_B.x", "_vector": "_vector.x.weight"}
     memory = {re.sub("_A|_B|_vector", lambda match: added[match[0]], name): x for name, x in file.items()}
-    p, raw = rpx.from_peft(file, {**CONFIG, "use_dora": True}, like)
-    q, other = rpx.from_peft(memory, {**CONFIG, "use_dora": True}, like)
+    p, raw = rpx.io.from_peft(file, {**CONFIG, "use_dora": True}, like)
+    q, other = rpx.io.from_peft(memory, {**CONFIG, "use_dora": True}, like)
     assert p == q
     jax.tree.map(np.testing.assert_array_equal, p.fold(raw), q.fold(other))
 

@@ -83,7 +83,7 @@ def test_gptq_by_importance(size):
     tuned = p >> rpx.LoRA(2, where="dense/kernel")
     kept = rpx.transfer(p, tuned, raw)
     np.testing.assert_array_equal(np.asarray(effective(tuned, kept)["dense"]["kernel"]).T, plain[:, order])
-    held = raw["dense"]["kernel"]["@stored"]["@fixed"]
+    held = raw["dense"]["kernel"]["@quantized"]["@fixed"]
     assert (held["order"].dtype, held["q"].nbytes) == (np.int32, 64 * 16 // 2)
 
 
@@ -141,7 +141,7 @@ def test_experts_in_mxfp4(layout):
     got = effective(p, raw)
     np.testing.assert_array_equal(np.asarray(got["up"]).view(np.uint16), (want.mT if turned else want).view(np.uint16))
     np.testing.assert_array_equal(got["bias"][1], tensors["layers.1.experts.up_bias"])
-    held = raw["up"]["@stored"]["@fixed"]
+    held = raw["up"]["@quantized"]["@fixed"]
     assert (held["q"].nbytes, held["scale"].nbytes) == (2 * 3 * 64 * 5 // 2, 2 * 3 * 2 * 5)
 
 
@@ -245,8 +245,8 @@ def test_layers_in_a_stack_and_tables_keep_their_codes():
     }
     config = {"quant_method": "gguf", "types": dict.fromkeys(tensors, "Q4_0")}
     p, raw = rpx.io.from_quantized(tensors, config, like, names={"layers/up/kernel": "blk.{i}.up.weight"})
-    table_of = rpx.Stored("gguf:q4_0", where="embed/embedding", axis=0)
-    assert p == table_of >> rpx.Stored("gguf:q4_0", where="layers/up/kernel", stacked=0)
+    table_of = rpx.Quantized("gguf:q4_0", where="embed/embedding", axis=0)
+    assert p == table_of >> rpx.Quantized("gguf:q4_0", where="layers/up/kernel", stacked=0)
     got = effective(p, raw)
     np.testing.assert_array_equal(got["layers"]["up"]["kernel"], np.stack([one.T, two.T]))
     np.testing.assert_array_equal(got["embed"]["embedding"], three)
@@ -259,8 +259,8 @@ def test_an_adapter_is_added_to_the_codes_of_the_file():
     p, raw = rpx.io.from_quantized({**BIAS, **tensors}, config, LIKE)
     tuned = p >> rpx.LoRA(2)
     adapted = rpx.transfer(p, tuned, raw)
-    base = adapted["dense"]["kernel"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
-    held = raw["dense"]["kernel"]["@stored"]["@fixed"]
+    base = adapted["dense"]["kernel"]["@lora"]["@fixed"]["w"]["@quantized"]["@fixed"]
+    held = raw["dense"]["kernel"]["@quantized"]["@fixed"]
     assert all(np.array_equal(base[name], x) for name, x in held.items())
     free = rpx.partition(adapted)[0]
     assert sorted(x.shape for x in jax.tree.leaves(free)) == [(2, 16), (16,), (64, 2)]

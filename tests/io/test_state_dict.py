@@ -51,7 +51,7 @@ MASK = np.array([[1, 0], [0, 1], [1, 1]], np.float32)
 # What stands at the kernel, and what torch calls it below `dense`: as parametrizations, and as hooks.
 NAMES = {
     "plain": (rpx.Chain(), W.T, {"weight": W}, {"weight": W}),
-    "noise": (rpx.VarNoise(0.1) >> rpx.Cast("bfloat16"), W.T, {"weight": W}, {"weight": W}),
+    "noise": (rpx.VarNoise(0.1) >> rpx.quantized.Cast("bfloat16"), W.T, {"weight": W}, {"weight": W}),
     "weight norm": (
         rpx.WeightNorm(),
         NORMED,
@@ -81,8 +81,8 @@ NAMES = {
         {"weight_orig": W, "weight_mask": MASK},
     ),
     "pruned outputs": (
-        rpx.MagnitudePrune(count=1, axis=-1),
-        dense("magnitude_prune", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
+        rpx.MagnitudePruning(count=1, axis=-1),
+        dense("magnitude_pruning", w=W.T, **{"@fixed": {"mask": OUTPUTS.T}}),
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
         {"weight_orig": W, "weight_mask": np.repeat(OUTPUTS, 2, 1)},
     ),
@@ -146,19 +146,19 @@ STYLES = pytest.mark.parametrize(("style", "column"), [("parametrizations", 2), 
 def test_each_value_has_its_name_in_torch(name, style, column):
     p, kernel, *_ = case = NAMES[name]
     tree, state = {"dense": {"kernel": kernel}}, {f"dense.{name}": x for name, x in case[column].items()}
-    got = rpx.to_torch(p, tree, style=style)
+    got = rpx.io.to_torch(p, tree, style=style)
     identical(got, state)
     assert all(type(x) is np.ndarray and x.flags.writeable for x in got.values())
-    identical(rpx.from_torch(p, state, DENSE), jax.tree.map(jnp.asarray, tree))
+    identical(rpx.io.from_torch(p, state, DENSE), jax.tree.map(jnp.asarray, tree))
 
 
 def test_stages_of_one_kind_are_told_apart():
     p = rpx.WeightNorm(axis=0, where="a/kernel") >> rpx.WeightNorm(axis=None, where="b/kernel")
     state = {"a.weight_g": numbers(1, 2), "a.weight_v": W, "b.weight_g": numbers(), "b.weight_v": W}
-    tree = rpx.from_torch(p, state, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
+    tree = rpx.io.from_torch(p, state, {"a": {"kernel": W.T}, "b": {"kernel": W.T}})
     np.testing.assert_allclose(p.fold(tree)["a"]["kernel"], (W / np.linalg.norm(W, axis=0) * [1, 2]).T, rtol=1e-6)
     np.testing.assert_allclose(p.fold(tree)["b"]["kernel"], (W / np.linalg.norm(W)).T, rtol=1e-6)
-    identical(rpx.to_torch(p, tree, style="hooks"), state)
+    identical(rpx.io.to_torch(p, tree, style="hooks"), state)
 
 
 # ---- names and layouts of parameters
@@ -174,7 +174,7 @@ MODEL = {
 
 
 def test_paths_and_axes_become_those_of_torch():
-    got = rpx.to_torch(
+    got = rpx.io.to_torch(
         rpx.Chain(),
         MODEL,
         names={r"blocks_(\d)/(.*)/kernel": r"h.\1.\2.w"},
@@ -196,13 +196,13 @@ def test_paths_and_axes_become_those_of_torch():
 
 def test_the_first_rule_that_matches_counts():
     names = {"a/kernel": "first", r"(\w)/kernel": r"second.\1"}
-    got = rpx.to_torch(rpx.Chain(), {"a": {"kernel": W}, "b": {"kernel": W}}, names=names)
+    got = rpx.io.to_torch(rpx.Chain(), {"a": {"kernel": W}, "b": {"kernel": W}}, names=names)
     assert sorted(got) == ["first", "second.b"]
 
 
 def test_a_group_of_several_parts_of_a_path_is_written_with_dots():
     tree = {"encoder": {"layer_0": {"kernel": W}}}
-    assert list(rpx.to_torch(rpx.Chain(), tree, names={"(.*)/kernel": r"model.\1.weight"})) == [
+    assert list(rpx.io.to_torch(rpx.Chain(), tree, names={"(.*)/kernel": r"model.\1.weight"})) == [
         "model.encoder.layer_0.weight"
     ]
 
@@ -215,12 +215,12 @@ def test_singular_vectors_follow_the_axes_of_the_weight(layout, axis, rest):
     u, v = numbers(w.shape[axis]), numbers(w.size // w.shape[axis])
     tree = {"kernel": dense("spectral_norm", w=w, **{"@fixed": {"u": u, "v": v}})}
     p = rpx.SpectralNorm(columns=axis)
-    got = rpx.to_torch(p, tree, layouts={"kernel": layout})
+    got = rpx.io.to_torch(p, tree, layouts={"kernel": layout})
     turned = np.einsum(rest, v.reshape(np.delete(w.shape, axis)))
     turned = turned[:, ::-1, ::-1] if layout == "conv_transpose" else turned
     np.testing.assert_array_equal(got["parametrizations.weight.0._v"], turned.reshape(-1))
     np.testing.assert_array_equal(got["parametrizations.weight.0._u"], u)
-    identical(rpx.from_torch(p, got, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
+    identical(rpx.io.from_torch(p, got, {"kernel": w}, layouts={"kernel": layout}), jax.tree.map(jnp.asarray, tree))
 
 
 # ---- stacks: one tensor for each layer
@@ -237,15 +237,15 @@ def test_each_layer_of_a_stack_is_a_tensor_and_comes_back_bit_for_bit():
     for i in range(30):
         state[f"model.layers.{i}.mlp.weight"] = STACK["layers"]["mlp"]["kernel"][i].T
         state[f"model.layers.{i}.norm.weight"] = STACK["layers"]["norm"]["scale"][i]
-    identical(rpx.to_torch(rpx.Chain(), STACK, names=LAYERS), state)
-    identical(rpx.from_torch(rpx.Chain(), state, STACK, names=LAYERS), jax.tree.map(jnp.asarray, STACK))
+    identical(rpx.io.to_torch(rpx.Chain(), STACK, names=LAYERS), state)
+    identical(rpx.io.from_torch(rpx.Chain(), state, STACK, names=LAYERS), jax.tree.map(jnp.asarray, STACK))
 
 
 def test_two_axes_of_a_stack_have_two_counters():
     experts, names = {"wi": {"kernel": numbers(2, 3, 4, 5)}}, {"wi/kernel": "layers.{i}.experts.{j}.weight"}
     state = {f"layers.{i}.experts.{j}.weight": experts["wi"]["kernel"][i, j].T for i in range(2) for j in range(3)}
-    identical(rpx.to_torch(rpx.Chain(), experts, names=names), state)
-    identical(rpx.from_torch(rpx.Chain(), state, experts, names=names), jax.tree.map(jnp.asarray, experts))
+    identical(rpx.io.to_torch(rpx.Chain(), experts, names=names), state)
+    identical(rpx.io.from_torch(rpx.Chain(), state, experts, names=names), jax.tree.map(jnp.asarray, experts))
 
 
 STACKED = {
@@ -256,8 +256,8 @@ STACKED = {
     "both": rpx.WeightNorm(stacked=0) >> rpx.SpectralNorm(stacked=0),
     "orthogonal": rpx.Orthogonal("expm", stacked=0),
     "frozen": rpx.Freeze(),
-    "pruned together": rpx.MagnitudePrune(0.5),
-    "pruned one by one": rpx.MagnitudePrune(count=1, axis=-1, stacked=0),
+    "pruned together": rpx.MagnitudePruning(0.5),
+    "pruned one by one": rpx.MagnitudePruning(count=1, axis=-1, stacked=0),
 }
 
 
@@ -267,13 +267,13 @@ def test_a_stage_on_a_stack_is_one_on_each_layer(name, style):
     p, w = STACKED[name], np.random.default_rng(0).standard_normal((3, 5, 4)).astype(np.float32)
     raw = init(p, {"kernel": w})
     folded = fold(p, raw)
-    state = rpx.to_torch(p, raw, names={"kernel": "{i}.weight"}, style=style)
+    state = rpx.io.to_torch(p, raw, names={"kernel": "{i}.weight"}, style=style)
     alone = rpx.Chain(tuple(replace(stage, stacked=()) for stage in rpx.Chain((p,)).stages))
     for i in range(3):
         one = {key.removeprefix(f"{i}."): x for key, x in state.items() if key.startswith(f"{i}.")}
-        read = rpx.from_torch(alone, one, {"kernel": w[i]})
+        read = rpx.io.from_torch(alone, one, {"kernel": w[i]})
         np.testing.assert_allclose(fold(alone, read)["kernel"], np.asarray(folded["kernel"])[i], rtol=1e-5, atol=1e-6)
-    back = rpx.from_torch(p, state, {"kernel": w}, names={"kernel": "{i}.weight"})
+    back = rpx.io.from_torch(p, state, {"kernel": w}, names={"kernel": "{i}.weight"})
     equal = identical if name != "orthogonal" else lambda a, b: chex.assert_trees_all_close(a, b, atol=1e-6)
     equal(fold(p, back), folded)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, raw)
@@ -282,9 +282,9 @@ def test_a_stage_on_a_stack_is_one_on_each_layer(name, style):
 def test_a_tie_of_stacks_is_read_and_written_layer_by_layer():
     p = rpx.Tie({"out/kernel": "in/kernel"})
     params, names = {"in": {"kernel": numbers(2, 3, 3)}, "out": {"kernel": numbers(2, 3, 3)}}, {"(.*)/.*": r"\1.{i}.w"}
-    state = rpx.to_torch(p, p.init(params), names=names)
+    state = rpx.io.to_torch(p, p.init(params), names=names)
     identical(state, {f"{name}.{i}.w": params["in"]["kernel"][i].T for name in ("in", "out") for i in range(2)})
-    identical(rpx.from_torch(p, state, params, names=names), p.init(params))
+    identical(rpx.io.from_torch(p, state, params, names=names), p.init(params))
 
 
 # ---- tensors that are read, which tell convolutions by their axes
@@ -302,7 +302,7 @@ def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make)
     shape, order = KERNELS[name]
     w = numbers(*shape)
     like, state = make(nnx.Param(jnp.zeros(shape))), {"conv.weight": np.einsum(order, w)}
-    got = rpx.from_torch(rpx.Chain(), state, like)["conv"]["kernel"][...]
+    got = rpx.io.from_torch(rpx.Chain(), state, like)["conv"]["kernel"][...]
     np.testing.assert_array_equal(got, w)
 
 
@@ -313,14 +313,14 @@ def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make)
 def test_the_values_of_a_stage_tell_a_convolution(p, style, column):
     del column
     raw = init(p, {"kernel": numbers(3, 2, 4, 5)})
-    state = rpx.to_torch(p, raw, layouts={"kernel": "kernel"}, style=style)
-    identical(rpx.from_torch(p, state, {"kernel": numbers(3, 2, 4, 5)}), raw)
+    state = rpx.io.to_torch(p, raw, layouts={"kernel": "kernel"}, style=style)
+    identical(rpx.io.from_torch(p, state, {"kernel": numbers(3, 2, 4, 5)}), raw)
 
 
 def test_the_tensor_of_each_layer_tells_a_stack_of_convolutions():
     w = numbers(2, 3, 4, 5)
     state = {f"{i}.weight": np.einsum("kio->oik", w[i]) for i in range(2)}
-    got = rpx.from_torch(rpx.Chain(), state, {"kernel": w}, names={"kernel": "{i}.weight"})
+    got = rpx.io.from_torch(rpx.Chain(), state, {"kernel": w}, names={"kernel": "{i}.weight"})
     np.testing.assert_array_equal(got["kernel"], w)
 
 
@@ -329,14 +329,14 @@ def test_the_tensor_of_each_layer_tells_a_stack_of_convolutions():
 )
 def test_a_tied_convolution_is_told_where_it_stands(state):
     tie, like = rpx.Tie({"b/kernel": "a/kernel"}), {"a": {"kernel": np.ones((4, 3, 2), np.float32)}}
-    got = tie.fold(rpx.from_torch(tie, state, like | {"b": like["a"]}))["b"]["kernel"]
+    got = tie.fold(rpx.io.from_torch(tie, state, like | {"b": like["a"]}))["b"]["kernel"]
     np.testing.assert_array_equal(got, np.einsum("oik->kio", state["a.weight"]))
 
 
 def test_a_tensor_with_fewer_axes_than_an_array_tells_nothing():
     like, state = {"q": {"bias": numbers(8), "kernel": numbers(8, 2, 4)}}, {"q.weight": numbers(8, 8)}
     with pytest.raises(ValueError, match=r"^from_torch: the shape .* does not show .* kernel of attention. For a"):
-        rpx.from_torch(rpx.Chain(), state | {"q.bias": numbers(8)}, like)
+        rpx.io.from_torch(rpx.Chain(), state | {"q.bias": numbers(8)}, like)
 
 
 # ---- classes of modules, which tell their layouts
@@ -352,25 +352,25 @@ def deconvolution(**options):
 
 def test_the_classes_of_nnx_tell_transposed_convolutions():
     module, w = deconvolution()
-    (x,) = rpx.to_torch(rpx.Chain(), module).values()
+    (x,) = rpx.io.to_torch(rpx.Chain(), module).values()
     np.testing.assert_array_equal(x, np.einsum("kio->iok", w)[..., ::-1])
-    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), {"weight": x}, module).kernel[...], w)
+    np.testing.assert_array_equal(rpx.io.from_torch(rpx.Chain(), {"weight": x}, module).kernel[...], w)
     module, w = deconvolution(transpose_kernel=True)
-    (x,) = rpx.to_torch(rpx.Chain(), module).values()
+    (x,) = rpx.io.to_torch(rpx.Chain(), module).values()
     np.testing.assert_array_equal(x, np.einsum("kio->oik", w))
     tree = {"net": nnx.Conv(6, 6, (4,), **MADE)}
-    (x,) = rpx.to_torch(rpx.Chain(), tree).values()
+    (x,) = rpx.io.to_torch(rpx.Chain(), tree).values()
     np.testing.assert_array_equal(x, np.einsum("kio->oik", tree["net"].kernel[...]))
 
 
 def test_the_classes_of_equinox_tell_transposed_convolutions():
     module = eqx.nn.ConvTranspose1d(6, 6, 4, use_bias=False, key=jax.random.key(0))
-    state = rpx.to_torch(rpx.Chain(), module)
+    state = rpx.io.to_torch(rpx.Chain(), module)
     np.testing.assert_array_equal(state["weight"], np.einsum("oik->iok", module.weight)[..., ::-1])
-    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, module).weight, module.weight)
+    np.testing.assert_array_equal(rpx.io.from_torch(rpx.Chain(), state, module).weight, module.weight)
 
 
-@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPrune(0.5, where=".*bias")], ids=repr)
+@pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPruning(0.5, where=".*bias")], ids=repr)
 @pytest.mark.parametrize(
     "module",
     [eqx.nn.Conv2d(3, 4, 2, key=jax.random.key(0)), eqx.nn.ConvTranspose1d(3, 4, 2, key=jax.random.key(0))],
@@ -379,23 +379,23 @@ def test_the_classes_of_equinox_tell_transposed_convolutions():
 def test_biases_of_convolutions_of_equinox_are_vectors_in_torch(p, module):
     model = {"net": [module]}
     raw = init(p, model, jax.random.key(1))
-    state = rpx.to_torch(p, raw)
+    state = rpx.io.to_torch(p, raw)
     biases = [x for name, x in state.items() if "bias" in name]
     assert {x.shape for x in biases} == {(4,)}
-    read = rpx.from_torch(p, state, model)
+    read = rpx.io.from_torch(p, state, model)
     chex.assert_trees_all_equal(jax.tree.leaves(read), [x for x in jax.tree.leaves(raw) if eqx.is_array(x)])
 
 
 def test_an_array_of_one_axis_and_more_of_size_one_may_be_a_vector_in_torch():
     like = {"b": jnp.arange(4.0).reshape(4, 1, 1)}
-    state = rpx.to_torch(rpx.Chain(), like, layouts={"b": "vector"})
+    state = rpx.io.to_torch(rpx.Chain(), like, layouts={"b": "vector"})
     assert state["b"].tolist() == [0, 1, 2, 3]
-    np.testing.assert_array_equal(rpx.from_torch(rpx.Chain(), state, like, layouts={"b": "vector"})["b"], like["b"])
+    np.testing.assert_array_equal(rpx.io.from_torch(rpx.Chain(), state, like, layouts={"b": "vector"})["b"], like["b"])
 
 
 def test_a_rule_counts_more_than_a_class():
     module, w = deconvolution()
-    (x,) = rpx.to_torch(rpx.Chain(), module, layouts={"kernel": "same"}).values()
+    (x,) = rpx.io.to_torch(rpx.Chain(), module, layouts={"kernel": "same"}).values()
     np.testing.assert_array_equal(x, w)
 
 
@@ -403,8 +403,8 @@ def test_stacked_modules_are_no_convolutions():
     make = jax.vmap(lambda key: eqx.nn.Linear(2, 3, use_bias=False, key=key))
     stack = make(jax.random.split(jax.random.key(0), 2))
     with pytest.raises(ValueError, match=r"^to_torch: the shape \(2, 3, 2\) of 'weight' does not show"):
-        rpx.to_torch(rpx.Chain(), stack)
-    got = rpx.to_torch(rpx.Chain(), stack, names={"weight": "{i}.weight"})
+        rpx.io.to_torch(rpx.Chain(), stack)
+    got = rpx.io.to_torch(rpx.Chain(), stack, names={"weight": "{i}.weight"})
     identical(got, {f"{i}.weight": np.asarray(stack.weight[i]) for i in range(2)})
 
 
@@ -472,11 +472,11 @@ def assert_orthogonal_weight(map, state, w):
     """Torch's state gives the weight ``w`` of torch here, and what is moved from there gives the same weight there."""
     p, said = rpx.Orthogonal(map.__name__), {"orthogonal_map": TORCH_MAPS[map.__name__]}
     with jax.enable_x64():
-        tree = rpx.from_torch(p, state, {"kernel": w.T}, **said)
+        tree = rpx.io.from_torch(p, state, {"kernel": w.T}, **said)
         np.testing.assert_allclose(fold(p, tree)["kernel"], w.T, rtol=0, atol=1e-13)
         node = tree["kernel"]["@orthogonal"]
         node["x"] = jnp.asarray(node["x"] + np.random.default_rng(4).standard_normal(w.T.shape).astype(w.dtype))
-        want, again = np.asarray(fold(p, tree)["kernel"]).T, rpx.to_torch(p, tree, **said)
+        want, again = np.asarray(fold(p, tree)["kernel"]).T, rpx.io.to_torch(p, tree, **said)
     original, base = again[f"{PATH}original"], again[f"{PATH}0.base"]
     np.testing.assert_allclose(base.conj().T @ base, np.eye(len(base)), rtol=0, atol=1e-13)
     wide = original.shape[0] < original.shape[1]
@@ -502,9 +502,9 @@ def test_batches_of_matrices_are_those_of_torch(map):
     w = np.stack([base @ map(original) for base, original in zip(bases, originals, strict=True)])
     options = {"layouts": {"weight": "same"}, "orthogonal_map": TORCH_MAPS[map.__name__]}
     with jax.enable_x64():
-        tree = rpx.from_torch(p, state, {"weight": w}, **options)
+        tree = rpx.io.from_torch(p, state, {"weight": w}, **options)
         np.testing.assert_allclose(fold(p, tree)["weight"], w, rtol=0, atol=1e-13)
-        again = rpx.to_torch(p, tree, **options)
+        again = rpx.io.to_torch(p, tree, **options)
     got = [again[f"{PATH}0.base"][i] @ map(again[f"{PATH}original"][i]) for i in range(2)]
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
@@ -517,8 +517,8 @@ def test_without_trivialization_torch_has_no_base(map, original, layout):
     like, layouts = {"kernel": w.T if layout == "kernel" else w}, {"kernel": layout}
     with jax.enable_x64():
         p, options = rpx.Orthogonal(map.__name__), {"layouts": layouts, "orthogonal_map": TORCH_MAPS[map.__name__]}
-        raw = rpx.from_torch(p, {f"{PATH}original": original}, like, **options)
-        state = rpx.to_torch(p, raw, style="no_trivialization", **options)
+        raw = rpx.io.from_torch(p, {f"{PATH}original": original}, like, **options)
+        state = rpx.io.to_torch(p, raw, style="no_trivialization", **options)
     assert list(state) == [f"{PATH}original"]
     np.testing.assert_allclose(map(state[f"{PATH}original"]), w, rtol=0, atol=1e-12)
 
@@ -529,20 +529,20 @@ def test_without_trivialization_torch_has_no_base(map, original, layout):
 def test_a_file_is_read_and_written_without_torch(tmp_path):
     p, model = rpx.WeightNorm() >> rpx.VarNoise(0.1), {"dense": {"kernel": W.T, "bias": numbers(3)}}
     tree = init(p, model)
-    safetensors.numpy.save_file(rpx.to_torch(p, tree), tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(rpx.io.to_torch(p, tree), tmp_path / "model.safetensors")
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     np.testing.assert_allclose(
         state["dense.parametrizations.weight.original0"], np.linalg.norm(W, axis=1, keepdims=True), rtol=1e-6
     )
-    identical(rpx.from_torch(p, state, model), tree)
+    identical(rpx.io.from_torch(p, state, model), tree)
 
 
 def test_half_precision_is_that_of_torch_in_files(tmp_path):
     p, model = rpx.WeightNorm(), {"dense": {"kernel": jnp.asarray(W.T, jnp.bfloat16)}}
-    safetensors.numpy.save_file(rpx.to_torch(p, init(p, model)), tmp_path / "model.safetensors")
+    safetensors.numpy.save_file(rpx.io.to_torch(p, init(p, model)), tmp_path / "model.safetensors")
     state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {str(x.dtype) for x in state.values()} == {"bfloat16"}
-    got = rpx.from_torch(p, state, model)["dense"]["kernel"]["@weight_norm"]
+    got = rpx.io.from_torch(p, state, model)["dense"]["kernel"]["@weight_norm"]
     assert (got["g"].dtype, got["v"].dtype) == (jnp.float32, jnp.bfloat16)
     lengths = np.linalg.norm(W, axis=1)[None]
     np.testing.assert_array_equal(got["g"], lengths.astype(jnp.bfloat16).astype(np.float32))
@@ -552,7 +552,7 @@ def test_a_raw_tree_shares_no_memory_with_the_state_dict():
     buffer = np.ones(32, np.float32)
     start = -buffer.ctypes.data % 64 // 4  # arrays that begin there, JAX takes as they are
     state = {"dense.weight": buffer[start : start + 16]}
-    got = rpx.from_torch(rpx.Chain(), state, {"dense": {"weight": np.ones(16, np.float32)}})
+    got = rpx.io.from_torch(rpx.Chain(), state, {"dense": {"weight": np.ones(16, np.float32)}})
     buffer[:] = 0
     assert np.all(got["dense"]["weight"] == 1)
 
@@ -561,10 +561,10 @@ def test_modules_of_equinox_and_states_of_nnx_are_read():
     state = {"weight_g": G, "weight_v": W, "bias": numbers(3)}
     w = G * W / np.linalg.norm(W, axis=1, keepdims=True)
     model = eqx.filter_eval_shape(eqx.nn.Linear, 2, 3, key=jax.random.key(0))
-    read = rpx.WeightNorm(axis=0).fold(rpx.from_torch(rpx.WeightNorm(axis=0), state, model))
+    read = rpx.WeightNorm(axis=0).fold(rpx.io.from_torch(rpx.WeightNorm(axis=0), state, model))
     np.testing.assert_allclose(read(jnp.ones(2)), w.sum(1) + state["bias"], rtol=1e-6)
     params = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))), nnx.Param)
-    got = rpx.WeightNorm().fold(rpx.from_torch(rpx.WeightNorm(), state, params))
+    got = rpx.WeightNorm().fold(rpx.io.from_torch(rpx.WeightNorm(), state, params))
     np.testing.assert_allclose(got["kernel"][...], w.T, rtol=1e-6)
 
 
@@ -575,7 +575,7 @@ def test_recurrent_cells_go_through_convert():
     p = rpx.WeightNorm(axis=0, where="lstm/weight_hh")
     state = {f"lstm.{name}_l0": x for name, x in like["lstm"].items() if name != "weight_hh"}
     state |= {"lstm.weight_hh_l0_g": numbers(8, 1), "lstm.weight_hh_l0_v": numbers(8, 2)}
-    effective = p.fold(rpx.from_torch(p, state, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
+    effective = p.fold(rpx.io.from_torch(p, state, like, names={"lstm/(.*)": r"lstm.\1_l0"}))
     cell = rpx.shared.convert(effective["lstm"], "torch.lstm", "flax.lstm")
     v = numbers(8, 2) / np.linalg.norm(numbers(8, 2), axis=1, keepdims=True) * numbers(8, 1)
     np.testing.assert_allclose(cell["hf"]["kernel"], v[2:4].T, rtol=1e-6)
@@ -586,12 +586,12 @@ TIED = {"embed": {"embedding": W}, "out": {"kernel": W.T}}
 
 
 def test_tied_parameters_are_written_twice_as_torch_does():
-    identical(rpx.to_torch(TIE, TIE.init(TIED)), {"embed.weight": W, "out.weight": W})
+    identical(rpx.io.to_torch(TIE, TIE.init(TIED)), {"embed.weight": W, "out.weight": W})
 
 
 @pytest.mark.parametrize("state", [{"embed.weight": W, "out.weight": W}, {"embed.weight": W}], ids=["twice", "once"])
 def test_tied_parameters_are_read_where_they_stand_once_or_twice(state):
-    identical(rpx.from_torch(TIE, state, TIED), TIE.init(TIED))
+    identical(rpx.io.from_torch(TIE, state, TIED), TIE.init(TIED))
 
 
 # ---- errors
@@ -615,7 +615,7 @@ LOW = rpx.LowRank(1)
 def lost_signs():
     state = {f"{PATH}original": 0.5 * SIGNS, f"{PATH}0.base": rotation(4, 4)}
     with jax.enable_x64():
-        rpx.from_torch(rpx.Orthogonal("householder"), state, {"kernel": ORIGINAL.T})
+        rpx.io.from_torch(rpx.Orthogonal("householder"), state, {"kernel": ORIGINAL.T})
 
 
 @table(__file__)

@@ -61,7 +61,7 @@ def moved(tx):
 
 
 def by_role(raw):
-    return rpx.labels(raw, main="rest", aux="g", fixed="rest")
+    return rpx.training.param_labels(raw, main="rest", aux="g", fixed="rest")
 
 
 # ---- Tools that name each array.
@@ -116,7 +116,7 @@ def partitioned_by_haiku(raw):
 
 
 def partitioned_by_equinox(raw):
-    free, fixed = eqx.partition(raw, rpx.labels(raw, main=True, aux=True, fixed=False))
+    free, fixed = eqx.partition(raw, rpx.training.param_labels(raw, main=True, aux=True, fixed=False))
     assert set(flat(fixed)) == FIXED
     return eqx.combine(free, fixed)
 
@@ -250,8 +250,8 @@ def test_functions_of_raw_trees_take_any_leaf(sentinel):
     filled = jax.tree.map(lambda _: SENTINELS[sentinel], RAW)
     free, fixed = rpx.partition(filled)
     assert rpx.combine(free, fixed) == filled
-    roles = flat(rpx.labels(RAW)) if sentinel == "eval_shape" else dict.fromkeys(SHAPES, "fixed")
-    assert flat(rpx.labels(filled)) == {path: roles[path] for path in flat(filled)}
+    roles = flat(rpx.training.param_labels(RAW)) if sentinel == "eval_shape" else dict.fromkeys(SHAPES, "fixed")
+    assert flat(rpx.training.param_labels(filled)) == {path: roles[path] for path in flat(filled)}
 
 
 def test_labels_inside_of_a_mask_see_the_rest_alone():
@@ -265,4 +265,4 @@ def test_gradients_of_a_tree_with_integers_split_as_the_tree_does():
     _, fixed = rpx.partition(gradient)
     assert set(flat(fixed)) == FIXED | {"step"}
     assert fixed["step"].dtype == jax.dtypes.float0
-    assert rpx.labels(gradient) == rpx.labels(raw)
+    assert rpx.training.param_labels(gradient) == rpx.training.param_labels(raw)

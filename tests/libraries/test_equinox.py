@@ -59,7 +59,9 @@ def test_free_values_are_parted_from_fixed_ones_and_from_functions() -> None:
     p = rpx.Freeze(where="layers/1/.*") >> P
     raw = eqx.filter_jit(p.init)(model())
     trains = jax.tree.map(
-        lambda free, x: free and eqx.is_inexact_array(x), rpx.labels(raw, main=True, aux=True, fixed=False), raw
+        lambda free, x: free and eqx.is_inexact_array(x),
+        rpx.training.param_labels(raw, main=True, aux=True, fixed=False),
+        raw,
     )
     free, rest = eqx.partition(raw, trains)
     slope = jax.jit(jax.grad(lambda free: loss_of(p.apply(eqx.combine(free, rest)))))(free)

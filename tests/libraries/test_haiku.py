@@ -89,7 +89,7 @@ def test_raw_trees_of_immutable_dicts_are_partitioned_updated_and_tied() -> None
     raw = p.update(jax.jit(p.init)(immutable()))
     free, fixed = rpx.partition(raw)
     assert (free["l1"]["w"]["@spectral_norm"]["@fixed"]["u"], fixed["l1"]["b"]) == (None, None)
-    assert rpx.labels(raw)["l1"]["w"]["@spectral_norm"]["@fixed"]["u"] == "fixed"
+    assert rpx.training.param_labels(raw)["l1"]["w"]["@spectral_norm"]["@fixed"]["u"] == "fixed"
     both = rpx.combine(free, fixed)
     assert jax.tree.structure(both) == jax.tree.structure(raw)
     assert all(a is b for a, b in zip(jax.tree.leaves(both), jax.tree.leaves(raw), strict=True))

@@ -277,7 +277,7 @@ def test_a_predicate_sees_the_same_paths_on_the_raw_tree(build: Callable[[], Cas
 )
 def test_optimizers_step_over_a_raw_tree_in_the_containers_of_the_library(build: Callable[[], Case]) -> None:
     p = rpx.SpectralNorm() >> rpx.WeightNorm()
-    tx = optax.partition({"free": optax.sgd(1.0), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": optax.sgd(1.0), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
     shapes = jax.eval_shape(p.init, build().params)
     raw = jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 2, x.dtype)), shapes)
     updates, _ = tx.update(jax.tree.map(np.ones_like, raw), tx.init(raw), raw)

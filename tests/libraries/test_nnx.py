@@ -91,7 +91,7 @@ def test_nnx_optimizer_trains_a_module_of_raw_values() -> None:
 def test_nnx_optimizer_leaves_fixed_values_alone_and_update_advances_them() -> None:
     p = rpx.SpectralNorm(where="l1/kernel") >> rpx.Freeze(where="l2/.*")
     raw = jax.jit(p.init)(model())
-    tx = optax.partition({"free": optax.sgd(mlp.RATE), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": optax.sgd(mlp.RATE), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
     optimizer = nnx.Optimizer(raw, tx, wrt=nnx.Param)
 
     @nnx.jit

@@ -18,7 +18,7 @@ import reparax as rpx
 
 X = jnp.asarray(np.linspace(-1, 1, 32).reshape(8, 4) ** 3, jnp.float32)
 W = jnp.asarray(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1, jnp.float32)
-STORED = rpx.Stored("int8")  # integers, scales, and nothing that trains
+STORED = rpx.Quantized("int8")  # integers, scales, and nothing that trains
 
 
 class Road(NamedTuple):
@@ -204,7 +204,7 @@ def test_functions_of_raw_trees_take_that_of_a_wrapped_nnx_model_whose_variables
     model = rpx.nnx.Parametrized(plain, p, rngs=nnx.Rngs(1))
     raw = p.init(plain, nnx.Rngs(1).params())
     p.check(model.raw, plain)
-    jax.tree.map(np.testing.assert_array_equal, rpx.to_peft(p, model.raw)[0], rpx.to_peft(p, raw)[0])
+    jax.tree.map(np.testing.assert_array_equal, rpx.io.to_peft(p, model.raw)[0], rpx.io.to_peft(p, raw)[0])
     for found in (p.fold(model.raw), p.fold(nnx.state(model.raw))):
         jax.tree.map(np.testing.assert_array_equal, leaves_of(found), leaves_of(model.fold()))
 

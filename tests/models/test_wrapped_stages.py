@@ -56,16 +56,16 @@ def haiku_pair(params: Any) -> Any:
 
 def all_results(p: Any, params: Any) -> Any:
     """What the models of all libraries read, and the numbers of their values that train."""
-    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3, noise=4))
+    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3, noise=4), updates="by hand")
     streams = nnx.Rngs(params=3, noise=4)
     start, key = streams.params(), streams.noise.fork()()
     raw = p.init(params, start)
     want = p.apply(raw, key)
 
-    module = rpx.linen.parametrized(LinenModel(lambda: params), p)
+    module = rpx.linen.parametrized(LinenModel(lambda: params), p, updates="by hand")
     variables = module.start({"params": params}, start)
-    of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start)
-    network = rpx.haiku.parametrized(haiku_pair(params), p)
+    of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start, updates="by hand")
+    network = rpx.haiku.parametrized(haiku_pair(params), p, updates="by hand")
     state = network.start(params, {}, start)
     got = [of_nnx(), module.apply(variables, rngs={"noise": key}), of_equinox(key=key), network.apply(*state, key)[0]]
     trained = [
@@ -98,11 +98,11 @@ def test_a_model_of_each_library_reads_what_apply_gives(name: str) -> None:
 def calls_without_stream(p: Any, params: Any) -> dict[str, Any]:
     """The models of all libraries, started with a key, and called without a stream, by what they say that they got."""
     start = jax.random.key(3)
-    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3))
-    module = rpx.linen.parametrized(LinenModel(lambda: params), p)
+    of_nnx = rpx.nnx.Parametrized(NnxModel(params), p, rngs=nnx.Rngs(params=3), updates="by hand")
+    module = rpx.linen.parametrized(LinenModel(lambda: params), p, updates="by hand")
     variables = module.start({"params": params}, start)
-    of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start)
-    network = rpx.haiku.parametrized(haiku_pair(params), p)
+    of_equinox = rpx.equinox.Parametrized(EquinoxModel(params), p, key=start, updates="by hand")
+    network = rpx.haiku.parametrized(haiku_pair(params), p, updates="by hand")
     state = network.start(params, {}, start)
     return {
         "none": of_nnx,

@@ -90,13 +90,13 @@ def ours(net, name):
     """The weights of experts and of queries, as stacks of layers."""
     own = {name.replace("{i}", str(i)) for name in NAMES.values() for i in range(LAYERS)}
     state = {name: x for name, x in net.state_dict().items() if name in own}
-    return rpx.from_torch(rpx.Chain(), state, LIKE, **torch_of(name))
+    return rpx.io.from_torch(rpx.Chain(), state, LIKE, **torch_of(name))
 
 
 def with_weights(net, params, name):
     """The network of torch with these weights."""
     net = copy.deepcopy(net)
-    state = {key: torch.from_numpy(x) for key, x in rpx.to_torch(rpx.Chain(), params, **torch_of(name)).items()}
+    state = {key: torch.from_numpy(x) for key, x in rpx.io.to_torch(rpx.Chain(), params, **torch_of(name)).items()}
     assert not net.load_state_dict(state, strict=False).unexpected_keys
     return net
 
@@ -135,9 +135,9 @@ def test_experts_of_peft_give_the_same_outputs_and_come_back_with_equal_bytes(na
     net = torch_model(name)
     model = adapted(net, **SETTINGS[settings])
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, ours(net, name), **torch_of(name))
+    p, raw = rpx.io.from_peft(tensors, config, ours(net, name), **torch_of(name))
     np.testing.assert_allclose(outputs(with_weights(net, p.fold(raw), name)), outputs(model), atol=1e-5)
-    again, written = rpx.to_peft(p, raw, **torch_of(name))
+    again, written = rpx.io.to_peft(p, raw, **torch_of(name))
     assert again.keys() == tensors.keys()
     for key, x in tensors.items():
         assert (again[key].shape, again[key].tobytes()) == (x.shape, x.tobytes()), key
@@ -154,7 +154,7 @@ def test_peft_loads_experts_that_are_written(name, chosen, tmp_path):
     free, fixed = rpx.partition(p.init(ours(net, name), jax.random.key(0)))
     rng = np.random.default_rng(1)
     raw = rpx.combine(jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape, np.float32), free), fixed)
-    tensors, config = rpx.to_peft(p, raw, **torch_of(name))
+    tensors, config = rpx.io.to_peft(p, raw, **torch_of(name))
     save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(net), str(tmp_path))
@@ -173,7 +173,7 @@ def test_files_of_experts_that_are_modules_of_their_own_are_read_by_transformers
     fused = ours(net, "mixtral")["experts"]
     gate, up = jnp.split(fused["gate_up"], 2, axis=-1)
     params = {name: {"kernel": x} for name, x in {"w1": gate, "w3": up, "w2": fused["down"]}.items()}
-    experts = rpx.to_torch(rpx.Chain(), params, names=MODULES)
+    experts = rpx.io.to_torch(rpx.Chain(), params, names=MODULES)
     rest = {
         name.replace(".mlp.gate.", ".block_sparse_moe.gate."): x.numpy()
         for name, x in net.state_dict().items()
@@ -183,7 +183,7 @@ def test_files_of_experts_that_are_modules_of_their_own_are_read_by_transformers
     net.config.save_pretrained(str(tmp_path))
     loaded = transformers.MixtralForCausalLM.from_pretrained(str(tmp_path)).eval()
     np.testing.assert_allclose(outputs(loaded), outputs(net), atol=1e-6)
-    back = rpx.from_torch(rpx.Chain(), experts, params, names=MODULES)
+    back = rpx.io.from_torch(rpx.Chain(), experts, params, names=MODULES)
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
@@ -212,14 +212,14 @@ def test_adapters_of_experts_that_are_modules_of_their_own(tmp_path):
         name: {"kernel": jnp.zeros((2, EXPERTS, *shape)), "bias": jnp.zeros((2, EXPERTS, shape[1]))}
         for name, shape in shapes.items()
     }
-    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
+    base = rpx.io.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
     model = adapted(net, target_modules=["w1", "w2"], target_parameters=None)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base, names=names)
-    again, _ = rpx.to_peft(p, raw, names=names)
+    p, raw = rpx.io.from_peft(tensors, config, base, names=names)
+    again, _ = rpx.io.to_peft(p, raw, names=names)
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], each) for name, each in tensors.items())
-    merged = {key: torch.from_numpy(y) for key, y in rpx.to_torch(rpx.Chain(), p.fold(raw), names=names).items()}
+    merged = {key: torch.from_numpy(y) for key, y in rpx.io.to_torch(rpx.Chain(), p.fold(raw), names=names).items()}
     with torch.no_grad():
         want = model(x)
         np.testing.assert_allclose(torch.func.functional_call(net, merged, x), want, atol=1e-5)

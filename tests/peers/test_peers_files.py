@@ -69,13 +69,13 @@ def test_codes_and_scales_are_those_of_gguf_bit_for_bit(kind, dtype):
     w = rows_of_all_kinds().astype(jnp.dtype(dtype))
     type_ = gguf.GGMLQuantizationType[kind]
     data = gguf.quantize(w.astype(np.float32), type_)
-    p, params = rpx.Stored(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
+    p, params = rpx.Quantized(f"gguf:{kind.lower()}"), {"dense": {"kernel": jnp.asarray(w.T, w.dtype)}}
     config = {"quant_method": "gguf", "types": {"dense.weight": kind}}
     _, of_file = rpx.io.from_quantized({"dense.weight": data}, config, params)
     for raw in (p.init(params), jax.jit(p.init)(params)):
         jax.tree.map(np.testing.assert_array_equal, raw, of_file)
     want = jnp.asarray(gguf.dequantize(data, type_)).astype(dtype)
-    for got in (p.apply(raw), rpx.Quantize(p.format).apply(params)):
+    for got in (p.apply(raw), rpx.FakeQuantized(p.format).apply(params)):
         np.testing.assert_array_equal(np.asarray(got["dense"]["kernel"]).T, want)
 
 

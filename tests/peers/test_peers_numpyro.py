@@ -21,8 +21,8 @@ def volume(transform, x):
     [
         (rpx.Positive("exp"), transforms.ExpTransform()),
         (rpx.Positive(), transforms.SoftplusTransform()),
-        (rpx.Bounded(0, 1), transforms.SigmoidTransform()),
-        (rpx.Scale(-2.0), transforms.AffineTransform(0.0, -2.0)),
+        (rpx.numbers.Bounded(0, 1), transforms.SigmoidTransform()),
+        (rpx.numbers.Scale(-2.0), transforms.AffineTransform(0.0, -2.0)),
     ],
     ids=lambda x: repr(x) if isinstance(x, rpx.Parametrization) else type(x).__name__,
 )

@@ -103,7 +103,7 @@ def torch_net():
 
 def base_params():
     like = jax.eval_shape(lambda: Net().init(jax.random.key(0), TOKENS, IMAGES)["params"])
-    return rpx.from_torch(rpx.Chain(), torch_net().state_dict(), like, names=NAMES)
+    return rpx.io.from_torch(rpx.Chain(), torch_net().state_dict(), like, names=NAMES)
 
 
 def adapted(name):
@@ -136,7 +136,7 @@ def run(params):
 def test_an_adapter_of_a_model_in_memory_gives_the_same_outputs(name):
     model = adapted(name)
     config = model.peft_config["default"].to_dict()
-    p, raw = rpx.from_peft(model.state_dict(), config, base_params(), **READ.get(name, {"names": NAMES}))
+    p, raw = rpx.io.from_peft(model.state_dict(), config, base_params(), **READ.get(name, {"names": NAMES}))
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
 
 
@@ -149,7 +149,7 @@ def test_one_of_several_adapters_of_a_model_in_memory():
     for name in ("other", "default"):
         model.set_adapter(name)
         config = model.peft_config[name].to_dict()
-        p, raw = rpx.from_peft(model.state_dict(), config, base_params(), adapter=name, names=NAMES)
+        p, raw = rpx.io.from_peft(model.state_dict(), config, base_params(), adapter=name, names=NAMES)
         np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
 
 
@@ -157,9 +157,9 @@ def test_one_of_several_adapters_of_a_model_in_memory():
 def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
-    merged = rpx.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
+    merged = rpx.io.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
@@ -167,7 +167,7 @@ def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_
 def test_gradients_are_those_of_peft(name, tmp_path):
     model = adapted(name)
     tensors, config = saved(model, tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
     target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
     found = model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
     ((found - torch.from_numpy(target)) ** 2).sum().backward()
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
         got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
         want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
     else:
-        got = rpx.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
+        got = rpx.io.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
         want = theirs
     assert got.keys() == want.keys()
     for key in got:
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
 def test_as_many_values_train_as_in_peft_but_for_rotations_of_oft(name, tmp_path):
     model = adapted(name)
     theirs = sum(x.numel() for x in model.parameters() if x.requires_grad)
-    _, raw = rpx.from_peft(*saved(model, tmp_path), base_params(), **READ.get(name, {"names": NAMES}))
+    _, raw = rpx.io.from_peft(*saved(model, tmp_path), base_params(), **READ.get(name, {"names": NAMES}))
     ours = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
     rotations = 2 + 2 + 3 if name == "oft" else 0  # of 4 by 4
     assert ours - theirs == (4 * 4 - 4 * 3 // 2) * rotations
@@ -201,7 +201,7 @@ def test_as_many_values_train_as_in_peft_but_for_rotations_of_oft(name, tmp_path
 
 def test_steps_of_adam_are_those_of_peft_for_rotations_of_oft(tmp_path):
     model = adapted("oft")
-    p, raw = rpx.from_peft(*saved(model, tmp_path), base_params(), names=NAMES)
+    p, raw = rpx.io.from_peft(*saved(model, tmp_path), base_params(), names=NAMES)
     target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
     theirs = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=1e-2)
     images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
@@ -257,7 +257,7 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
         f"from_peft does not read '{name}_A.weight': {ATTENTION}. Merge the adapter in PEFT with `merge_and_unload`, "
         "and read the weights with `from_torch`.",
     ):
-        rpx.from_peft(tensors, config, like)
+        rpx.io.from_peft(tensors, config, like)
     p = rpx.Freeze() >> rpx.LoRA(2)
     raw = p.init(like, jax.random.key(0))
     with raises(
@@ -265,7 +265,7 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
         f"to_peft: PEFT has no such adapter:\n  mha/kernel: {ATTENTION}\n  mha/out_proj/kernel: {ATTENTION}\nMerge it "
         "with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
+        rpx.io.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
 
 
 def rotations(tree):
@@ -276,8 +276,8 @@ def rotations(tree):
 @pytest.mark.parametrize("name", METHODS)
 def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
     tensors, config = saved(adapted(name), tmp_path)
-    p, raw = rpx.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
-    again, written = rpx.to_peft(p, raw, **TORCH)
+    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+    again, written = rpx.io.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
     for key, x in () if name == "oft in a ball" else tensors.items():  # whose numbers PEFT changes
         assert (again[key].dtype, again[key].shape, again[key].tobytes()) == (x.dtype, x.shape, x.tobytes()), key
@@ -290,8 +290,8 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
 @pytest.mark.parametrize("name", METHODS)
 def test_peft_loads_what_is_written(name, tmp_path):
     model = adapted(name)
-    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **READ.get(name, {"names": NAMES}))
-    tensors, config = rpx.to_peft(p, raw, **TORCH)
+    p, raw = rpx.io.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **READ.get(name, {"names": NAMES}))
+    tensors, config = rpx.io.to_peft(p, raw, **TORCH)
     folder = tmp_path / "ours"
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -346,8 +346,8 @@ def test_bfloat16_adapters_keep_their_bytes(tmp_path):
 
     tensors = load_torch(tmp_path / "adapter_model.safetensors")
     like = jax.tree.map(lambda w: w.astype(jnp.bfloat16), base_params())
-    p, raw = rpx.from_peft(tensors, config, like, names=NAMES)
-    again, _ = rpx.to_peft(p, raw, **TORCH)
+    p, raw = rpx.io.from_peft(tensors, config, like, names=NAMES)
+    again, _ = rpx.io.to_peft(p, raw, **TORCH)
     for key, x in tensors.items():
         np.testing.assert_array_equal(again[key].astype(np.float32), x.float().numpy())
 
@@ -379,11 +379,11 @@ def test_conv1d_beside_linear_is_read_and_loaded_by_the_class_of_each(settings, 
                 each.add_(0.3 * torch.randn(each.shape))
     like = jax.tree.map(jnp.zeros, {name: {"kernel": (6, 6), "bias": (6,)} for name in "cl"}, is_leaf=is_shape)
     layouts = {"c/kernel": "conv1d"}
-    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, layouts=layouts)
-    p, raw = rpx.from_peft(*saved(model, tmp_path / "theirs"), base, layouts=layouts)
-    loaded = load_into(net, *rpx.to_peft(p, raw, layouts=layouts), tmp_path / "ours")
+    base = rpx.io.from_torch(rpx.Chain(), net.state_dict(), like, layouts=layouts)
+    p, raw = rpx.io.from_peft(*saved(model, tmp_path / "theirs"), base, layouts=layouts)
+    loaded = load_into(net, *rpx.io.to_peft(p, raw, layouts=layouts), tmp_path / "ours")
     np.testing.assert_allclose(loaded(x).detach(), model(x).detach(), rtol=1e-5, atol=1e-6)
-    merged = rpx.to_torch(rpx.Chain(), p.fold(raw), layouts=layouts)
+    merged = rpx.io.to_torch(rpx.Chain(), p.fold(raw), layouts=layouts)
     for name, want in model.merge_and_unload().state_dict().items():
         np.testing.assert_allclose(merged[name], want, rtol=1e-4, atol=1e-5)
 
@@ -415,12 +415,12 @@ def test_peft_loads_the_adapters_of_a_stack(adapter, tmp_path):
     net, x = Deep(), np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
     names = {r"layers/(kernel)": "layers.{i}.weight", r"layers/bias": "layers.{i}.bias"}
     like = {"layers": {"kernel": jnp.zeros((30, 8, 8)), "bias": jnp.zeros((30, 8))}}
-    base = rpx.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
+    base = rpx.io.from_torch(rpx.Chain(), net.state_dict(), like, names=names)
     p = rpx.Freeze() >> adapter()
     free, fixed = rpx.partition(p.init(base, jax.random.key(0)))
     rng = np.random.default_rng(1)
     raw = rpx.combine(jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), free), fixed)
-    loaded = load_into(net, *rpx.to_peft(p, raw, names=names), tmp_path)
+    loaded = load_into(net, *rpx.io.to_peft(p, raw, names=names), tmp_path)
 
     def forward(x, layer):
         return x + jnp.tanh(x @ layer["kernel"] + layer["bias"][None]), None
@@ -466,7 +466,7 @@ def test_an_adapter_of_another_model_is_one_error_that_names_everything(tmp_path
         "head/kernel: expected lora_A.weight of shape (4, 7), got (4, 12)\n"
         "Correct `like`, `names` or `layouts`.",
     ):
-        rpx.from_peft(tensors, config, params, names=NAMES)
+        rpx.io.from_peft(tensors, config, params, names=NAMES)
 
 
 def test_an_adapter_of_another_rank_is_an_error(tmp_path):
@@ -474,7 +474,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"embed/embedding: expected lora_embedding_A of shape \(3, 10\), got \(4, 10\)"
     ):
-        rpx.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
+        rpx.io.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_an_adapter_of_another_rank_is_an_error(tmp_path):
 def test_unknown_methods_are_refused(change, text, tmp_path):
     tensors, config = saved(adapted("lora"), tmp_path)
     with raises(ValueError, text):
-        rpx.from_peft(tensors, config | change, base_params(), names=NAMES)
+        rpx.io.from_peft(tensors, config | change, base_params(), names=NAMES)
 
 
 def test_what_peft_has_not_is_refused_by_path():
@@ -504,20 +504,20 @@ def test_what_peft_has_not_is_refused_by_path():
         f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(p, p.init(params, jax.random.key(0)), names=NAMES)
-    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.Gain(axis=0, where=where)
+        rpx.io.to_peft(p, p.init(params, jax.random.key(0)), names=NAMES)
+    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.adapters.Gain(axis=0, where=where)
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n  "
         "expected adapters of one method, got IA3, LORA\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(mixed, mixed.init(params, jax.random.key(0)), names=NAMES)
-    untied = rpx.Freeze() >> rpx.Gain(axis=-1, where="head/kernel")
+        rpx.io.to_peft(mixed, mixed.init(params, jax.random.key(0)), names=NAMES)
+    untied = rpx.Freeze() >> rpx.adapters.Gain(axis=-1, where="head/kernel")
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n  "
         "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
         "Merge it with `p.fold(raw)`.",
     ):
-        rpx.to_peft(untied, untied.init(params, jax.random.key(0)), names=NAMES)
+        rpx.io.to_peft(untied, untied.init(params, jax.random.key(0)), names=NAMES)

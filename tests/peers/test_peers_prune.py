@@ -41,7 +41,7 @@ def by(stage, amount, **arguments):
 def test_magnitude_pruning_is_l1_unstructured(amount):
     w = normal(5, 7)
     peer = prune.l1_unstructured(module(w), "w0", amount)
-    np.testing.assert_array_equal(pruned(by(rpx.MagnitudePrune, amount), w), seen(peer.w0))
+    np.testing.assert_array_equal(pruned(by(rpx.MagnitudePruning, amount), w), seen(peer.w0))
 
 
 @pytest.mark.parametrize(("n", "order"), [(1, 1), (2, 2), (float("inf"), np.inf)])
@@ -49,7 +49,7 @@ def test_magnitude_pruning_is_l1_unstructured(amount):
 def test_pruning_of_slices_is_ln_structured(shape, dim, n, order):
     w = normal(*shape)
     peer = prune.ln_structured(module(w), "w0", 0.5, n=n, dim=dim)
-    np.testing.assert_array_equal(pruned(rpx.MagnitudePrune(0.5, axis=dim, order=order), w), seen(peer.w0))
+    np.testing.assert_array_equal(pruned(rpx.MagnitudePruning(0.5, axis=dim, order=order), w), seen(peer.w0))
 
 
 @pytest.mark.parametrize("amounts", [(0.5, 0.5), (0.3, 0.3, 0.3), (0.2, 0.6)])
@@ -57,14 +57,18 @@ def test_a_second_pruning_counts_among_what_the_first_leaves(amounts):
     w, peer = normal(5, 7), module(normal(5, 7))
     for amount in amounts:
         prune.l1_unstructured(peer, "w0", amount)
-    np.testing.assert_array_equal(pruned(rpx.MagnitudePrune(amounts), w), seen(peer.w0))
+    np.testing.assert_array_equal(pruned(rpx.MagnitudePruning(amounts), w), seen(peer.w0))
 
 
 @pytest.mark.parametrize("amounts", [(0.5,), (0.2, 0.6), (9,)])
 def test_global_pruning_is_global_unstructured(amounts):
     weights = {"w0": normal(5, 7), "w1": normal(3, 4, seed=1), "w2": 5 * normal(2, 2, seed=2)}
     peer = module(*weights.values())
-    p = by(rpx.sparse.GlobalPrune, *amounts) if len(amounts) == 1 else rpx.sparse.GlobalPrune(amounts)
+    p = (
+        by(rpx.sparse.GlobalMagnitudePruning, *amounts)
+        if len(amounts) == 1
+        else rpx.sparse.GlobalMagnitudePruning(amounts)
+    )
     for amount in amounts:
         prune.global_unstructured([(peer, name) for name in weights], prune.L1Unstructured, amount=amount)
     got = p.fold(p.init({name: jnp.asarray(w) for name, w in weights.items()}))
@@ -77,7 +81,7 @@ def test_random_pruning_takes_as_many_weights_as_random_unstructured(amounts):
     w, peer = normal(5, 7), module(normal(5, 7))
     for amount in amounts:
         prune.random_unstructured(peer, "w0", amount)
-    got = pruned(by(rpx.sparse.RandomPrune, *amounts) if len(amounts) == 1 else rpx.sparse.RandomPrune(amounts), w)
+    got = pruned(by(rpx.sparse.RandomPruning, *amounts) if len(amounts) == 1 else rpx.sparse.RandomPruning(amounts), w)
     assert np.sum(got == 0) == np.sum(seen(peer.w0) == 0)
 
 
@@ -85,7 +89,7 @@ def test_random_pruning_takes_as_many_weights_as_random_unstructured(amounts):
 def test_random_pruning_takes_as_many_slices_as_random_structured(amount):
     w = normal(5, 7)
     peer = seen(prune.random_structured(module(w), "w0", amount, dim=1).w0)
-    got = pruned(by(rpx.sparse.RandomPrune, amount, axis=1), w)
+    got = pruned(by(rpx.sparse.RandomPruning, amount, axis=1), w)
     assert np.sum((got == 0).all(0)) == np.sum((peer == 0).all(0))
     assert np.sum(got == 0) == np.sum(peer == 0)
 
@@ -100,4 +104,4 @@ def test_torch_keeps_some_of_equal_weights_and_we_keep_the_first():
     w = np.ones((4, 8), np.float32)
     peer = seen(prune.l1_unstructured(module(w), "w0", 0.5).w0)
     assert np.sum(peer) == 16
-    np.testing.assert_array_equal(pruned(rpx.MagnitudePrune(0.5), w), np.repeat([[1], [0]], [2, 2], 0) * w)
+    np.testing.assert_array_equal(pruned(rpx.MagnitudePruning(0.5), w), np.repeat([[1], [0]], [2, 2], 0) * w)

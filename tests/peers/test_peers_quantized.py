@@ -25,7 +25,7 @@ def test_a_scale_for_the_whole_is_torch_fake_quantize_per_tensor(name):
     theirs = torch.fake_quantize_per_tensor_affine(x, scale, 0, low, high)
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
     theirs.backward(torch.from_numpy(upstream))
-    p = rpx.Quantize(name)
+    p = rpx.FakeQuantized(name)
     ours, pull = jax.vjp(lambda w: p.apply({"w": w})["w"], jnp.asarray(w))
     # A number half way between two may go to either, as torch multiplies by the reciprocal of the scale.
     assert np.mean(np.abs(ours - theirs.detach().numpy()) > 1e-6) < 1e-4
@@ -38,7 +38,7 @@ def test_a_scale_for_each_output_is_torch_fake_quantize_per_channel(name):
     scales = np.max(np.abs(w), axis=0) * np.float32(1 / high)
     zeros = torch.zeros(64, dtype=torch.int32)
     theirs = torch.fake_quantize_per_channel_affine(torch.from_numpy(w), torch.from_numpy(scales), zeros, 1, low, high)
-    ours = rpx.Quantize(name, axis=-1).apply({"w": jnp.asarray(w)})["w"]
+    ours = rpx.FakeQuantized(name, axis=-1).apply({"w": jnp.asarray(w)})["w"]
     assert np.mean(np.abs(ours - theirs.numpy()) > 1e-6) < 1e-4
 
 
@@ -47,10 +47,10 @@ def test_a_scale_for_each_output_is_torch_fake_quantize_per_channel(name):
 def test_learned_steps_have_the_gradients_of_torch(name, share):
     w, (low, high) = weights(), RANGES[name]
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.Quantize(name, step="learned")
+    p = rpx.FakeQuantized(name, step="learned")
     raw = p.init({"w": jnp.asarray(w)})
-    step = share * raw["w"]["@quantize"]["step"]
-    raw["w"]["@quantize"]["step"] = step
+    step = share * raw["w"]["@fake_quantized"]["step"]
+    raw["w"]["@fake_quantized"]["step"] = step
     x = torch.from_numpy(w).requires_grad_()
     scale = torch.tensor([float(step[0, 0])], requires_grad=True)
     zero = torch.zeros(1, requires_grad=True)
@@ -58,7 +58,7 @@ def test_learned_steps_have_the_gradients_of_torch(name, share):
     theirs = torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, low, high, factor)
     theirs.backward(torch.from_numpy(upstream))
     assert np.mean(np.abs(p.apply(raw)["w"] - theirs.detach().numpy()) > 1e-6) < 1e-4
-    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@quantize"]
+    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@fake_quantized"]
     assert np.mean(np.asarray(grads["w"]) != x.grad.numpy()) < 1e-4
     np.testing.assert_allclose(grads["step"][0, 0], scale.grad.numpy()[0], rtol=2e-3)
 
@@ -66,17 +66,17 @@ def test_learned_steps_have_the_gradients_of_torch(name, share):
 def test_learned_steps_for_each_output_have_the_gradients_of_torch():
     w, (low, high) = weights(), RANGES["int4"]
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.Quantize("int4", axis=-1, step="learned")
+    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
     raw = p.init({"w": jnp.asarray(w)})
-    step = 0.5 * raw["w"]["@quantize"]["step"]
-    raw["w"]["@quantize"]["step"] = step
+    step = 0.5 * raw["w"]["@fake_quantized"]["step"]
+    raw["w"]["@fake_quantized"]["step"] = step
     x = torch.from_numpy(w).requires_grad_()
     scale = torch.from_numpy(np.array(step[0])).requires_grad_()
     zero = torch.zeros(64, requires_grad=True)
     factor = 1 / np.sqrt(256 * high)
     theirs = torch._fake_quantize_learnable_per_channel_affine(x, scale, zero, 1, low, high, factor)
     theirs.backward(torch.from_numpy(upstream))
-    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@quantize"]
+    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@fake_quantized"]
     np.testing.assert_allclose(grads["step"][0], scale.grad.numpy(), rtol=2e-3, atol=2e-4)
 
 
@@ -88,6 +88,6 @@ def test_mean_errors_by_blocks_are_those_of_qwix(name, bound, block):
         # Integers of qwix are scaled to half a number beyond the largest one, ours to the largest one.
         how = {"channelwise_axes": [1], "tiled_axes": {0: block}, "calibration_method": f"absmax,{bound}"}
         theirs = qwix.dequantize(qwix.quantize(w, name, **how))
-    ours = rpx.Quantize(name, block=block).apply({"w": w})["w"]
+    ours = rpx.FakeQuantized(name, block=block).apply({"w": w})["w"]
     errors = [float(jnp.mean(jnp.abs(x - w))) for x in (ours, theirs)]
     assert f"{errors[0]:.5g}" == f"{errors[1]:.5g}"

@@ -85,7 +85,7 @@ def promotion():
 
 @pytest.fixture
 def roles():
-    return rpx.roles(network)(LIKE, TOKENS, IMAGES)
+    return rpx.roles(network, LIKE, TOKENS, IMAGES)
 
 
 def torch_net():
@@ -100,10 +100,10 @@ def outputs(model):
 
 def test_a_state_dict_of_torch_is_read_and_loads_strictly_again(roles):
     net, p = torch_net(), rpx.WeightNorm(where="first/w|channels/w").on(roles)
-    raw = p.init(rpx.from_torch(rpx.Chain(), net.state_dict(), LIKE, names=NAMES, roles=roles))
+    raw = p.init(rpx.io.from_torch(rpx.Chain(), net.state_dict(), LIKE, names=NAMES, roles=roles))
     np.testing.assert_allclose(network(p.apply(raw), TOKENS, IMAGES), outputs(net), rtol=1e-4, atol=1e-5)
     moved = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), raw)
-    written = rpx.to_torch(p, moved, names=NAMES, roles=roles)
+    written = rpx.io.to_torch(p, moved, names=NAMES, roles=roles)
     for name in ("first", "channels"):
         torch.nn.utils.parametrizations.weight_norm(getattr(net, name))
     net.load_state_dict({name: torch.tensor(np.asarray(x)) for name, x in written.items()}, strict=True)
@@ -120,10 +120,10 @@ def test_an_adapter_of_peft_is_read_and_written_back_with_equal_bytes(roles, tmp
     model.save_pretrained(str(tmp_path / "theirs"))
     tensors = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
     config = json.loads((tmp_path / "theirs" / "adapter_config.json").read_text())
-    base = rpx.from_torch(rpx.Chain(), torch_net().state_dict(), LIKE, names=NAMES, roles=roles)
-    p, raw = rpx.from_peft(tensors, config, base, names=NAMES, roles=roles)
+    base = rpx.io.from_torch(rpx.Chain(), torch_net().state_dict(), LIKE, names=NAMES, roles=roles)
+    p, raw = rpx.io.from_peft(tensors, config, base, names=NAMES, roles=roles)
     np.testing.assert_allclose(network(p.fold(raw), TOKENS, IMAGES), outputs(model), rtol=1e-4, atol=1e-5)
-    again, written = rpx.to_peft(p, raw, names=NAMES, roles=roles)
+    again, written = rpx.io.to_peft(p, raw, names=NAMES, roles=roles)
     assert again.keys() == tensors.keys()
     for name, x in tensors.items():
         assert (again[name].shape, again[name].tobytes()) == (x.shape, x.tobytes()), name

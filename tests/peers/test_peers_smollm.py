@@ -63,7 +63,7 @@ def llama(params, config):
         tie_word_embeddings=True,
     )
     network = transformers.LlamaForCausalLM(own)
-    state = rpx.to_torch(rpx.Chain(), params, names=tuning.NAMES)
+    state = rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES)
     missing, unexpected = network.load_state_dict(
         {name: torch.from_numpy(x) for name, x in state.items()}, strict=False
     )
@@ -94,7 +94,7 @@ def test_peft_loads_the_adapter_of_the_scanned_model(p, tmp_path):
     base = p.fold(raw)  # rounded, if it is stored
     free, fixed = rpx.partition(raw)
     raw = rpx.combine(jax.tree.map(lambda x: x * 1.2 + 0.02, free), fixed)
-    written(tmp_path, *rpx.to_peft(p, raw, names=tuning.NAMES))
+    written(tmp_path, *rpx.io.to_peft(p, raw, names=tuning.NAMES))
     adapted = peft.PeftModel.from_pretrained(llama(base, config), tmp_path).eval()
     np.testing.assert_allclose(ours(p.fold(raw), TOKENS, config), theirs(adapted, TOKENS), atol=1e-4)
 
@@ -107,7 +107,7 @@ def test_a_batch_of_several_adapters_is_that_of_peft(tmp_path):
         adapters.append((p, raw))
         folder = tmp_path / f"{i}"
         folder.mkdir()
-        written(folder, *rpx.to_peft(p, raw, names=tuning.NAMES))
+        written(folder, *rpx.io.to_peft(p, raw, names=tuning.NAMES))
         if network is None:
             network = peft.PeftModel.from_pretrained(llama(params, TINY), folder, adapter_name="0")
         else:
@@ -139,7 +139,7 @@ def test_a_file_of_llama_cpp_is_read_in_the_order_of_transformers(tmp_path):
     writer.add_rope_freq_base(TINY.base)
     writer.add_layer_norm_rms_eps(TINY.epsilon)
     rows = {"attn_q": TINY.heads, "attn_k": TINY.groups}
-    for name, x in rpx.to_torch(rpx.Chain(), params, names=tuning.NAMES).items():
+    for name, x in rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES).items():
         their = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, TINY.layers).get_name(name, (".weight",))
         if heads := rows.get(their.split(".")[-2]):  # as llama.cpp's converter permutes them
             x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
@@ -170,8 +170,8 @@ def test_the_real_model_gives_the_logits_of_transformers_and_goes_back_bit_for_b
     text = "The capital of France is Paris, and in 1984 it didn't  rain.\n\ndef f(x):\n    return x"
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids) == text
-    state = rpx.to_torch(rpx.Chain(), params, names=tuning.NAMES)
-    back = rpx.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
+    state = rpx.io.to_torch(rpx.Chain(), params, names=tuning.NAMES)
+    back = rpx.io.from_torch(rpx.Chain(), state, params, names=tuning.NAMES)
     jax.tree.map(np.testing.assert_array_equal, back, params)
     got, wanted = ours(params, [ids], config), theirs(llama(params, config), [ids])
     np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max())
@@ -182,11 +182,11 @@ def test_the_real_model_with_a_tuned_adapter_is_that_of_peft(real, tmp_path):
     p = tuning.lora(8)
     free, fixed = rpx.partition(p.init(params, jax.random.key(0)))
     raw = rpx.combine(jax.tree.map(lambda x: x + 1e-3, free), fixed)
-    tensors, settings = rpx.to_peft(p, raw, names=tuning.NAMES)
+    tensors, settings = rpx.io.to_peft(p, raw, names=tuning.NAMES)
     written(tmp_path, tensors, settings)
     adapted = peft.PeftModel.from_pretrained(llama(params, config), tmp_path).eval()
     ids = [tokenizer.encode("A sentence that both of them read.").ids]
     wanted = theirs(adapted, ids)
     np.testing.assert_allclose(ours(p.fold(raw), ids, config), wanted, atol=1e-5 * np.abs(wanted).max())
-    _, read = rpx.from_peft(tensors, settings, params, names=tuning.NAMES)
+    _, read = rpx.io.from_peft(tensors, settings, params, names=tuning.NAMES)
     jax.tree.map(np.testing.assert_array_equal, rpx.partition(read)[0], rpx.partition(raw)[0])

@@ -234,11 +234,11 @@ def exchanged(style):
         if "orthogonal_map" in getattr(case.parametrize, "keywords", {})
     }
     with jax.enable_x64():
-        raw = rpx.from_torch(p, model.state_dict(), like, layouts=layouts, orthogonal_map=maps)
-        returned = rpx.to_torch(p, raw, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
+        raw = rpx.io.from_torch(p, model.state_dict(), like, layouts=layouts, orthogonal_map=maps)
+        returned = rpx.io.to_torch(p, raw, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
         kernels = tuple((name, case.name) for name, case in cases.items())
         stepped, effective = trained(p, kernels, raw, {name: ours(cases[name], x) for name, x in targets.items()})
-        written = rpx.to_torch(p, stepped, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
+        written = rpx.io.to_torch(p, stepped, layouts=convolutions | layouts, orthogonal_map=maps, style=style)
     loss_of_torch(model.train(), targets).backward()
     with torch.no_grad():
         for name, x in model.named_parameters():
@@ -300,7 +300,7 @@ def test_the_layouts_give_the_convolutions_of_torch():
     model = torch.nn.ModuleDict({"conv": conv(), "deconv": deconv(), "deconv of flax": deconv()}).double()
     axes, valid = ("NHWC", "HWIO", "NHWC"), {"strides": (1, 1), "padding": "VALID"}
     with jax.enable_x64():
-        got = rpx.from_torch(rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose"})
+        got = rpx.io.from_torch(rpx.Chain(), model.state_dict(), like, layouts={"deconv/kernel": "conv_transpose"})
         transposed = partial(jax.lax.conv_transpose, x, dimension_numbers=axes, **valid)
         outputs = {
             "conv": jax.lax.conv_general_dilated(x, got["conv"]["kernel"], (1, 1), "VALID", dimension_numbers=axes),
@@ -316,7 +316,7 @@ def test_the_layouts_give_the_convolutions_of_torch():
 def test_tensors_are_copied_and_keep_half_precision():
     module = torch.nn.Linear(2, 3).bfloat16()
     like = {"kernel": jnp.zeros((2, 3), jnp.bfloat16), "bias": jnp.zeros(3, jnp.bfloat16)}
-    got = rpx.from_torch(rpx.Chain(), module.state_dict(), like)
+    got = rpx.io.from_torch(rpx.Chain(), module.state_dict(), like)
     want = module.weight.detach().float().numpy().T
     with torch.no_grad():
         module.weight.zero_()
@@ -331,10 +331,10 @@ def test_the_classes_of_modules_give_the_transposed_convolutions_of_torch():
     for transposed in (False, True):
         options = {"padding": "VALID", "use_bias": False, "transpose_kernel": transposed}
         like = nnx.ConvTranspose(6, 6, (4,), rngs=nnx.Rngs(0), **options)
-        read = rpx.from_torch(rpx.Chain(), module.state_dict(), like)
+        read = rpx.io.from_torch(rpx.Chain(), module.state_dict(), like)
         np.testing.assert_allclose(read(channels_last).transpose(0, 2, 1), want, rtol=0, atol=1e-5)
     like = eqx.nn.ConvTranspose1d(6, 6, 4, use_bias=False, key=jax.random.key(0))
-    read = eqx.combine(rpx.from_torch(rpx.Chain(), module.state_dict(), like), like)
+    read = eqx.combine(rpx.io.from_torch(rpx.Chain(), module.state_dict(), like), like)
     np.testing.assert_allclose(read(jnp.asarray(x[0]))[None], want, rtol=0, atol=1e-5)
 
 
@@ -347,8 +347,8 @@ def test_modules_without_trivialization_load_what_is_written(map):
     like = {"a": {"kernel": np.eye(4), "bias": np.zeros(4)}, "b": {"kernel": np.eye(3, 5)}}
     p = rpx.Orthogonal("expm" if map == "matrix_exp" else map)
     with jax.enable_x64():
-        raw = rpx.from_torch(p, model.state_dict(), like, orthogonal_map=map)
-        state = rpx.to_torch(p, raw, orthogonal_map=map, style="no_trivialization")
+        raw = rpx.io.from_torch(p, model.state_dict(), like, orthogonal_map=map)
+        state = rpx.io.to_torch(p, raw, orthogonal_map=map, style="no_trivialization")
     before = {name: x.detach().numpy() for name, x in weights(model).items()}
     with torch.no_grad():
         model["a"].bias.zero_()
@@ -393,14 +393,14 @@ def test_orthogonal_with_torchs_defaults_gives_its_weights_there_and_back(map):
     p = matrices >> rpx.Orthogonal(map, where="conv/weight", stacked=(0, 1))
     options = {"layouts": {".*/weight": "same"}, "orthogonal_map": "default"}
     with jax.enable_x64():
-        raw = rpx.from_torch(p, model.state_dict(), like, **options)
+        raw = rpx.io.from_torch(p, model.state_dict(), like, **options)
         assert_weights(model, p.fold(raw))
         kernels = tuple((name, "weight") for name in like)
         for _ in range(10):
             targets = {name: np.random.default_rng(5).normal(size=like[name]["weight"].shape) for name in like}
             raw, _ = trained(p, kernels, raw, targets)
         for said in ({}, {"orthogonal_map": "default"}):
-            state = rpx.to_torch(p, raw, layouts={".*/weight": "same"}, **said)
+            state = rpx.io.to_torch(p, raw, layouts={".*/weight": "same"}, **said)
             model.load_state_dict({name: torch.from_numpy(x) for name, x in state.items()}, strict=True)
             assert_weights(model, p.fold(raw))
 
@@ -419,16 +419,16 @@ def test_a_trained_matrix_of_an_unknown_map_is_refused():
             "with that one.",
         ),
     ):
-        rpx.from_torch(rpx.Orthogonal(), state, like, layouts={".*/weight": "same"})
+        rpx.io.from_torch(rpx.Orthogonal(), state, like, layouts={".*/weight": "same"})
     with jax.enable_x64():
         p = rpx.Orthogonal("householder")
-        assert_weights(model, p.fold(rpx.from_torch(p, state, like, layouts={".*/weight": "same"})))
+        assert_weights(model, p.fold(rpx.io.from_torch(p, state, like, layouts={".*/weight": "same"})))
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_tensors_of_eight_bits_are_read(dtype):
     tensor = torch.tensor([0.5, -3.0, 448.0]).to(getattr(torch, dtype))
-    got = rpx.from_torch(rpx.Chain(), {"w": tensor}, {"w": jnp.zeros(3, getattr(jnp, dtype))})["w"]
+    got = rpx.io.from_torch(rpx.Chain(), {"w": tensor}, {"w": jnp.zeros(3, getattr(jnp, dtype))})["w"]
     assert got.dtype == getattr(jnp, dtype)
     np.testing.assert_array_equal(np.asarray(got, np.float32), tensor.float().numpy())
 
@@ -450,7 +450,7 @@ def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(kind):
     change, text = UNREADABLE[kind]
     x, like = torch.ones(2, 3), {"l": {"kernel": jnp.zeros((3, 2))}}
     with raises(ValueError, f"from_torch takes tensors of plain numbers, but 'l.weight' is {text}"):
-        rpx.from_torch(rpx.Chain(), {"l.weight": change(x)}, like)
+        rpx.io.from_torch(rpx.Chain(), {"l.weight": change(x)}, like)
 
 
 def test_two_names_of_one_parameter_are_a_tie():
@@ -458,8 +458,8 @@ def test_two_names_of_one_parameter_are_a_tie():
     model["out"].weight = model["embed"].weight
     p = rpx.Tie({"out/kernel": ("embed/embedding", jnp.transpose)}, unequal="overwrite")
     like = {"embed": {"embedding": np.zeros((4, 3), np.float32)}, "out": {"kernel": np.zeros((3, 4), np.float32)}}
-    raw = rpx.from_torch(p, model.state_dict(), like)
-    model.load_state_dict({name: torch.from_numpy(2 * x) for name, x in rpx.to_torch(p, raw).items()}, strict=True)
+    raw = rpx.io.from_torch(p, model.state_dict(), like)
+    model.load_state_dict({name: torch.from_numpy(2 * x) for name, x in rpx.io.to_torch(p, raw).items()}, strict=True)
     np.testing.assert_array_equal(
         2 * np.asarray(p.fold(raw)["out"]["kernel"]), model["embed"].weight.detach().numpy().T
     )

@@ -1,33 +1,69 @@
-"""The names at the top are few, and each public name has one home."""
+"""The names at the top are few, each public name has one home, and nothing is imported before it is named."""
 
+import ast
 import inspect
+import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from errors import raises
-from public import ALONE, FAMILIES, PUBLIC, ROOMS, TOP, TYPES, WRAPPED
+from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
 import reparax as rpx
+from reparax.core import names
 
 
-def test_the_top_has_few_names():
-    shown = [name for name in dir(rpx) if name[0] != "_" and name not in ROOMS]
-    assert sorted(shown) == sorted([*TOP, *FAMILIES, *(name for name in ALONE if name in shown)])
-    assert len({*TOP, *FAMILIES}) <= 70
+def in_a_new_process(code: str) -> list[str]:
+    """The lines that code prints in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_top_has_few_names_and_shows_them_alone():
+    assert dir(rpx) == sorted([*TOP, *FAMILIES, *WRAPPED])
+    assert len(dir(rpx)) <= 48
+    assert Counter(names.TOP).most_common(1)[0][1] == 1
 
 
 def test_each_name_has_one_family_and_the_top_has_the_same_objects():
-    homes = [
-        name
-        for family in FAMILIES.values()
-        for name, x in vars(family).items()
-        if name[0] != "_" and not inspect.ismodule(x)
-    ]
-    assert sorted(homes) == sorted(PUBLIC)
-    assert {name for name, x in TOP.items() if PUBLIC.get(name) is not x} == set()
-    assert {*FAMILIES, *ALONE}.isdisjoint(PUBLIC)
+    homes = Counter(name for family in FAMILIES for name in names.FAMILIES[family].names)
+    assert {name for name, count in homes.items() if count > 1} == set()
+    assert {name for name, x in TOP.items() if PUBLIC[name] is not x} == set()
+    assert {*FAMILIES, *WRAPPED, *names.ALONE}.isdisjoint(PUBLIC)
+
+
+def defined(module: object) -> set[str]:
+    """The public names that a module defines or imports for its users, read from its text."""
+    found = set[str]()
+    for node in ast.parse(Path(inspect.getfile(module)).read_text()).body:
+        match node:
+            case ast.ImportFrom():
+                found |= {x.name for x in node.names if x.asname == x.name}
+            case ast.FunctionDef() | ast.ClassDef() if not node.name.startswith("_"):
+                found |= {node.name}
+            case _:
+                pass
+    return found
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WRAPPED])
+def test_a_family_defines_and_shows_the_names_of_the_table(family):
+    module = getattr(rpx, family)
+    assert module.__name__ == names.FAMILIES[family].module
+    assert sorted(defined(module)) == sorted(names.FAMILIES[family].names)
+    assert [name for name in dir(module) if name[0] != "_"] == sorted(names.FAMILIES[family].names)
+
+
+def test_type_checkers_see_the_names_of_the_table():
+    tree = ast.parse(Path(rpx.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = [(node.module, x.name) for node in block.body for x in node.names if x.asname == x.name]
+    homes = {name: names.FAMILIES[family].module for name, family in names.family_of().items()}
+    modules = [tuple(module.rsplit(".", 1)) for module, _ in names.FAMILIES.values()]
+    assert sorted(seen) == sorted([*modules, *((homes[name], name) for name in names.TOP)])
 
 
 def test_help_is_a_map_of_all_families():
@@ -36,20 +72,65 @@ def test_help_is_a_map_of_all_families():
     for family, text in shown:
         named = re.findall(r"``(\w+)``", text)
         assert named
-        assert [name for name in named if not hasattr(getattr(rpx, family), name)] == []
+        assert [name for name in named if name not in names.FAMILIES[family].names] == []
+
+
+def test_nothing_of_a_family_is_imported_before_it_is_named():
+    code = (
+        "import json, sys\n"
+        "import reparax as rpx\n"
+        "def loaded(): return sorted(name for name in sys.modules if name.startswith('reparax.'))\n"
+        "print(json.dumps(loaded()))\n"
+        "rpx.WeightNorm() >> rpx.VarNoise(0.1)\n"
+        "print(json.dumps(loaded()))"
+    )
+    first, used = map(json.loads, in_a_new_process(code))
+    assert first == ["reparax.core", "reparax.core.names"]
+    assert {name.split(".")[1] for name in used} == {"core", "numerics", "stages"}
+    assert {name.split(".")[2] for name in used if name.startswith("reparax.stages.")} == {"norms", "noise"}
+
+
+NEW = f"import sys; sys.path[:0] = {sys.path!r}; import reparax as rpx, jax, jax.numpy as jnp\n"
+
+
+def test_a_chain_and_a_raw_tree_of_a_family_that_was_never_imported_are_read():
+    code = (
+        'text = \'{"reparax": 1, "stages": [{"class": "reparax.RigL", "sparsity": 0.5}]}\'\n'
+        "print(rpx.from_json(text))\n"
+        "print(rpx.partition({'w': {'@low_rank': {'u': jnp.ones((3, 1)), 'v': jnp.ones((1, 2))}}})[0]['w'].keys())\n"
+    )
+    assert in_a_new_process(NEW + code) == ["RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
+
+
+def test_a_stage_of_yours_has_the_same_marker_whether_ours_of_its_name_was_imported_or_not():
+    code = "class Tie(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\nprint(Tie.kind)"
+    assert in_a_new_process(NEW + code) == in_a_new_process(NEW + "rpx.shared.Tie\n" + code) == ["main_tie"]
+
+
+def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
+    code = (
+        "import importlib, pkgutil\n"
+        "def every(x):\n"
+        "    for each in pkgutil.walk_packages(rpx.__path__, 'reparax.'):\n"
+        "        importlib.import_module(each.name)\n"
+        "    return x\n"
+        "with jax.checking_leaks(): jax.eval_shape(every, 1.0)\n"
+        "print('reparax.stages.norms' in sys.modules)"
+    )
+    assert in_a_new_process(NEW + code) == ["True"]
 
 
 def test_the_package_needs_no_library_until_its_module_is_named():
     """In a process of its own, where these libraries cannot be imported."""
-    hidden = "import sys\nfor name in ('flax', 'equinox', 'haiku'): sys.modules[name] = None\nimport reparax as rpx\n"
-    ask = (
+    code = (
+        "import sys\nfor name in ('flax', 'equinox', 'haiku'): sys.modules[name] = None\nimport reparax as rpx\n"
         "assert not {'nnx', 'linen', 'equinox', 'haiku'} & set(dir(rpx))\n"
+        "import pydoc; assert 'WeightNorm' in pydoc.render_doc(rpx)\n"
         "for name in ('nnx', 'linen', 'equinox', 'haiku'):\n"
         "    try: getattr(rpx, name)\n"
         "    except ModuleNotFoundError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", hidden + ask], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == [
+    assert in_a_new_process(code) == [
         f"rpx.{name} needs {library}, which is not installed. Write `pip install {package}`."
         for name, library, package in [
             ("nnx", "flax", "flax"),
@@ -62,10 +143,9 @@ def test_the_package_needs_no_library_until_its_module_is_named():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_name_that_left_the_top_says_where_it_lives(family):
-    for name, x in vars(FAMILIES[family]).items():
-        if name[0] != "_" and name not in TOP and not inspect.ismodule(x):
-            with raises(AttributeError, f"reparax has no {name!r} at the top: it is `rpx.{family}.{name}`."):
-                getattr(rpx, name)
+    for name in set(names.FAMILIES[family].names) - set(TOP):
+        with raises(AttributeError, f"reparax has no {name!r} at the top: it is `rpx.{family}.{name}`."):
+            getattr(rpx, name)
 
 
 def test_signatures_name_types_and_no_private_modules():
@@ -79,7 +159,7 @@ def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():
     p = rpx.matrices.AlmostOrthogonal(0.25) >> rpx.WeightNorm()
     text = "AlmostOrthogonal(radius=0.25) >> WeightNorm()"
     assert repr(p) == text
-    assert eval(text, {**vars(rpx), **vars(rpx.matrices)}) == p
+    assert eval(text, PUBLIC) == p
     written = (
         '{"reparax": 1, "stages": '
         '[{"class": "reparax.AlmostOrthogonal", "radius": 0.25}, {"class": "reparax.WeightNorm"}]}'

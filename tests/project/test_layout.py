@@ -25,7 +25,7 @@ ALLOWED = {
     "axes": {"core", "numerics", "programs"},
     "models": {"core", "numerics", "training"},
     "io": {"core", "numerics", "stages"},
-    "testing": {"core", "numerics", "training", "axes"},
+    "testing": {"core", "numerics", "training"},
 }
 """What each folder may import."""
 FAMILIES = ["noise", "norms", "numbers", "matrices", "sparse", "shared", "adapters", "quantized"]

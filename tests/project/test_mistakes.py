@@ -85,4 +85,4 @@ def test_the_words_of_others_lead_to_words_that_exist():
     assert taken.isdisjoint(ARGUMENTS.keys() - {"alpha", "axis", "scale"})
     for name, text in NAMES_OF_OTHERS.items():
         assert name not in PUBLIC
-        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write(vars(rpx)).values()), text
+        assert set(re.findall(r"rpx\.[\w.]+", text)) <= set(how_to_write().values()), text

@@ -214,21 +214,21 @@ STAGES = {
     "softplus": (rpx.Positive(), TALL, jax.nn.softplus),
     "exp": (rpx.Positive("exp"), TALL, jnp.exp),
     "square": (rpx.Positive("square"), TALL, jnp.square),
-    "bounded": (rpx.Bounded(-1, 3), TALL, lambda x: 4 * jax.nn.sigmoid(x) - 1),
+    "bounded": (rpx.numbers.Bounded(-1, 3), TALL, lambda x: 4 * jax.nn.sigmoid(x) - 1),
     "elementwise": (rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh), TALL, jnp.sinh),
-    "scale": (rpx.Scale(0.5), TALL, lambda x: x / 2),
+    "scale": (rpx.numbers.Scale(0.5), TALL, lambda x: x / 2),
     "simplex": (rpx.numbers.Simplex(), TALL, jax.nn.softmax),
     "sphere": (rpx.norms.Sphere(radius=2.0), TALL, lambda v: 2 * unit(v, -1)),
     "max norm": (rpx.norms.MaxNorm(0.5), TALL, max_norm),
     "poincare ball": (rpx.norms.PoincareBall(), TALL, poincare_ball),
     "weight standardization": (rpx.norms.WeightStandardization(), TALL, standardization),
     "mask": (rpx.Mask(), TALL, masked),
-    "n of m": (rpx.sparse.NofM(1, 2), TALL, masked),
-    "magnitude prune": (rpx.MagnitudePrune(0.5), TALL, masked),
-    "prune of columns": (rpx.MagnitudePrune(0.5, axis=-1), TALL, masked),
-    "random prune": (rpx.sparse.RandomPrune(0.5), TALL, masked),
+    "n of m": (rpx.sparse.NByM(1, 2), TALL, masked),
+    "magnitude prune": (rpx.MagnitudePruning(0.5), TALL, masked),
+    "prune of columns": (rpx.MagnitudePruning(0.5, axis=-1), TALL, masked),
+    "random prune": (rpx.sparse.RandomPruning(0.5), TALL, masked),
     "set": (rpx.sparse.SET(0.5), TALL, masked),
-    "global prune": (rpx.sparse.GlobalPrune(0.5), TALL, masked),
+    "global prune": (rpx.sparse.GlobalMagnitudePruning(0.5), TALL, masked),
     "freeze": (rpx.Freeze(), TALL, lambda w: w),
     "fibration": (rpx.matrices.Fibration(jnp.transpose, jnp.transpose), TALL, jnp.transpose),
     "cayley": (rpx.Orthogonal(), TALL, cayley),
@@ -259,7 +259,7 @@ STAGES = {
     "definite by cholesky": (rpx.matrices.PositiveDefinite(), definite()["square"], cholesky),
     "definite by expm": (rpx.matrices.PositiveDefinite("expm"), SQUARE, exponential_of_symmetric),
     "semidefinite": (rpx.matrices.PositiveSemidefinite(), SQUARE, lambda x: x @ x.T),
-    "cast": (rpx.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),
+    "cast": (rpx.quantized.Cast("bfloat16"), TALL, lambda w: w.astype(jnp.bfloat16)),
 }
 
 
@@ -355,7 +355,7 @@ def positive_length_tied(raw, key):
 
 ONE, TWO, TIED, VECTOR = {"a": TALL}, {"a": TALL, "c": WIDE}, {"a": TALL, "b": TALL.T}, {"w": TALL, "b": TALL[0]}
 TIE = rpx.Tie({"b": ("a", jnp.transpose)}, unequal="overwrite")
-CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
+CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16")
 
 CHAINS = {
     "noise": (rpx.VarNoise(0.075), TWO, noise),
@@ -411,8 +411,11 @@ IDENTITIES = {
     "empty": rpx.Chain(),
     "means of noise and dropout": (rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2)).deterministic,
     "frozen": rpx.Freeze(),
-    "cast to what it is": rpx.Cast("float32"),
-    "all of them": rpx.Freeze() >> rpx.Cast("float32") >> rpx.Scale(1) >> rpx.VarNoise(0.1).deterministic,
+    "cast to what it is": rpx.quantized.Cast("float32"),
+    "all of them": rpx.Freeze()
+    >> rpx.quantized.Cast("float32")
+    >> rpx.numbers.Scale(1)
+    >> rpx.VarNoise(0.1).deterministic,
 }
 
 

@@ -31,9 +31,9 @@ STAGES = {
     "poincare": (rpx.norms.PoincareBall(along=-1, where="w"), 1, REAL, 0),
     "standardization": (rpx.norms.WeightStandardization(axis=(), where="w"), 1, ANY, 2),
     "simplex": (rpx.numbers.Simplex(along=-1), 1, REAL, 0),
-    "pruning of slices": (rpx.MagnitudePrune(0.5, axis=-1, where="w"), 1, ANY, 0),
+    "pruning of slices": (rpx.MagnitudePruning(0.5, axis=-1, where="w"), 1, ANY, 0),
     "freeze": (rpx.Freeze(), 0, ANY, 0),
-    "cast": (rpx.Cast("float32"), 0, REAL, 0),
+    "cast": (rpx.quantized.Cast("float32"), 0, REAL, 0),
     "chain": (rpx.WeightNorm(where="w") >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1, where="w"), 1, ANY, 0),
 }
 

@@ -40,7 +40,7 @@ def decaying(tree):
         (rpx.matrices.Invertible(where="square/kernel"), {"up/kernel"}),
         (rpx.Freeze() >> rpx.LoRA(2, where="up/kernel"), {"up/kernel/@lora/a", "up/kernel/@lora/b"}),
         (rpx.LowRank(2, where="up/kernel"), {"up/kernel/@low_rank/u", "up/kernel/@low_rank/v", "square/kernel"}),
-        (rpx.MagnitudePrune(0.5, where="up/kernel"), {"up/kernel/@magnitude_prune/w", "square/kernel"}),
+        (rpx.MagnitudePruning(0.5, where="up/kernel"), {"up/kernel/@magnitude_pruning/w", "square/kernel"}),
     ],
     ids=lambda value: repr(value) if isinstance(value, rpx.Parametrization) else "",
 )

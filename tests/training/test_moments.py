@@ -53,13 +53,13 @@ def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, m
 
 
 def test_values_of_earlier_stages_under_the_mask_are_reset_too():
-    p = rpx.WeightNorm() >> rpx.MagnitudePrune(0.5)
+    p = rpx.WeightNorm() >> rpx.MagnitudePruning(0.5)
     tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
     before, state = trained(p, tx, {"w": np.float32([[4, 1], [3, 2]])}, 1.0)
     node = {"mask": np.float32([[0, 1], [1, 1]])}
-    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": node}}}
-    trace = rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
-    old = state[0].trace["w"]["@magnitude_prune"]["w"]["@weight_norm"]
+    after = {"w": {"@magnitude_pruning": {**before["w"]["@magnitude_pruning"], "@fixed": node}}}
+    trace = rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_pruning"]["w"]["@weight_norm"]
+    old = state[0].trace["w"]["@magnitude_pruning"]["w"]["@weight_norm"]
     np.testing.assert_array_equal(trace["v"], np.where([[0, 1], [0, 1]], 0, old["v"]))
     np.testing.assert_array_equal(trace["g"], old["g"])
 
@@ -76,12 +76,12 @@ def test_an_entry_under_two_masks_is_reset_where_either_lets_it_in():
 
 
 def test_slices_that_come_back_are_reset_as_a_whole():
-    p = rpx.MagnitudePrune(0.5, axis=-1)
+    p = rpx.MagnitudePruning(0.5, axis=-1)
     tx = rpx.optimizer(optax.sgd(0.1, momentum=0.9))
     before, state = trained(p, tx, {"w": np.float32([[4, 1], [3, 2]])}, 1.0)
     mask = np.ones((1, 2), np.float32)
-    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": mask}}}}
-    trace = np.asarray(rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_prune"]["w"])
+    after = {"w": {"@magnitude_pruning": {**before["w"]["@magnitude_pruning"], "@fixed": {"mask": mask}}}}
+    trace = np.asarray(rpx.training.reset_moments(state, before, after)[0].trace["w"]["@magnitude_pruning"]["w"])
     np.testing.assert_array_equal(trace[:, 1], 0)
     assert (trace[:, 0] != 0).all()
 
@@ -108,12 +108,12 @@ def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
 
 
 def test_values_that_do_not_lie_as_the_mask_does_keep_their_moments():
-    p = rpx.LoRA(4) >> rpx.MagnitudePrune(0.5)
+    p = rpx.LoRA(4) >> rpx.MagnitudePruning(0.5)
     before = init(p, {"w": COUNTED}, jax.random.key(0))
     mask = np.ones((4, 4), np.float32)
-    after = {"w": {"@magnitude_prune": {**before["w"]["@magnitude_prune"], "@fixed": {"mask": mask}}}}
+    after = {"w": {"@magnitude_pruning": {**before["w"]["@magnitude_pruning"], "@fixed": {"mask": mask}}}}
     state = jax.tree.map(np.ones_like, optax.trace(0.9).init(rpx.partition(before)[0]))
-    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_prune"]["w"]["@lora"]
+    got = rpx.training.reset_moments(state, before, after).trace["w"]["@magnitude_pruning"]["w"]["@lora"]
     assert (got["a"] == 1).all()
     assert (got["b"] == 1).all()
 

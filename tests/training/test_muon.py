@@ -101,7 +101,7 @@ def test_arrays_that_are_used_in_several_ways_or_in_part_go_to_adam():
         x = jnp.tanh(params["tied"][tokens] @ params["summed"].sum(0))  # nothing says what the first axis is
         return x @ params["plain"] @ params["tied"].T
 
-    roles = rpx.roles(forward)(params, X)
+    roles = rpx.roles(forward, params, X)
     assert (roles["tied"].inputs, roles["tied"].outputs) == ((0, 1), (0, 1))
     assert (roles["summed"].inputs, roles["summed"].outputs) == ((1,), (2,))
     assert found_by_path(muon_axes(forward, params, X)) == {"plain": ((0,), (1,))}

@@ -23,7 +23,7 @@ import reparax as rpx
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
-DECAYED = functools.partial(rpx.labels, main=True, aux=False, fixed=False)
+DECAYED = functools.partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
 def _relaxed(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -129,7 +129,7 @@ PARTLY_FIXED = [
 @pytest.mark.parametrize("p", mostly_thorough(PARTLY_FIXED, PARTLY_FIXED[1], PARTLY_FIXED[4]), ids=repr)
 def test_optax_partition_by_labels_never_moves_a_fixed_value(p: rpx.Parametrization, key: Array) -> None:
     transforms = {"free": _relaxed(optax.adamw(0.1, weight_decay=0.5)), "fixed": optax.set_to_zero()}
-    tx = optax.partition(transforms, rpx.labels)
+    tx = optax.partition(transforms, rpx.training.param_labels)
     raw = init(p, _params())
     trained, _ = _trained(p, tx, raw, tx.init(raw), key, 3)
     _assert_identical(rpx.partition(trained)[1], rpx.partition(raw)[1])
@@ -212,7 +212,7 @@ def test_the_ema_of_optax_averages_free_values_without_bias() -> None:
 
 def _muon_numbers(raw: Any) -> Any:
     """Matrices that are main values go to muon; all others, such as the lengths of weight norm, to adam."""
-    main = rpx.labels(raw, main=True, aux=False, fixed=False)
+    main = rpx.training.param_labels(raw, main=True, aux=False, fixed=False)
     matrix = optax.contrib.MuonDimensionNumbers()
     return jax.tree.map(lambda is_main, w: matrix if is_main and w.ndim == 2 else None, main, raw)
 
@@ -498,7 +498,7 @@ def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> N
 
 def test_spectral_norm_advances_inside_the_jitted_step() -> None:
     p = rpx.SpectralNorm()
-    tx = optax.partition({"free": optax.sgd(0.1), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": optax.sgd(0.1), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
 
     @jax.jit
     def step(raw: Any, state: Any) -> tuple[Any, Any]:
@@ -535,7 +535,7 @@ def test_update_changes_fixed_values_alone() -> None:
 
 def test_train_state_goes_through_bytes(key: Array) -> None:
     p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
-    tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
     state = TrainState.create(apply_fn=p.apply, params=init(p, _params()), tx=tx)
     state = state.apply_gradients(grads=jax.jit(jax.grad(functools.partial(_loss, p)))(state.params))
     fresh = TrainState.create(apply_fn=p.apply, params=_zeros(state.params), tx=tx)

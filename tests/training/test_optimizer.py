@@ -21,11 +21,11 @@ import reparax as rpx
 P = (
     rpx.Freeze(where="frozen")
     >> rpx.Orthogonal(where="turn")
-    >> rpx.MagnitudePrune(0.5, where="sparse")
+    >> rpx.MagnitudePruning(0.5, where="sparse")
     >> rpx.SpectralNorm(where="spectral")
 )
 P_NONE = jax.sharding.PartitionSpec()
-DECAYED = partial(rpx.labels, main=True, aux=False, fixed=False)
+DECAYED = partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
     "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), adamw()),
     "apply_if_finite": lambda: optax.apply_if_finite(adamw(), 3),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-2, weight_decay=0.1),
-    "partition": lambda: optax.partition({"free": adamw()}, rpx.labels),
+    "partition": lambda: optax.partition({"free": adamw()}, rpx.training.param_labels),
     "centralized": lambda: optax.chain(optax.centralize(), optax.lion(1e-2, weight_decay=0.1)),
     "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1),
     "adafactor": lambda: optax.adafactor(1e-2, weight_decay_rate=0.1, min_dim_size_to_factor=2),
@@ -131,7 +131,7 @@ def test_what_it_wraps_never_sees_fixed_values(wrapped: str) -> None:
     after, state = trained(rpx.optimizer(INSIDE[wrapped]()), raw, 6)
     assert bits(rpx.partition(after)[1]) == bits(rpx.partition(raw)[1])
     assert not any("@fixed" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state))
-    assert (after["sparse"]["@magnitude_prune"]["w"] != raw["sparse"]["@magnitude_prune"]["w"]).any()
+    assert (after["sparse"]["@magnitude_pruning"]["w"] != raw["sparse"]["@magnitude_pruning"]["w"]).any()
 
 
 OUTSIDE: dict[str, Callable[[], Any]] = {
@@ -156,7 +156,7 @@ def test_what_is_around_it_adds_zero_to_fixed_values(around: str) -> None:
     raw = init(P, params())
     after, _ = trained(OUTSIDE[around](), raw, 6)
     jax.tree.map(np.testing.assert_array_equal, rpx.partition(after)[1], rpx.partition(raw)[1])
-    weights = [np.asarray(tree["sparse"]["@magnitude_prune"]["w"]) for tree in (raw, after)]
+    weights = [np.asarray(tree["sparse"]["@magnitude_pruning"]["w"]) for tree in (raw, after)]
     assert (weights[0] != weights[1]).any()
 
 

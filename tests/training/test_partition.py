@@ -31,7 +31,7 @@ def assert_parted(raw: Any, free: set[str]) -> None:
     whole = rpx.combine(*parts)
     assert jax.tree.structure(whole) == jax.tree.structure(raw)
     assert all(x is y for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(raw), strict=True))
-    named = zip(tree_leaves_with_path(raw), jax.tree.leaves(rpx.labels(raw)), strict=True)
+    named = zip(tree_leaves_with_path(raw), jax.tree.leaves(rpx.training.param_labels(raw)), strict=True)
     labelled = {keystr(path, simple=True, separator="/") for (path, _), label in named if label == "free"}
     assert {name.removesuffix("/value") for name in labelled} == free
 
@@ -129,7 +129,7 @@ def test_an_array_beside_params_is_a_parameter_and_a_collection_beside_them_is_s
 @pytest.mark.parametrize("fixed", ["no", False])
 def test_labels_of_the_caller_stand_for_all_that_does_not_train(fixed: Any) -> None:
     raw = rpx.WeightNorm(where="w").init({"w": jnp.ones((2, 2)), "steps": jnp.int32(1), "f": jnp.tanh})
-    labels = rpx.labels(raw, main="main", aux="aux", fixed=fixed)
+    labels = rpx.training.param_labels(raw, main="main", aux="aux", fixed=fixed)
     assert labels == {"w": {"@weight_norm": {"g": "aux", "v": "main"}}, "steps": fixed, "f": fixed}
 
 

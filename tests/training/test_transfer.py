@@ -61,7 +61,7 @@ def test_the_same_chain_keeps_every_value(p):
     ("old", "new"),
     [
         (rpx.WeightNorm(where="a/kernel"), rpx.WeightNorm()),
-        (rpx.WeightNorm(where="a/kernel"), rpx.Scale(2.0, where="b/.*") >> rpx.WeightNorm(where="a/.*l")),
+        (rpx.WeightNorm(where="a/kernel"), rpx.numbers.Scale(2.0, where="b/.*") >> rpx.WeightNorm(where="a/.*l")),
         (rpx.WeightNorm(), rpx.WeightNorm(where="a/kernel") >> rpx.LowRank(4, where="b/kernel")),
         (rpx.WeightNorm(), rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.Orthogonal(where="b/kernel")),
     ],
@@ -92,9 +92,12 @@ class Half(rpx.Perturbation):
 
 
 IN_PLACE = [
-    (rpx.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.Cast("bfloat16")),
-    (rpx.Cast("bfloat16") >> rpx.Quantize("int8"), rpx.Cast("bfloat16") >> rpx.Quantize("int8")),
-    (rpx.Quantize("int8", where="a/kernel"), rpx.Quantize("int8") >> rpx.VarNoise(0.1)),
+    (rpx.quantized.Cast("bfloat16"), rpx.VarNoise(0.1) >> rpx.quantized.Cast("bfloat16")),
+    (
+        rpx.quantized.Cast("bfloat16") >> rpx.FakeQuantized("int8"),
+        rpx.quantized.Cast("bfloat16") >> rpx.FakeQuantized("int8"),
+    ),
+    (rpx.FakeQuantized("int8", where="a/kernel"), rpx.FakeQuantized("int8") >> rpx.VarNoise(0.1)),
     (Half(), Half() >> rpx.VarNoise(0.1)),
     (Half() >> rpx.WeightNorm() >> Half(where="b/.*"), Half() >> rpx.WeightNorm() >> Half()),
     (rpx.Gaussian(0.1), rpx.Gaussian(0.1, where=".*") >> rpx.VarNoise(0.1)),
@@ -119,7 +122,7 @@ def test_a_transfer_that_is_not_compiled_keeps_what_stages_change_in_place(chain
 
 def test_an_array_that_other_stages_change_in_place_starts_from_the_weights():
     raw = moved(Half().init(PARAMS))
-    for new in (rpx.Chain(), rpx.Cast("float32")):
+    for new in (rpx.Chain(), rpx.quantized.Cast("float32")):
         assert_equal(rpx.transfer(Half(), new, raw), Half().fold(raw))
 
 
@@ -156,8 +159,8 @@ def test_a_stage_in_front_keeps_what_it_does_not_take():
         (rpx.Chain(), rpx.WeightNorm()),
         (rpx.Freeze() >> rpx.WeightNorm(), rpx.WeightNorm()),
         (rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=0)),
-        (rpx.Scale(2.0) >> rpx.WeightNorm(), rpx.Scale(3.0) >> rpx.WeightNorm()),
-        (rpx.Scale(2.0) >> rpx.WeightNorm(axis=-1), rpx.Scale(2.0) >> rpx.WeightNorm(axis=0)),
+        (rpx.numbers.Scale(2.0) >> rpx.WeightNorm(), rpx.numbers.Scale(3.0) >> rpx.WeightNorm()),
+        (rpx.numbers.Scale(2.0) >> rpx.WeightNorm(axis=-1), rpx.numbers.Scale(2.0) >> rpx.WeightNorm(axis=0)),
     ],
     ids=repr,
 )
@@ -202,7 +205,7 @@ def test_traced_weights_cannot_be_compared_and_need_no_comparison_where_nothing_
     for same in (old, rpx.Chain(), rpx.VarNoise(0.1) >> old):
         jax.eval_shape(lambda raw, same=same: rpx.transfer(old, same, raw), raw)
     with pytest.raises(ValueError, match=r"new values of 'a/bias', 'a/kernel', 'b/kernel'\. Call"):
-        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.Cast("bfloat16"), raw), PARAMS)
+        jax.eval_shape(lambda raw: rpx.transfer(rpx.Chain(), rpx.quantized.Cast("bfloat16"), raw), PARAMS)
 
 
 class Stretched(rpx.Perturbation):
@@ -239,7 +242,7 @@ def test_freezing_keeps_what_is_frozen():
 
 
 def test_numbers_over_the_whole_tree_become_numbers_by_array():
-    p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
+    p = rpx.numbers.Scale(2.0, where="a/kernel") >> rpx.numbers.Scale(3.0, where="b/kernel")
     raw = p.init(PARAMS)
     before = {**raw, "a": {**raw["a"], "kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
     assert_equal(rpx.transfer(p, p, before), raw)
@@ -282,7 +285,7 @@ def test_moments_of_values_that_stay_are_kept_and_others_start_at_zero():
 
 
 def test_moments_of_an_array_stay_where_numbers_of_other_arrays_change():
-    old, new = (rpx.Scale({"a/.*": 3.0, "b/.*": scale}, where=".*/kernel") for scale in (3.0, 5.0))
+    old, new = (rpx.numbers.Scale({"a/.*": 3.0, "b/.*": scale}, where=".*/kernel") for scale in (3.0, 5.0))
     state = trained(optax.adam(1e-3), init(old, PARAMS))
     got = transferred(old, new, state)
     assert_equal(got[0].mu["a"], state[0].mu["a"])
@@ -401,13 +404,13 @@ FROZEN = rpx.Freeze(where="b/kernel")
 
 
 def by_role(raw):
-    return rpx.labels(raw, main="main", aux="aux")
+    return rpx.training.param_labels(raw, main="main", aux="aux")
 
 
 PARTIAL = {
-    "partition": optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels),
+    "partition": optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels),
     "ours around partition": rpx.optimizer(
-        optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+        optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
     ),
     "ours in multi steps": optax.MultiSteps(rpx.optimizer(optax.adam(1e-3)), 2).gradient_transformation(),
     "without moments": optax.sgd(1e-3),
@@ -425,7 +428,7 @@ def test_what_has_no_moment_stays_so(name):
     jax.eval_shape(tx.update, transferred(old, new, raw), got, transferred(old, new, raw))
 
 
-@pytest.mark.parametrize(("old", "new"), [(rpx.Chain(), NEW), (rpx.VarNoise(0.1), rpx.Scale(2.0))], ids=repr)
+@pytest.mark.parametrize(("old", "new"), [(rpx.Chain(), NEW), (rpx.VarNoise(0.1), rpx.numbers.Scale(2.0))], ids=repr)
 def test_hyperparameters_in_a_state_are_no_moments(old, new):
     tx, raw = optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), init(old, PARAMS)
     state = trained(tx, raw)
@@ -445,7 +448,9 @@ SOME = {
     "by role": optax.partition(
         {"main": optax.adam(1e-3), "aux": optax.sgd(1e-3, momentum=0.9), "fixed": optax.set_to_zero()}, by_role
     ),
-    "masked": optax.masked(optax.adam(1e-3), lambda raw: rpx.labels(raw, main=True, aux=False, fixed=False)),
+    "masked": optax.masked(
+        optax.adam(1e-3), lambda raw: rpx.training.param_labels(raw, main=True, aux=False, fixed=False)
+    ),
     "of other shapes": optax.adafactor(1e-3, min_dim_size_to_factor=2),
 }
 

@@ -197,7 +197,9 @@ TABLE = {"embed": normal(100, 32), "hidden": normal(32, 32)}
 CONTEXTS = {
     "dense": lambda: Context(dense, DENSE, X),
     "a tied table": lambda: Context(tied, TABLE, IDS),
-    "differences of low rank on a tied table": lambda: Context(tied, TABLE, IDS, rpx.LowRank(2) >> rpx.Delta()),
+    "differences of low rank on a tied table": lambda: Context(
+        tied, TABLE, IDS, rpx.LowRank(2) >> rpx.adapters.Delta()
+    ),
     "scanned layers": lambda: Context(scanned, STACKED, X, STACKED_LORA),
     "one scanned layer": lambda: Context(scanned, {"w": STACKED["w"][:1]}, X, STACKED_LORA),
     "a recurrent network": lambda: Context(
@@ -227,11 +229,11 @@ CONTEXTS = {
     "DoRA": lambda: Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm(detach=True)),
     "weight norm of low rank": lambda: Context(one, W, X, rpx.LoRA(2) >> rpx.WeightNorm()),
     "weight norm": lambda: Context(one, W, X, rpx.Freeze() >> rpx.WeightNorm()),
-    "a gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.Gain(axis=-1)),
-    "one gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.Gain()),
+    "a gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.adapters.Gain(axis=-1)),
+    "one gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.adapters.Gain()),
     "two adapters": lambda: Context(one, W, normal(2048, 32), rpx.LoRA(1) >> rpx.LoRA(1)),
-    "integers in blocks": lambda: Context(one, W, X, rpx.Stored("int8", block=8) >> rpx.LoRA(2)),
-    "nf4": lambda: Context(one, W, X, rpx.Stored("nf4", block=8) >> rpx.LoRA(2)),
+    "integers in blocks": lambda: Context(one, W, X, rpx.Quantized("int8", block=8) >> rpx.LoRA(2)),
+    "nf4": lambda: Context(one, W, X, rpx.Quantized("nf4", block=8) >> rpx.LoRA(2)),
     "a Kronecker product": lambda: Context(one, W, X, rpx.matrices.Kronecker((4, 4))),
     "low rank": lambda: Context(one, W, X, rpx.LowRank(2)),
     "singular values": lambda: Context(one, W, X, rpx.matrices.FixedRank(2)),
@@ -241,7 +243,7 @@ CONTEXTS = {
         lambda w, x: squares(x @ w["w"].T),
         {"w": normal(255, 255) / 16},
         normal(64, 255),
-        rpx.matrices.Circulant() >> rpx.Gain(axis=0),
+        rpx.matrices.Circulant() >> rpx.adapters.Gain(axis=0),
     ),
     "one scanned circulant layer": lambda: Context(
         scanned, {"w": normal(1, 256, 256) / 16}, normal(64, 256), rpx.matrices.Circulant(stacked=0)

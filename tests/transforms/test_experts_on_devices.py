@@ -93,7 +93,7 @@ def test_factors_give_the_gradients_of_one_device(mesh, layout):
 @every_layout
 def test_each_row_draws_for_itself_on_all_devices(mesh, layout):
     p, layer = rpx.VarNoise(0.3), layout(mesh)
-    draw = rpx.local(lambda params, key, x: layer(p.apply(params, key)["w"], x))
+    draw = rpx.transforms.local(lambda params, key, x: layer(p.apply(params, key)["w"], x))
     y = jax.jit(lambda keys, x: lax.map(lambda key: draw({"w": W}, key, x), keys))(jax.random.split(KEY, N_DRAWS), X)
     mean, spread = np.asarray(on_one(W, X)), 0.3 * np.linalg.norm(X, axis=1, keepdims=True)
     noise = (np.asarray(y) - mean) / spread

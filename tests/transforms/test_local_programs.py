@@ -21,9 +21,9 @@ NOISES = [
 OTHERS = [
     rpx.Chain,
     rpx.WeightNorm,
-    lambda: rpx.Scale(2.0),
-    lambda: rpx.MagnitudePrune(0.3),
-    lambda: rpx.Cast("bfloat16"),
+    lambda: rpx.numbers.Scale(2.0),
+    lambda: rpx.MagnitudePruning(0.3),
+    lambda: rpx.quantized.Cast("bfloat16"),
     lambda: rpx.VarNoise(0.3),
     lambda: rpx.LoRA(1),
 ]
@@ -100,7 +100,7 @@ def check(seed):
         return network(p.apply(raw, key), x)
 
     def both(keys, others):
-        own = jax.vmap(lambda key: rpx.local(loss)(raw, key, jnp.concatenate([x, x])))(keys)
+        own = jax.vmap(lambda key: rpx.transforms.local(loss)(raw, key, jnp.concatenate([x, x])))(keys)
         return own, jax.vmap(lambda key: loss(raw, key, x))(others)
 
     made = jax.jit(both)(*jax.random.split(jax.random.key(seed), (2, N)))

@@ -178,7 +178,7 @@ def check_local(network):
     def loss(w, key, x, e):
         return network.layer(0, p.apply(w, key)["up"], x, e)
 
-    draw = jax.jit(lambda keys, *args: lax.map(lambda key: rpx.local(loss)(args[0], key, *args[1:]), keys))
+    draw = jax.jit(lambda keys, *args: lax.map(lambda key: rpx.transforms.local(loss)(args[0], key, *args[1:]), keys))
     keys = jax.random.split(jax.random.key(1), N_DRAWS)
     y = np.asarray(draw(keys, network.params, network.x, network.chosen[0]))
     mean = loop(network.params["up"], network.x, network.chosen[0], kept)

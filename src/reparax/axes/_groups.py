@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reparax.axes._reading import Reading, one_argument
-from reparax.numerics.usage import shows_usage
-from reparax.programs.call import Arguments
+from reparax.axes._reading import Reading, arguments_of
+from reparax.core.usage import shows_usage
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class Groups:
 
 
 @shows_usage
-def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., Groups]:
-    """A function of the same arguments as ``fun`` that returns the groups of axes of parameters that are one axis.
+def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
+    """The groups of axes of the parameters, the first argument of ``fun``, that are one axis of the network.
 
     Permuting all members of a group in the same way changes the result of ``fun`` only by rounding. The groups are read
     from the jaxpr of ``fun``, as for :func:`roles`. Axes that cannot be permuted belong to no group: axes of data and
@@ -85,17 +84,24 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
 
     Args:
       fun: A forward pass, or any pure function of arrays, without random numbers, which depend on positions.
-      argnums: The position of the argument that holds the parameters. Default: the first.
+      args: Its arguments, the parameters first, or their shapes and dtypes.
+      kwargs: Its keyword arguments.
+
+    Returns:
+      An iterable of the groups, by the first of their members in the tree. A group has ``members``, each a pair of path
+      and axis, and their ``size``; where ``by_step`` is true, each step of a scan may have its own order; where
+      ``why_whole`` says something, no index can be left out. ``groups.frozen[path, axis]`` says why an axis belongs to
+      no group.
 
     Raises:
-      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
+      TypeError: If ``fun`` is not a function, or no arguments are given.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
       >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((5, 3)))
       >>> [[tuple(member) for member in group.members] for group in groups]
       [[('b', 0), ('v', 1), ('w', 1)]]
       >>> groups.frozen["v", 0]
@@ -104,16 +110,7 @@ def axis_groups(fun: Callable[..., Any], argnums: int | None = None) -> Callable
     References:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
-    who, position = one_argument("axis_groups", fun, argnums)
-
-    def found(*args: Any, **kwargs: Any) -> Groups:
-        return _groups_of(Reading(Arguments.of(who, fun, position, args, kwargs)))
-
-    return found
-
-
-def _groups_of(reading: Reading) -> Groups:
-    """The groups of a program that was read: axes of parameters by label, and why others belong to none."""
+    reading = Reading(arguments_of("axis_groups", fun, None, args, kwargs))
     labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
     frozen, scans = dict[tuple[str, int], str](), dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():

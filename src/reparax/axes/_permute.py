@@ -30,7 +30,7 @@ def permute(params: PyTree, group: Group, order: ArrayLike) -> PyTree:
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.array([[1.0, 2.0, 3.0]]), "v": jnp.array([[4.0], [5.0], [6.0]])}
-      >>> (group,) = rpx.axis_groups(forward)(params, jnp.ones((1, 1)))
+      >>> (group,) = rpx.axes.axis_groups(forward, params, jnp.ones((1, 1)))
       >>> rpx.axes.permute(params, group, jnp.array([2, 0, 1]))["w"]
       Array([[3., 1., 2.]], dtype=float32)
     """

@@ -22,7 +22,7 @@ from reparax.programs.sources import describe_read, lines_by_origin
 
 
 @dataclass(frozen=True)
-class Parameter:
+class LabelledArray:
     """An array that the user named: its path, its shape, and the labels of its axes."""
 
     path: str
@@ -30,15 +30,17 @@ class Parameter:
     labels: tuple[int, ...]
 
 
-def one_argument(method: str, fun: Callable[..., Any], argnums: Any) -> tuple[str, int]:
-    """The name of a call for errors, and the position of the one argument that holds the parameters."""
+def arguments_of(method: str, fun: Callable[..., Any], argnums: Any, args: Sequence[Any], kwargs: Any) -> Arguments:
+    """The arguments of a call, of which one holds the parameters."""
     who = check_call(method, fun, argnums)
     if isinstance(argnums, tuple | list):
         raise TypeError(
             f"{who} takes the position of one argument as argnums, but got {argnums!r}. Put all parameters into one "
             f"argument, such as a tuple of trees."
         )
-    return who, argnums or 0
+    if not args:
+        raise TypeError(f"{who} takes the arguments of the function too, the parameters first.")
+    return Arguments.of(who, fun, argnums or 0, args, kwargs)
 
 
 class Reading:
@@ -59,7 +61,7 @@ class Reading:
         self.labels, self.sums = Labels(), list[AxisSum]()
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
-        self.parameters: dict[int, Parameter] = {}
+        self.parameters: dict[int, LabelledArray] = {}
         self.steps = frozenset[Origin]()
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._across: list[tuple[list[Origins], list[Labelled]]] = []
@@ -72,7 +74,7 @@ class Reading:
         for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
-                self.parameters[i] = Parameter(path.partition("/")[2], x.shape, labels)
+                self.parameters[i] = LabelledArray(path.partition("/")[2], x.shape, labels)
                 axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
                 self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
                 zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))

@@ -8,20 +8,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from reparax.axes._reading import Reading, one_argument
+from reparax.axes._reading import Reading, arguments_of
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins
 from reparax.core.paths import PyTree
 from reparax.core.roles import Numbers, Role, Use
-from reparax.numerics.usage import shows_usage
-from reparax.programs.call import Arguments
+from reparax.core.usage import shows_usage
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
 
 @shows_usage
-def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., PyTree]:
-    """A function of the same arguments as ``fun`` that returns the role of each axis of each parameter.
+def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwargs: Any) -> PyTree:
+    """The role of each axis of each parameter in ``fun(*args, **kwargs)``.
 
     The result is a tree like the parameters with a :class:`Role` in the place of each array. It reads the jaxpr of
     ``fun``, so names and libraries do not matter. Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
@@ -32,17 +31,19 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
 
     Args:
       fun: A loss, or any pure function of arrays, such as a forward pass.
+      args: Its arguments, or their shapes and dtypes.
       argnums: The position of the argument that holds the parameters. Default: the first.
+      kwargs: Its keyword arguments.
 
     Raises:
-      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one argument.
+      TypeError: If ``fun`` is not a function, or ``argnums`` is not the position of one of the arguments.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"] + params["b"][None]) @ params["v"].T
       >>> params = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "v": jnp.ones((2, 4))}
-      >>> found = rpx.roles(forward)(params, jnp.ones((5, 3)))
+      >>> found = rpx.roles(forward, params, jnp.ones((5, 3)))
       >>> found["w"].inputs, found["w"].outputs
       ((0,), (1,))
       >>> found["v"].inputs, found["v"].outputs
@@ -50,22 +51,17 @@ def roles(fun: Callable[..., Any], argnums: int | None = None) -> Callable[..., 
       >>> found["b"].inputs, found["b"].outputs
       ((), ())
     """
-    who, position = one_argument("roles", fun, argnums)
-
-    def found(*args: Any, **kwargs: Any) -> PyTree:
-        arguments = Arguments.of(who, fun, position, args, kwargs)
-        reading = Reading(arguments)
-        products = [use for use in reading.uses if isinstance(use, DataProduct)]
-        products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
-        products = _with_members_apart(products, reading)
-        reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-        of, each = _products_by_parameter(products), list[Role]()
-        for i, x in enumerate(arguments.arrays):
-            role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-            each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
-        return arguments.call(each, lambda *args, **_: args[position])
-
-    return found
+    arguments = arguments_of("roles", fun, argnums, args, kwargs)
+    reading = Reading(arguments)
+    products = [use for use in reading.uses if isinstance(use, DataProduct)]
+    products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
+    products = _with_members_apart(products, reading)
+    reads = [use for use in reading.uses if isinstance(use, OtherRead)]
+    of, each = _products_by_parameter(products), list[Role]()
+    for i, x in enumerate(arguments.arrays):
+        role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+        each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
+    return arguments.call(each, lambda *args, **_: args[argnums or 0])
 
 
 def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:

@@ -26,19 +26,19 @@ from reparax.axes._units import (
 from reparax.core.bound import follow_axes
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, items, path_text
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 
 Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
 """Axes of an array, each with the axes of steps, and for each step and each index whether it stays."""
 
-INSTEAD = "Shrink the plain weights: `rpx.shrink(rpx.Chain(), p.fold(raw), groups)`."
+INSTEAD = "Shrink the plain weights: `rpx.axes.shrink(rpx.Chain(), p.fold(raw), groups)`."
 ROUNDING = 1e-5
 """The largest change of an effective array, as a share of its largest entry, that is rounding."""
 
 
 @shows_usage
-def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: PyTree = None) -> PyTree:
+def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores: PyTree = None) -> PyTree:
     r"""Parameters in which all members of each group are zero for a share of its indices, those with the lowest scores.
 
     The score of an index is the sum of the scores of all entries of all members there. With :math:`|w_{ij}| \,
@@ -49,26 +49,26 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     Args:
       params: The effective tree.
       groups: Groups to prune, such as ``[group for group in groups if group.size == 512]``.
-      share: The share of the indices, from 0 to below 1, rounded down.
+      sparsity: The share of the indices, from 0 to below 1, rounded down.
       scores: A tree like ``params`` with a score for each entry. Default: the squares of the weights.
 
     Raises:
-      ValueError: If the share is out of range, or a group allows no index to be left out.
+      ValueError: If ``sparsity`` is out of range, or a group allows no index to be left out.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((1, 3)), "v": jnp.array([[1.0], [2.0], [3.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((1, 1)))
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((1, 1)))
       >>> rpx.axes.prune_units(params, groups, 0.4)["w"]
       Array([[0., 1., 1.]], dtype=float32)
 
     References:
       Sun, Liu, Bair and Kolter, *A Simple and Effective Pruning Approach for Large Language Models*, 2024.
     """
-    if not 0 <= share < 1:
-        raise ValueError(f"prune_units got share={share}, but takes a share from 0 to below 1.")
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"prune_units got sparsity={sparsity}, but takes a share from 0 to below 1.")
     given = jax.tree.map(lambda w: abs(w) ** 2, params) if scores is None else scores
     arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if is_plain(x)}
     found = list(groups)
@@ -82,7 +82,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
     def kept(group: Group) -> Values:
         scores = [entries_by_index(arrays[member.path], member, group).sum((-4, -2, -1)) for member in group.members]
         total = sum(over_steps(group, each, np.sum) for each in scores)
-        return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(share * group.size)
+        return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(sparsity * group.size)
 
     along = along_axes((group, kept(group)) for group in found)
 
@@ -99,9 +99,9 @@ def prune_units(params: PyTree, groups: Iterable[Group], share: float, scores: P
 def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTree = None) -> PyTree:
     """The raw tree of a smaller network that computes the same: units that contribute nothing are removed.
 
-    Zero whole units first, with ``MagnitudePrune(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
+    Zero whole units first, with ``MagnitudePruning(axis=0)`` or ``HardConcrete(axis=0)`` on a kernel ``(in, out)``, or
     with :func:`prune_units` on all members of a group. Then build your model with the new sizes, and compare:
-    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePrune(0.5)``, would prune that share of
+    ``p.check(small, like=params)``. A stage with a share, such as ``MagnitudePruning(0.5)``, would prune that share of
     the remaining weights in its next ``update``.
 
     An index of a group is cut if each product that sums along its axis has a term of zero there: either all weights
@@ -130,7 +130,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
 
     Raises:
       ValueError: If the groups are those of another tree; if a raw value cannot be cut, or its array would change: then
-        shrink the plain weights, ``rpx.shrink(rpx.Chain(), p.fold(raw), groups)``; or if a state has an array of
+        shrink the plain weights, ``rpx.axes.shrink(rpx.Chain(), p.fold(raw), groups)``; or if a state has an array of
         another shape for one that is cut.
 
     Example:
@@ -138,9 +138,9 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> def forward(params, x):
       ...     return jnp.tanh(x @ params["w"]) @ params["v"]
       >>> params = {"w": jnp.ones((3, 4)), "v": jnp.array([[1.0, 9.0], [2.0, 2.0], [7.0, 0.0], [1.0, 1.0]])}
-      >>> groups = rpx.axis_groups(forward)(params, jnp.ones((5, 3)))
-      >>> p = rpx.MagnitudePrune(0.5, axis=0, where="v")
-      >>> small = rpx.shrink(p, p.init(params), groups)
+      >>> groups = rpx.axes.axis_groups(forward, params, jnp.ones((5, 3)))
+      >>> p = rpx.MagnitudePruning(0.5, axis=0, where="v")
+      >>> small = rpx.axes.shrink(p, p.init(params), groups)
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}
     """

@@ -11,7 +11,7 @@ from reparax.core.config import required_arguments
 from reparax.core.fields import Static
 from reparax.core.keys import check_key, is_one_key
 from reparax.core.paths import PyTree, is_reference, items, path_text
-from reparax.numerics.usage import misfit, shows_usage, usage
+from reparax.core.usage import misfit, shows_usage, usage
 
 P = ParamSpec("P")
 R = TypeVar("R")

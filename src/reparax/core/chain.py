@@ -288,7 +288,7 @@ class Parametrization(Static, ABC):
         The result is an ordinary chain: ``init`` and ``apply`` take no roles.
 
         Args:
-          roles: ``rpx.roles(loss)(params, batch)``.
+          roles: ``rpx.roles(loss, params, batch)``.
 
         Raises:
           TypeError: If ``roles`` is not such a tree.
@@ -299,7 +299,7 @@ class Parametrization(Static, ABC):
           >>> import jax, jax.numpy as jnp, reparax as rpx
           >>> def forward(params, x):  # weights of the shape (out, in)
           ...     return x @ params["w"].T
-          >>> found = rpx.roles(forward)({"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
+          >>> found = rpx.roles(forward, {"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
           >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
@@ -427,7 +427,7 @@ class Parametrization(Static, ABC):
 
     @verb
     def shardings(
-        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory: str | None = None
+        self, specs: PyTree, mesh: AnyMesh, like: PyTree | None = None, *, memory_kind: str | None = None
     ) -> PyTree:
         """The shardings of the raw tree: each axis is sharded like the parameter axis that it follows.
 
@@ -438,8 +438,8 @@ class Parametrization(Static, ABC):
           specs: A PartitionSpec (or NamedSharding) for each of the model's parameters; or arrays placed on a mesh.
           mesh: The mesh.
           like: The model's parameters, or their shapes and dtypes; not needed if ``specs`` are arrays.
-          memory: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter; all
-            others lie on the device. Before ``apply``, a jitted step moves them there:
+          memory_kind: The kind of memory of fixed values, such as ``"pinned_host"`` for the frozen base of an adapter;
+            all others lie on the device. Before ``apply``, a jitted step moves them there:
             ``jax.device_put(raw, p.shardings(specs, mesh, like))``.
 
         Raises:
@@ -456,7 +456,7 @@ class Parametrization(Static, ABC):
         """
         follow = functools.partial(follow_axes, self._parts)
         return shardings_of_raw(
-            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory
+            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
         )
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from reparax.core.names import import_stage
 from reparax.core.paths import describe
 from reparax.core.raw import marker, registered_kind
 from reparax.numerics.shortest import shortest, shortest_parts
@@ -175,7 +176,7 @@ def _encode(stage: object, name: str, value: Any) -> Any:
         )
     raise ValueError(
         f"{stage!r}.to_json cannot write {name}={code(value)}: only numbers, strings, stages and functions of jax have "
-        f"a form in JSON. Use a regular expression or `rpx.selected` as `where`, or keep this stage in code."
+        f"a form in JSON. Use a regular expression or `rpx.stage.selected` as `where`, or keep this stage in code."
     )
 
 
@@ -256,6 +257,8 @@ def _advice(name: str) -> str:
 def _build_stage(entry: Mapping[str, Any]) -> Any:
     """The stage of an entry; raises an error for an unknown class and for arguments that it refuses."""
     name = entry["class"]
+    if name not in _classes and name.startswith(f"{__name__.partition('.')[0]}."):
+        import_stage(name.partition(".")[2])
     if name not in _classes:
         raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
     cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
@@ -312,14 +315,14 @@ def _parse(text: str) -> Any:
         return None
 
 
-_MIXED = re.compile(r"[A-Z]+[a-z][A-Z]{1,2}(?=[A-Z][a-z]|[^a-zA-Z]|$)")
-"""Acronyms with one small letter inside: LoRA, QLoRA, ReLU, MoE."""
+_MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
+"""Acronyms with one small letter inside: MoE, LoRA, QLoRA, ReLU; not NByM, whose letters are words."""
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 """Where a word of a class name begins: My|LSTM|Norm."""
 
 
 def snake_case(name: str) -> str:
-    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``nof_m`` for NofM."""
+    """A class name in snake case: ``lora`` for LoRA, ``http_norm`` for HTTPNorm, ``n_by_m`` for NByM."""
     return _WORD.sub("_", _MIXED.sub(lambda acronym: acronym[0].capitalize(), name)).lower()
 
 

@@ -25,9 +25,9 @@ from reparax.core.config import (
 )
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
+from reparax.core.usage import takes
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, why_nothing
-from reparax.numerics.usage import takes
 
 Check = Callable[[Any, str, str], Any]
 """``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""

@@ -34,10 +34,10 @@ from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_orig
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Leaf, Node, flatten, nest, next_number
 from reparax.core.traced import call_once_per_type
+from reparax.core.usage import takes
 from reparax.core.where import by_path
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
-from reparax.numerics.usage import takes
 
 
 class Perturbation(Leafwise):

@@ -1,15 +1,115 @@
-"""Names and arguments that the package does not have: what to write instead."""
+"""The public names, by static tables: nothing is imported until it is named; and what to write instead of other names.
+
+A public name belongs to one family, a module of ``rpx``; some are at the top too. The tables stand for what the
+families define, which a test compares with them; they also find the class of a kind in a raw tree or in JSON.
+"""
 
 import difflib
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Family(NamedTuple):
+    """A public module: where it is defined, and its names."""
+
+    module: str
+    names: tuple[str, ...]
+
+
+FAMILIES = {
+    family: Family(module, tuple(names.split()))
+    for family, module, names in (
+        (
+            "norms",
+            "reparax.stages.norms",
+            "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
+        ),
+        (
+            "noise",
+            "reparax.stages.noise",
+            "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
+        ),
+        (
+            "numbers",
+            "reparax.stages.numbers",
+            "Positive Bounded Simplex Scale Elementwise",
+        ),
+        (
+            "matrices",
+            "reparax.stages.matrices",
+            "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
+            "SpecialLinear Symmetric Skew Triangular Diagonal Circulant Toeplitz BlockDiagonal Kronecker "
+            "PositiveDefinite PositiveSemidefinite Fibration",
+        ),
+        (
+            "sparse",
+            "reparax.stages.sparse",
+            "Freeze Mask MagnitudePruning GlobalMagnitudePruning RandomPruning NByM RigL SET",
+        ),
+        (
+            "shared",
+            "reparax.stages.shared",
+            "Tie Pack Split Concat gates CudnnLSTM convert",
+        ),
+        (
+            "adapters",
+            "reparax.stages.adapters",
+            "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated CayleyNeumann",
+        ),
+        (
+            "quantized",
+            "reparax.stages.quantized",
+            "Quantized FakeQuantized Cast",
+        ),
+        (
+            "training",
+            "reparax.training",
+            "optimizer partition combine param_labels decay_mask transfer summary Summary reset_moments projected "
+            "state_shardings",
+        ),
+        (
+            "transforms",
+            "reparax.transforms",
+            "remat factored local explain Explained ExplainedDraws saved_residuals",
+        ),
+        (
+            "axes",
+            "reparax.axes",
+            "roles Role check_axes axis_groups permute shrink prune_units",
+        ),
+        (
+            "io",
+            "reparax.io",
+            "from_torch to_torch from_peft to_peft from_quantized",
+        ),
+        (
+            "stage",
+            "reparax.core.stage",
+            "Parametrization Chain from_json selected all_but Reparametrization Perturbation Mean Constraint Joint "
+            "main aux fixed argument check_number check_positive_number per_array axes_field other_axes Term "
+            "Where Axes Number PyTree",
+        ),
+        ("nnx", "reparax.models.nnx", "Parametrized Fixed"),
+        ("linen", "reparax.models.linen", "parametrized"),
+        ("equinox", "reparax.models.equinox", "Parametrized"),
+        ("haiku", "reparax.models.haiku", "parametrized"),
+    )
+}
+_TOP = (
+    "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
+    "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "
+    "optimizer partition combine decay_mask transfer summary remat factored explain roles"
+)
+TOP = tuple(_TOP.split())
+"""The names that are at the top too."""
+LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
+"""The families that need a library: one that is not installed is not shown."""
+ALONE = ("testing", "demo")
+"""The modules that one imports by themselves."""
 
 _METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
-LIBRARIES = ("nnx", "linen", "equinox", "haiku")
-"""The modules that are imported when they are named, as each needs its library."""
-
-_MODULES = ("testing", "demo", *LIBRARIES)
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",
@@ -22,8 +122,8 @@ NAMES_OF_OTHERS = {
     "chain": "`a >> b`",
     "get_peft_model": "`rpx.Freeze() >> rpx.LoRA(rank)`",
     "non_trainable": "`rpx.Freeze(where=...)`",
-    "prune": "`rpx.MagnitudePrune(sparsity)`",
-    "random_unstructured": "`rpx.sparse.RandomPrune(sparsity)`",
+    "prune": "`rpx.MagnitudePruning(sparsity)`",
+    "random_unstructured": "`rpx.sparse.RandomPruning(sparsity)`",
     "register_parametrization": "a chain, `p = rpx.WeightNorm()`, and `raw = p.init(params)`",
     "remove_parametrizations": "`p.fold(raw)`",
     "to_quantized": "`p.fold(raw)`, and give these weights to llm-compressor, GPTQModel or llama.cpp",
@@ -33,37 +133,58 @@ NAMES_OF_OTHERS = {
 """For a name of torch, optax, flax, paramax or PEFT, what to write here."""
 
 
-def how_to_write(namespace: Mapping[str, Any]) -> dict[str, str]:
-    """How to write each public name of the package, which holds these: at the top, or else in its family."""
-    families = {
-        name: vars(x) for name, x in _public_names(namespace).items() if inspect.ismodule(x) and name not in _MODULES
-    }
-    below = {
-        name: f"rpx.{family}.{name}"
-        for family, names in families.items()
-        for name, x in _public_names(names).items()
-        if not inspect.ismodule(x)
-    }
-    return below | {name: f"rpx.{name}" for name, x in _public_names(namespace).items() if not inspect.ismodule(x)}
+def family_of() -> dict[str, str]:
+    """The family of each public name; those of libraries, which share names, are left out."""
+    return {name: family for family, (_, names) in FAMILIES.items() if family not in LIBRARIES for name in names}
 
 
-def unknown_name_error(name: str, namespace: Mapping[str, Any]) -> AttributeError:
-    """The error for a name that the package, which holds these, does not have."""
-    text = f"reparax has no {name!r}"
-    return AttributeError(
-        f"{text}." if name.startswith("_") else f"{text}{_suggest(name, how_to_write(namespace))}", name=name
-    )
+def load(name: str) -> Any:
+    """What ``rpx.name`` is, a family or an object at the top; its module is imported now."""
+    if name in FAMILIES:
+        return importlib.import_module(FAMILIES[name].module)
+    if name in TOP:
+        return getattr(load(family_of()[name]), name)
+    raise unknown_name_error(name)
 
 
-def _suggest(name: str, ways: Mapping[str, str]) -> str:
+def shown() -> list[str]:
+    """What ``dir(rpx)`` shows: the names at the top and the families, if their libraries are installed."""
+    missing = {family for family, library in LIBRARIES.items() if importlib.util.find_spec(library) is None}
+    return sorted({*TOP, *FAMILIES} - missing)
+
+
+def dir_of(family: str) -> Callable[[], list[str]]:
+    """The ``__dir__`` of a family, which shows its public names alone."""
+    return lambda: sorted(FAMILIES[family].names)
+
+
+def import_stage(name: str) -> None:
+    """Imports the family that defines the stage of a name or kind, if there is one; nothing of others is imported."""
+    for module, names in FAMILIES.values():
+        if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
+            importlib.import_module(module)
+
+
+def how_to_write() -> dict[str, str]:
+    """How to write each public name: at the top, or else in its family."""
+    return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_of().items()}
+
+
+def unknown_name_error(name: str) -> AttributeError:
+    """The error for a name that ``rpx`` does not have."""
+    return AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
+
+
+def _suggest(name: str) -> str:
     """What to write in place of an unknown name: how an error about it ends."""
+    ways = how_to_write()
     if name in ways:
         return f" at the top: it is `{ways[name]}`."
     if name in NAMES_OF_OTHERS:
         return f". Write {NAMES_OF_OTHERS[name]}."
     if name in _METHODS:
         return f". It is a method of a chain: `p.{name}`."
-    if name in _MODULES:
+    if name in ALONE:
         return f". It is a module: `import reparax.{name}`."
     plain = {_squash(public): public for public in ways}
     if near := plain.get(_squash(name)) or next(iter(difflib.get_close_matches(name, ways, n=1, cutoff=0.7)), None):
@@ -71,13 +192,8 @@ def _suggest(name: str, ways: Mapping[str, str]) -> str:
     return ". `dir(reparax)` lists what it has and its families."
 
 
-def _public_names(names: Mapping[str, Any]) -> dict[str, Any]:
-    """All of these without a leading underscore."""
-    return {name: x for name, x in names.items() if not name.startswith("_")}
-
-
 def _squash(name: str) -> str:
-    """A name without what tells `weight_norm` from `WeightNorm`."""
+    """A name without what tells ``weight_norm`` from ``WeightNorm``."""
     return name.replace("_", "").lower()
 
 

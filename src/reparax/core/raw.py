@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from reparax.core.names import import_stage
 from reparax.core.paths import (
     Names,
     PyTree,
@@ -48,7 +49,9 @@ def register_kind(kind: str, stage: Kind) -> None:
 
 
 def registered_kind(kind: str) -> Any:
-    """The class registered last for ``kind``, or None."""
+    """The class registered last for ``kind``, or None; a family of this package is imported for its kinds."""
+    if kind not in _kinds:
+        import_stage(kind)
     return _kinds.get(kind)
 
 
@@ -156,12 +159,12 @@ def marker(kind: str, n: int) -> str:
 def _stage_class(place: Names, i: int) -> Kind:
     """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
     kind = kind_of(place[i])
-    if kind not in _kinds:
+    if (stage := registered_kind(kind)) is None:
         raise ValueError(
             f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
             f"Import the module that defines it."
         )
-    return _kinds[kind]
+    return stage
 
 
 class _Value(NamedTuple):

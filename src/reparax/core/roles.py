@@ -52,8 +52,10 @@ class Role:
       outputs: The axes that the results of these products have.
       stacked: The axes along which independent arrays are stacked, such as the layers of a scan.
       why: What reads the array, if no product does; otherwise empty.
-      uses: The products that differ in these axes. If there are several, as for a table that is also the last layer, an
-        axis may be one of the inputs and one of the outputs.
+      uses: The products that differ in these axes, each with its ``inputs``, ``outputs`` and ``stacked`` axes, its
+        ``line`` and ``how`` it multiplies: ``"product"``, ``"convolution"``, ``"transposed convolution"`` or
+        ``"lookup"``. If there are several, as for a table that is also the last layer, an axis may be one of the inputs
+        and one of the outputs.
       shape: The shape of the array.
       dtype: Its dtype.
     """
@@ -141,7 +143,7 @@ class Misfit:
             f"{self.stage} takes {self.field}={_show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
             f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
             f"axes {self.role.stacked} ({lines}). Write {self.field}={_show_axes(self.expected)}, or "
-            f"`p.on(rpx.roles(loss)(params, batch))`."
+            f"`p.on(rpx.roles(loss, params, batch))`."
         )
 
 

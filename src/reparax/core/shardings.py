@@ -17,7 +17,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def shardings_of_raw(
-    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory: str | None
+    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
 ) -> PyTree:
     """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
@@ -31,7 +31,7 @@ def shardings_of_raw(
     }
     entries_of_raw = inherit_entries(follow, params, cuts)
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
-    kinds = [memory if FIXED in path else None for path in paths]
+    kinds = [memory_kind if FIXED in path else None for path in paths]
     fits = [_even_spec(entries_of_raw[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
     return treedef.unflatten(
         [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]

@@ -16,8 +16,8 @@ from jax.tree_util import register_static
 from reparax.core.config import register_class
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
 from reparax.core.raw import Leaf, parameter_path
+from reparax.core.usage import takes
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import takes
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
 """The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
@@ -35,7 +35,7 @@ class Selected:
     def __post_init__(self) -> None:
         paths: Any = self.paths
         if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
-            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.selected`.")
+            raise TypeError(f"Selected takes a tuple of paths, but got {paths!r}. Make it with `rpx.stage.selected`.")
 
     def __repr__(self) -> str:
         return f"selected({dict.fromkeys(self.paths, True)})"
@@ -115,10 +115,10 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.VarNoise(0.1, where=rpx.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
+      >>> rpx.VarNoise(0.1, where=rpx.stage.selected({"dense": {"kernel": True, "bias": False}, "norm": False}))
       VarNoise(0.1, where=selected({'dense/kernel': True}))
       >>> layers = {"layers": [{"weight": jnp.ones((2, 2))}, {"weight": jnp.ones((2, 2))}]}
-      >>> rpx.VarNoise(0.1, where=rpx.selected(lambda m: m["layers"][0]["weight"], layers))
+      >>> rpx.VarNoise(0.1, where=rpx.stage.selected(lambda m: m["layers"][0]["weight"], layers))
       VarNoise(0.1, where=selected({'layers/0/weight': True}))
     """
     if model is not None:
@@ -126,7 +126,7 @@ def selected(mask: PyTree, model: PyTree = None) -> Selected:
     if inspect.isroutine(mask):
         raise TypeError(
             "selected got a function without the model whose parts it returns. Pass the model too: "
-            "`rpx.selected(lambda m: m.layers[0].weight, model)`."
+            "`rpx.stage.selected(lambda m: m.layers[0].weight, model)`."
         )
     paths, flags, _ = flatten_with_names(mask)
     for path, flag in zip(paths, flags, strict=True):
@@ -208,7 +208,7 @@ def _suggest(where: Any) -> str:
         return f"Pass its text, {where.pattern!r}."
     if isinstance(where, list | tuple | set | frozenset) and all(isinstance(item, str) for item in where):
         return f"Join several by `|`: {'|'.join(sorted(where) if isinstance(where, set | frozenset) else where)!r}."
-    return "Wrap a tree of booleans in `rpx.selected`."
+    return "Wrap a tree of booleans in `rpx.stage.selected`."
 
 
 def _shell_to_regex(pattern: str) -> str | None:

@@ -3,12 +3,12 @@
 A parameter is one tensor, or a stack of them: then its name has a counter, ``layers.{i}.weight``, and there is a tensor
 for each index. The shape of an array does not tell a stack, or a kernel of attention, from a convolution, nor a matrix
 from its transposed one. So an array of two axes or more is refused, unless its name, the class of its module or a rule
-tells its layout (`kinds.py`). A tensor of torch that is read tells a kernel too: it belongs to one layer, and has as
+tells its layout (`_layouts.py`). A tensor of torch that is read tells a kernel too: it belongs to one layer, and has as
 many axes as the array only for a convolution.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Self, TypeVar
@@ -286,3 +286,37 @@ def _require_names_differ(entries: list[Entry]) -> None:
         if owners.setdefault(entry.tensor, entry.path) != entry.path:
             owners_text = f"{owners[entry.tensor]!r} and {entry.path!r}"
             raise ValueError(f"{owners_text} are both called {entry.tensor!r}. Give different `names`.")
+
+
+_ANY_NAME = "[^/]+"
+
+
+def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
+    """An expression for ``where`` that selects exactly these paths of those that are known."""
+    by_length: dict[int, list[str]] = {}
+    for path in sorted(paths):
+        by_length.setdefault(path.count("/"), []).append(path)
+    return "|".join(_of_one_length(paths_of_length, known_paths) for paths_of_length in by_length.values())
+
+
+def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
+    """The expression for paths of the same number of names: any name, if that selects no other path."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
+    names = [_any_of(column) for column in columns]
+
+    def exact(pattern: str) -> bool:
+        return {path for path in known_paths if re.fullmatch(pattern, path)} == set(paths)
+
+    if not exact("/".join(names)):
+        return "|".join(map(re.escape, paths))
+    for i, column in enumerate(columns):
+        wider = [*names[:i], _ANY_NAME, *names[i + 1 :]]
+        names = wider if len(column) > 1 and exact("/".join(wider)) else names
+    plain = "/".join(names)
+    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
+    return short if exact(short) else plain
+
+
+def _any_of(names: list[str]) -> str:
+    """An expression for any of these names, and nothing else."""
+    return re.escape(names[0]) if len(names) == 1 else f"({'|'.join(map(re.escape, names))})"

@@ -7,33 +7,23 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from reparax.core.axes import last_to_number
 from reparax.io._peft_method import (
-    ANY,
-    FLAG,
-    INDICES,
-    INDICES_BY_NAME,
-    LISTED,
-    NUMBER,
-    RANK,
     Adapted,
+    Given,
     Method,
-    Setting,
+    Modules,
+    Part,
+    Parts,
     StageNode,
-    Tensors,
     Written,
-    by_pattern,
     known_number,
-    one_of,
     one_of_all,
     ranks_and_alphas,
-    require,
-    require_matrix,
 )
 from reparax.io._peft_target import Target
-from reparax.stages.adapters import Delta, Gain, LoRA, Slices
+from reparax.stages.adapters import Delta, Gain, LoRA, TrainableSlices
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
 from reparax.stages.sparse import Freeze
@@ -41,201 +31,189 @@ from reparax.stages.sparse import Freeze
 BIAS = "lora_B.bias"
 _DELTA = "trainable_tokens_delta"
 _TOKENS = f"token_adapter.{_DELTA}"
-
-
-class TokensMethod(Method):
-    """Trained slices of tables, or of heads."""
-
-    name = "TRAINABLE_TOKENS"
-    suffixes = (_DELTA,)
-    settings: Mapping[str, Setting] = {"token_indices": INDICES, "init_weights": ANY}
-    layouts: tuple[str, ...] = ("kernel", "same", "embedding")
-
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        require_matrix(self, target)
-        index, axis = tuple(config.get("token_indices", ())), _token_axis(target)
-        require(tensors, {_DELTA: (len(index), target.shape[1 - axis])})
-        if max(index, default=0) >= target.shape[axis]:
-            raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
-        slices = Slices(index, axis=axis)
-        return Adapted((slices,), {"@slices/x": _swap_token_axis(jnp.asarray(tensors[_DELTA]), axis)})
-
-    def write(self, target: Target, node: StageNode) -> Written:
-        stage: Any = node.stage
-        axis = _token_axis(target)
-        if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
-            raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
-        return Written({_DELTA: _swap_token_axis(node.require_array("x"), axis)}, flags={"token_indices": stage.index})
-
-
-class VeRAMethod(Method):
-    """Gains of the ranks and of the outputs of fixed factors, which all modules share."""
-
-    name = "VERA"
-    suffixes = ("vera_lambda_d", "vera_lambda_b")
-    banks = ("vera_A", "vera_B")
-    own_biases = "vera_only"
-    settings: Mapping[str, Setting] = {
-        "bias": one_of(("none", "all", own_biases)),
-        "vera_dropout": NUMBER,
-        "save_projection": one_of((True,)),  # without the projection, the file lacks the factors
-        **dict.fromkeys(("r", "init_weights", "d_initial", "projection_prng_key"), ANY),
-    }
-
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        require_matrix(self, target)
-        rank, outputs = np.size(tensors.get("vera_lambda_d", 0)), target.shape[target.out]
-        shapes = {
-            "vera_lambda_d": (rank,),
-            "vera_lambda_b": (outputs,),
-            "vera_A": target.inputs_shape(rank),
-            "vera_B": (outputs, rank),
-        }
-        tensors = {name: _part_of_bank(x, shapes[name]) if name in self.banks else x for name, x in tensors.items()}
-        require(tensors, shapes)
-        stages = (
-            Freeze(where="/@lora/[ab]/@gain/w"),
-            Gain(axis=-1, where="/@lora/[ab]"),
-            LoRA(rank, **target.sides),
-        )
-        values = {
-            "@lora/a/@gain/g": jnp.asarray(tensors["vera_lambda_d"]),
-            "@lora/b/@gain/g": jnp.asarray(tensors["vera_lambda_b"]),
-            "@lora/a/@gain/w/@freeze/@fixed/w": target.read_inputs(tensors["vera_A"]),
-            "@lora/b/@gain/w/@freeze/@fixed/w": jnp.asarray(tensors["vera_B"]).T,
-        }
-        return Adapted(stages, values)
-
-    def write(self, target: Target, node: StageNode) -> Written:
-        stage: Any = node.stage
-        target.require_rows(stage)
-        gains = [node.require_stage_on(name, Gain) for name in "ab"]
-        axes = [getattr(gain.stage, "axis", None) for gain in gains]
-        if not all(axis in (-1, 1) for axis in axes) or not math.isclose(_factor_of(stage), 1, rel_tol=1e-6):
-            raise ValueError(f"PEFT has gains of ranks and of outputs, but no equivalent of them in {stage!r}")
-        a, b = (target.part(gain.require_stage_on("w", Freeze).require_array("w")) for gain in gains)
-        d, c = (gain.require_array("g") for gain in gains)
-        tensors = {"vera_lambda_d": d, "vera_lambda_b": c, "vera_A": target.write_inputs(a), "vera_B": b.T}
-        return Written(tensors, flags={"r": stage.rank, "save_projection": True, "projection_prng_key": 0})
-
-
-class LoRAMethod(Method):
-    """LoRA, rsLoRA and DoRA."""
-
-    name = "LORA"
-    alpha = "lora_alpha"
-    suffixes = (
-        *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
-        *(BIAS, _TOKENS),
-    )
-    own_biases = "lora_only"
-    settings: Mapping[str, Setting] = {
-        "r": RANK,
-        "lora_alpha": NUMBER,
-        "rank_pattern": by_pattern(RANK),
-        "alpha_pattern": by_pattern(NUMBER),
-        "use_rslora": FLAG,
-        "use_dora": FLAG,
-        "fan_in_fan_out": FLAG,
-        "lora_bias": FLAG,
-        "target_parameters": LISTED,
-        "trainable_token_indices": INDICES_BY_NAME,
-        "bias": one_of(("none", "all", own_biases)),
-        "lora_dropout": NUMBER,
-        # The other starts change the base too, or keep a factor fixed.
-        "init_lora_weights": one_of((True, False, "gaussian", "orthogonal", "eva")),
-        # These have no effect by themselves: other settings use them.
-        **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config"), ANY),
-        **dict.fromkeys(("megatron_core", "qalora_group_size", "runtime_config"), ANY),
-    }
-    defaults: Mapping[str, Any] = {"r": 8, "lora_alpha": 8}
-
-    layouts: tuple[str, ...] = (
-        *("kernel", "same", "conv1d", "embedding"),
-        *("experts:kernel", "experts:same", "experts:conv1d"),
-    )
-
-    def require_layout(self, target: Target) -> None:
-        super().require_layout(target)
-        if target.n_experts == 1 and target.expert().layout == "conv1d":
-            raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
-
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        divisor = "sqrt" if config.get("use_rslora") else "rank"
-        if _TOKENS in tensors:
-            return TOKENS.read(target, {_DELTA: tensors[_TOKENS]}, _token_settings(target, config), alpha, rank)
-        if BIAS in tensors:
-            require(tensors, {BIAS: target.shape})
-            scale = Scale(alpha / (rank if divisor == "rank" else math.sqrt(rank)))
-            return Adapted((scale, Delta()), {"@delta/x/@scale/x": jnp.asarray(tensors[BIAS])})
-        if target.n_experts:
-            return _read_experts(target, tensors, config, LoRA(rank, alpha, divisor=divisor))
-        names, ones = _factor_names(target), target.ones
-        outputs = target.shape[target.out]
-        shapes = {names[0]: target.inputs_shape(rank), names[1]: (outputs, rank, *ones)}
-        magnitude = (1, outputs, *ones) if ones else (outputs,)
-        dora = bool(config.get("use_dora"))
-        require(tensors, shapes | ({"lora_magnitude_vector": magnitude} if dora else {}))
-        lora = LoRA(rank, alpha, divisor=divisor, **target.sides)
-        values = {
-            "@lora/a": target.read_inputs(tensors[names[0]]),
-            "@lora/b": jnp.asarray(tensors[names[1]]).reshape(outputs, rank).T,
-        }
-        if not dora:
-            return Adapted((lora,), values)
-        axis = -1 if target.out == len(target.shape) - 1 else target.out
-        spread = [outputs if i == target.out else 1 for i in range(len(target.shape))]
-        g = jnp.asarray(tensors["lora_magnitude_vector"]).reshape(spread)
-        inside = {f"@weight_norm/v/{place}": x for place, x in values.items()}
-        return Adapted((lora, WeightNorm(axis=axis, detach=True)), {"@weight_norm/g": g, **inside})
-
-    def write(self, target: Target, node: StageNode) -> Written:
-        if isinstance(node.stage, Delta):
-            scale = node.require_stage_on("x", Scale)
-            return Written({BIAS: scale.require_array("x")}, known_number(getattr(scale.stage, "factor", None)))
-        norm, lora = (node, node.require_stage_on("v", LoRA)) if isinstance(node.stage, WeightNorm) else (None, node)
-        stage: Any = lora.stage
-        target.expert().require_rows(stage)
-        if norm is not None and target.n_experts:
-            raise ValueError(_NO_DORA)
-        if norm is not None:
-            _require_outputs(target, norm.stage)
-        a, b = lora.require_array("a"), lora.require_array("b")
-        names, ones = _factor_names(target), target.ones
-        if target.n_experts:
-            tensors = _write_experts(a, b)
-        else:
-            tensors = {names[0]: target.write_inputs(a), names[1]: b.T.reshape(-1, stage.rank, *ones)}
-        if norm is not None:
-            g = norm.require_array("g").astype(a.dtype)
-            tensors["lora_magnitude_vector"] = g.reshape((1, -1, *ones) if ones else (-1,))
-        root = stage.divisor == "sqrt" and stage.alpha is not None
-        flags = {"root": root, "use_dora": norm is not None, "lora_bias": False}
-        return Written(tensors, _factor_of(stage), stage.rank, flags)
-
-    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        root = all(written.flags["root"] for written in modules.values())
-        flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": root}
-        return flags | ranks_and_alphas(self, modules, by_root=root)
-
-
-TOKENS = TokensMethod()
 _NO_DORA = "PEFT has no DoRA of experts"
+
+
+def _token_parts(target: Target, axis: int, count: int) -> Parts:
+    """The rows of tokens, which are slices along ``axis``."""
+    turn = jnp.asarray if axis == 0 else jnp.transpose
+    return {_DELTA: Part("@trainable_slices/x", (count, target.shape[1 - axis]), turn, turn)}
 
 
 def _token_axis(target: Target) -> int:
     """The axis of tokens: the inputs of a table, and the outputs of a head."""
-    return target.ins[0] if target.table else target.out
+    return target.ins[0] if target.is_table else target.out
 
 
-def _swap_token_axis(x: Array, axis: int) -> Array:
-    """Rows for tokens as slices of ours, or back."""
-    return x if axis == 0 else x.T
+def _read_tokens(given: Given) -> Adapted:
+    """Trained slices of a table, or of a head."""
+    target, index = given.target, tuple(given.config.get("token_indices", ()))
+    axis = _token_axis(target)
+    values = given.values(_token_parts(target, axis, len(index)))
+    if max(index, default=0) >= target.shape[axis]:
+        raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
+    return Adapted((TrainableSlices(index, axis=axis),), values)
 
 
-def _part_of_bank(bank: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The part of a shared tensor for one module, if it has as many axes."""
-    return bank[tuple(map(slice, shape))] if bank.ndim == len(shape) else bank
+def _write_tokens(node: StageNode) -> Written:
+    """The rows of trained slices."""
+    stage, target = node.stage, node.target
+    axis = _token_axis(target)
+    if (
+        not isinstance(stage, TrainableSlices)
+        or not isinstance(stage.axis, int)
+        or stage.axis % len(target.shape) != axis
+    ):
+        raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
+    parts = _token_parts(target, axis, len(stage.index))
+    return Written(node.write(parts), flags={"token_indices": stage.index})
+
+
+TOKENS = Method(
+    name="TRAINABLE_TOKENS",
+    suffixes=(_DELTA,),
+    settings={"indices": "token_indices", "any": "init_weights"},
+    read=_read_tokens,
+    write=_write_tokens,
+    layouts=("kernel", "same", "embedding"),
+    matrices=True,
+)
+
+
+def _vera_parts(target: Target, rank: int) -> Parts:
+    """The gains of the ranks and of the outputs, and the fixed factors, which all modules share."""
+    frozen = "@gain/w/@freeze/@fixed/w"
+    return {
+        "vera_lambda_d": Part("@lora/a/@gain/g", (rank,)),
+        "vera_lambda_b": Part("@lora/b/@gain/g", (target.outputs,)),
+        "vera_A": Part(f"@lora/a/{frozen}", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
+        "vera_B": Part(f"@lora/b/{frozen}", (target.outputs, rank), jnp.transpose, jnp.transpose),
+    }
+
+
+def _read_vera(given: Given) -> Adapted:
+    """LoRA of fixed factors with gains."""
+    target, tensors = given.target, given.tensors
+    rank = np.size(tensors.get("vera_lambda_d", 0))
+    parts = _vera_parts(target, rank)
+    own = {  # of the shared tensors, if they have as many axes
+        name: x[tuple(map(slice, parts[name].shape))]
+        for name, x in tensors.items()
+        if name in VERA.banks and x.ndim == len(parts[name].shape)
+    }
+    values = replace(given, tensors={**tensors, **own}).values(parts)
+    gains = Freeze(where="/@lora/[ab]/@gain/w"), Gain(axis=-1, where="/@lora/[ab]")
+    return Adapted((*gains, LoRA(rank, **target.sides)), values)
+
+
+def _write_vera(node: StageNode) -> Written:
+    """Gains and factors."""
+    stage: Any = node.stage
+    node.target.require_rows(stage)
+    tensors = node.write(_vera_parts(node.target, stage.rank))
+    axes = [node.at(f"@lora/{name}/@gain").stage.axis for name in "ab"]
+    if not all(axis in (-1, 1) for axis in axes) or not math.isclose(_factor_of(stage), 1, rel_tol=1e-6):
+        raise ValueError(f"PEFT has gains of ranks and of outputs, but no equivalent of them in {stage!r}")
+    return Written(tensors, flags={"r": stage.rank, "save_projection": True, "projection_prng_key": 0})
+
+
+VERA = Method(
+    name="VERA",
+    suffixes=("vera_lambda_d", "vera_lambda_b"),
+    settings={"number": "vera_dropout", "any": "r init_weights d_initial projection_prng_key"},
+    # Without the projection, the file lacks the factors.
+    words={"bias": ("none", "all", "vera_only"), "save_projection": (True,)},
+    read=_read_vera,
+    write=_write_vera,
+    banks=("vera_A", "vera_B"),
+    biases="vera_only",
+    matrices=True,
+)
+
+
+def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> Parts:
+    """The factors, and the lengths of DoRA."""
+    outputs, ones, place = target.outputs, target.ones, "@weight_norm/v/@lora" if dora else "@lora"
+    names = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
+    parts = {
+        names[0]: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
+        names[1]: Part(
+            f"{place}/b", (outputs, rank, *ones), lambda b: b.reshape(outputs, rank).T, lambda b: jnp.transpose(b)
+        ),
+    }
+    if dora:
+        lengths = [outputs if axis == target.out else 1 for axis in range(len(target.shape))]
+        shape = (1, outputs, *ones) if ones else (outputs,)
+        parts["lora_magnitude_vector"] = Part("@weight_norm/g", shape, lambda g: g.reshape(lengths))
+    return parts
+
+
+def _expert_parts(target: Target, rank: int) -> Parts:
+    """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
+    expert, count = target.expert(), target.n_experts
+    ins, outputs = expert.shape[expert.ins[0]], expert.outputs
+    return {
+        "lora_A.weight": Part("@lora/a", (count * rank, ins), lambda a: a.reshape(count, rank, ins).mT, lambda a: a.mT),
+        "lora_B.weight": Part(
+            "@lora/b", (outputs, rank * count), lambda b: b.reshape(outputs, rank, count).T, lambda b: b.T
+        ),
+    }
+
+
+def _read_lora(given: Given) -> Adapted:
+    """LoRA, with the lengths of DoRA; or what trains beside it: tokens, or the difference of a bias."""
+    target, config, rank = given.target, given.config, given.rank
+    dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
+    if _TOKENS in given.tensors:
+        TOKENS.require_matrix(target)
+        tensors, indices = {_DELTA: given.tensors[_TOKENS]}, _token_indices(target, config)
+        return _read_tokens(replace(given, tensors=tensors, config={"token_indices": indices}))
+    if BIAS in given.tensors:
+        values = given.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
+        return Adapted((Scale(given.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
+    lora = LoRA(rank, given.alpha, divisor="sqrt" if by_root else "rank", **target.expert().sides)
+    if not target.n_experts:
+        values = given.values(_lora_parts(target, rank, dora=dora))
+        axis = -1 if target.out == len(target.shape) - 1 else target.out
+        return Adapted((lora, WeightNorm(axis=axis, detach=True)) if dora else (lora,), values)
+    if dora:
+        raise ValueError(_NO_DORA)
+    try:
+        return Adapted((replace(lora, stacked=0),), given.values(_expert_parts(target, rank)))
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
+        ) from error
+
+
+def _token_indices(target: Target, config: Mapping[str, Any]) -> list[int]:
+    """The numbers of the tokens that train beside LoRA, which may be given by table."""
+    indices = config.get("trainable_token_indices") or {}
+    of_table = indices if isinstance(indices, Mapping) else {"": indices}
+    return next((x for name, x in of_table.items() if f".{target.module}".endswith(f".{name}" if name else "")), [])
+
+
+def _write_lora(node: StageNode) -> Written:
+    """The factors, with the lengths of DoRA; or the difference of a bias."""
+    target = node.target
+    if isinstance(node.stage, Delta):
+        return Written({BIAS: node.at("@delta/x/@scale/x")}, known_number(node.at("@delta/x/@scale").stage.factor))
+    dora = isinstance(node.stage, WeightNorm)
+    stage: Any = node.at("@weight_norm/v/@lora").stage if dora else node.stage
+    target.expert().require_rows(stage)
+    if stage.start in ("pissa", "olora"):
+        raise ValueError(f"PEFT adds the factors to the base of its model, from which {stage!r} has taken them away")
+    if dora and target.n_experts:
+        raise ValueError(_NO_DORA)
+    axis = last_to_number(node.stage.axis) if isinstance(node.stage, WeightNorm) else target.out
+    if not isinstance(axis, int) or axis % len(target.shape) != target.out:
+        raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {node.stage!r}")
+    parts = _expert_parts(target, stage.rank) if target.n_experts else _lora_parts(target, stage.rank, dora=dora)
+    tensors = node.write(parts)
+    dtype = next(iter(tensors.values())).dtype
+    by_root = stage.divisor == "sqrt" and stage.alpha is not None
+    flags = {"by_root": by_root, "use_dora": dora, "lora_bias": False}
+    return Written({name: x.astype(dtype) for name, x in tensors.items()}, _factor_of(stage), stage.rank, flags)
 
 
 def _factor_of(lora: Any) -> float:
@@ -245,48 +223,40 @@ def _factor_of(lora: Any) -> float:
     return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.divisor == "sqrt" else lora.rank)
 
 
-def _read_experts(target: Target, tensors: Tensors, config: Mapping[str, Any], lora: LoRA) -> Adapted:
-    """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
-    if config.get("use_dora"):
-        raise ValueError(_NO_DORA)
-    one_expert, count, rank = target.expert(), target.n_experts, lora.rank
-    ins, outputs = one_expert.shape[one_expert.ins[0]], one_expert.shape[one_expert.out]
-    shapes = {"lora_A.weight": (count * rank, ins), "lora_B.weight": (outputs, rank * count)}
-    try:
-        require(tensors, shapes)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
-        ) from error
-    values = {
-        "@lora/a": jnp.asarray(tensors["lora_A.weight"]).reshape(count, rank, ins).mT,
-        "@lora/b": jnp.asarray(tensors["lora_B.weight"]).reshape(outputs, rank, count).T,
-    }
-    return Adapted((replace(lora, stacked=0, **one_expert.sides),), values)
+def _configure_lora(modules: Modules) -> dict[str, Any]:
+    """The flags, of which PEFT has one each for all modules; alphas have ranks or their roots as divisors."""
+    by_root = all(written.flags["by_root"] for written in modules.values())
+    flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": by_root}
+    return flags | ranks_and_alphas("lora_alpha", modules, by_root=by_root)
 
 
-def _write_experts(a: Array, b: Array) -> dict[str, Array]:
-    """Factors of a stack of experts as PEFT has them: the inverse of :func:`_read_experts`."""
-    return {"lora_A.weight": a.mT.reshape(-1, a.shape[1]), "lora_B.weight": b.T.reshape(b.shape[-1], -1)}
-
-
-def _token_settings(target: Target, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the tokens that train beside LoRA: their numbers for each table, or for the one that there is."""
-    indices = config.get("trainable_token_indices") or {}
-    indices_of_table = indices if isinstance(indices, Mapping) else {"": indices}
-    token_indices = next(
-        (x for name, x in indices_of_table.items() if f".{target.module}".endswith(f".{name}" if name else "")), []
-    )
-    return {"token_indices": token_indices}
-
-
-def _require_outputs(target: Target, norm: Any) -> None:
-    """Requires lengths of outputs, the only ones that PEFT has."""
-    axis = last_to_number(norm.axis)
-    if not isinstance(axis, int) or axis % len(target.shape) != target.out:
-        raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {norm!r}")
-
-
-def _factor_names(target: Target) -> tuple[str, str]:
-    """PEFT's names of both factors."""
-    return ("lora_embedding_A", "lora_embedding_B") if target.table else ("lora_A.weight", "lora_B.weight")
+LORA = Method(
+    name="LORA",
+    suffixes=(
+        *("lora_A.weight", "lora_B.weight", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+        *(BIAS, _TOKENS),
+    ),
+    settings={
+        "rank": "r",
+        "number": "lora_alpha lora_dropout",
+        "ranks by pattern": "rank_pattern",
+        "numbers by pattern": "alpha_pattern",
+        "flag": "use_rslora use_dora fan_in_fan_out lora_bias",
+        "names": "target_parameters",
+        "indices by name": "trainable_token_indices",
+        # These have no effect by themselves: other settings use them.
+        "any": "loftq_config eva_config corda_config lora_ga_config megatron_core qalora_group_size runtime_config",
+    },
+    words={
+        "bias": ("none", "all", "lora_only"),
+        # The other starts change the base too, or keep a factor fixed.
+        "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    },
+    read=_read_lora,
+    write=_write_lora,
+    configure=_configure_lora,
+    biases="lora_only",
+    alpha="lora_alpha",
+    defaults={"r": 8, "lora_alpha": 8},
+    layouts=("kernel", "same", "conv1d", "embedding", "experts:kernel", "experts:same", "experts:conv1d"),
+)

@@ -1,13 +1,14 @@
 """What a method of PEFT is here: the settings that are understood, and how it reads and writes one array."""
 
 import math
+import operator
 import re
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
@@ -18,49 +19,11 @@ from reparax.io._files import is_number, shown
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Rotated
-from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.shared import Tie
 from reparax.stages.sparse import Freeze
 
 MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The values of a setting that are understood.
-
-    Attributes:
-      fits: Whether a value is one of them.
-      takes: All values that PEFT takes, in words; None if there are others, which no stage supports.
-    """
-
-    fits: Callable[[Any], bool]
-    takes: str | None = None
-
-
-def one_of(values: Sequence[Any]) -> Setting:
-    """A setting of which a few values are understood; PEFT does not distinguish the cases of words."""
-    texts = [repr(value).lower() for value in values]
-    return Setting(lambda value: shown(value).lower() in texts)
-
-
-def by_pattern(setting: Setting) -> Setting:
-    """A setting with a value for each of some regular expressions."""
-    return Setting(
-        lambda value: (
-            isinstance(value, Mapping)
-            and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and setting.fits(value[x]) for x in value)
-        ),
-        f"a dict of regular expressions and, for each, {setting.takes}",
-    )
-
-
-def whole_number(least: int, most: int) -> Setting:
-    """A setting that is a whole number."""
-    return Setting(
-        lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
-    )
 
 
 def in_a_name(pattern: str) -> str:
@@ -77,8 +40,13 @@ def _is_pattern(text: object) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    """Whether a value is an expression, or a list of names."""
-    return _is_pattern(value) or (isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value))
+    """Whether a value is a list of names."""
+    return isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value)
+
+
+def _is_rank(value: Any) -> bool:
+    """Whether a value is a whole number of at least 1."""
+    return type(value) is int and value >= 1
 
 
 def _is_indices(value: Any) -> bool:
@@ -86,63 +54,62 @@ def _is_indices(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
 
 
-ANY = Setting(lambda value: True)
-FLAG = Setting(lambda value: isinstance(value, bool), "True or False")
+def _by_pattern(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is a dict of regular expressions and, for each, a value that fits."""
 
-RANK = Setting(lambda value: type(value) is int and value >= 1, "a whole number of at least 1")
-NUMBER = Setting(is_number, "a finite number")
-INDICES = Setting(_is_indices, "a list of whole numbers")
-INDICES_BY_NAME = Setting(
-    lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
-    "a list of whole numbers, or a dict of names and, for each, such a list",
-)
-LISTED = Setting(
-    lambda value: isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value), "a list of names"
-)
-NAMES = Setting(_is_names, "a list of names, or a regular expression")
+    def is_one(value: Any) -> bool:
+        is_dict = isinstance(value, Mapping)
+        return is_dict and all(_is_pattern(x) and _is_pattern(in_a_name(x)) and fits(value[x]) for x in value)
 
-COMMON: Mapping[str, Setting] = dict.fromkeys(
-    (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "revision",
-        "target_modules",
-        "task_type",
+    return is_one
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "any": (lambda value: True, ""),
+    "flag": (lambda value: isinstance(value, bool), "True or False"),
+    "number": (is_number, "a finite number"),
+    "rank": (_is_rank, "a whole number of at least 1"),
+    # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
+    "terms": (lambda value: _is_rank(value) and value <= 100, "a whole number from 1 to 100"),
+    "names": (_is_names, "a list of names"),
+    "pattern": (lambda value: _is_pattern(value) or _is_names(value), "a list of names, or a regular expression"),
+    "indices": (_is_indices, "a list of whole numbers"),
+    "indices by name": (
+        lambda value: _is_indices(value) or (isinstance(value, Mapping) and all(map(_is_indices, value.values()))),
+        "a list of whole numbers, or a dict of names and, for each, such a list",
     ),
-    ANY,
+    "ranks by pattern": (
+        _by_pattern(_is_rank),
+        "a dict of regular expressions and, for each, a whole number of at least 1",
+    ),
+    "numbers by pattern": (_by_pattern(is_number), "a dict of regular expressions and, for each, a finite number"),
+}
+"""For each kind of setting, whether a value is one that PEFT takes, and these in words."""
+
+_COMMON = (
+    "auto_mapping base_model_name_or_path exclude_modules inference_mode layers_pattern layers_to_transform "
+    "modules_to_save peft_type peft_version revision target_modules task_type"
 )
 """What each method has, and what the names of the tensors tell."""
 
 
-def check_settings(name: str, config: Mapping[str, Any], understood: Mapping[str, Setting]) -> dict[str, Any]:
-    """The settings that have a value.
+class Part(NamedTuple):
+    """A tensor of PEFT as a raw value.
 
-    Raises:
-      ValueError: If a setting is not understood and has a value other than a neutral one, which means "none", or if its
-        value is not one of those that are understood.
+    Attributes:
+      place: Where the raw value is below the parameter: ``@lora/a``.
+      shape: The shape of the tensor.
+      read: Makes the raw value of the tensor.
+      write: Makes the tensor of the raw value, but for its shape.
     """
-    set_values = {key: value for key, value in config.items() if value is not None}
-    settings = {**COMMON, **understood}
-    wrong = {key: x for key, x in set_values.items() if not (settings[key].fits(x) if key in settings else not x)}
-    for key, value in wrong.items():
-        if key in settings and (takes := settings[key].takes):
-            raise ValueError(f"from_peft takes {takes} as {key} of {name}, but got {shown(value)}. Correct `config`.")
-    if wrong:
-        wrong_text = ", ".join(f"{key}={shown(value)}" for key, value in wrong.items())
-        raise ValueError(f"from_peft has no stage for {name} with {wrong_text}. {MERGE}")
-    return set_values
+
+    place: str
+    shape: tuple[int, ...]
+    read: Callable[[Array], Array] = jnp.asarray
+    write: Callable[[Array], Array] = jnp.asarray
 
 
-Tensors = Mapping[str, np.ndarray]
-Values = dict[str, Any]
-"""Raw values by their path below the parameter: ``@lora/a``."""
+Parts = Mapping[str, Part]
 
 
 @dataclass(frozen=True)
@@ -152,11 +119,35 @@ class Adapted:
     Attributes:
       stages: The stages, in the order of a chain. Their ``where`` is None for the array itself, or selects the value
         below the array on which they act.
-      values: The raw values that PEFT stores.
+      values: The raw values that PEFT stores, by their places below the parameter.
     """
 
     stages: tuple[Parametrization, ...]
-    values: Values
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a file says of one adapted array.
+
+    Attributes:
+      target: The array.
+      tensors: The tensors of its module, by the ends of their names.
+      config: The configuration.
+      rank: The rank of this module.
+      alpha: Its alpha.
+    """
+
+    target: Target
+    tensors: Mapping[str, np.ndarray]
+    config: Mapping[str, Any]
+    rank: int
+    alpha: float
+
+    def values(self, parts: Parts) -> dict[str, Array]:
+        """The raw values of the tensors; raises an error if one is missing, unexpected or of another shape."""
+        require(self.tensors, {name: part.shape for name, part in parts.items()})
+        return {part.place: part.read(jnp.asarray(self.tensors[name])) for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -166,14 +157,17 @@ class StageNode:
     Attributes:
       stage: The stage.
       values: The stage's values by name: arrays, or the nodes of other stages that make them.
+      target: The array, which may be one of a stack, whereas the values are those of the whole stack.
     """
 
     stage: Parametrization
     values: Mapping[str, Any]
+    target: Target
 
-    def of(self, target: Target, *, inside: bool = False) -> "StageNode":
+    def of_one(self, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
-        if isinstance(self.stage, Freeze | Stored | Tie):  # of which most methods store nothing
+        target = self.target
+        if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
         stage = unstack_stage(self.stage, len(target.index))
         if target.n_experts and not inside:
@@ -189,24 +183,26 @@ class StageNode:
                 f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
             )
         blocks = isinstance(stage, Rotated)
-        values = {
-            name: x.of(target, inside=blocks) if isinstance(x, StageNode) else target.part(x)
-            for name, x in self.values.items()
-        }
-        return StageNode(stage, values)
+        values = {name: x.of_one(inside=blocks) if isinstance(x, StageNode) else x for name, x in self.values.items()}
+        return StageNode(stage, values, target)
 
-    def require_stage_on(self, name: str, stage_type: type) -> "StageNode":
-        """The node of the stage on a value; raises an error if there is none, or not one of this type."""
-        value = self.values[name]
-        if not isinstance(value, StageNode) or not isinstance(value.stage, stage_type):
-            raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
-        return value
+    def at(self, place: str) -> Any:
+        """The array at a place such as ``@gain/g``, or the node at one such as ``@gain/w/@freeze``.
 
-    def require_array(self, name: str) -> Any:
-        """A value; raises an error if another stage makes it."""
-        if isinstance(value := self.values[name], StageNode):
+        Raises:
+          ValueError: If other stages than those of the place make it.
+        """
+        _, name, *below = place.replace("/@fixed", "").split("/", 2)
+        value, marker = self.values[name], below[0].partition("/")[0] if below else None
+        if (f"@{value.stage.kind}" if isinstance(value, StageNode) else None) != marker:
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
-        return value
+        if not isinstance(value, StageNode):
+            return self.target.part(value)
+        return value.at(below[0]) if below[0] != marker else value
+
+    def write(self, parts: Parts) -> dict[str, Array]:
+        """The tensors of the raw values."""
+        return {name: part.write(self.at(part.place)).reshape(part.shape) for name, part in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -226,56 +222,94 @@ class Written:
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+Modules = Mapping[str, Written]
+
+
+def _all_flags(modules: Modules) -> dict[str, Any]:
+    """The flags of all modules as a configuration."""
+    return {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
+
+
+@dataclass(frozen=True)
 class Method:
-    """A PEFT method.
+    """A method of PEFT: what its files hold, and two hooks, which read and write one array as a chain of stages.
 
     Attributes:
       name: Its ``peft_type``.
-      alpha: The name of alpha in its configuration, if it has one.
       suffixes: The names of its tensors below their module.
+      settings: The settings of its configuration that are understood, besides those of all methods: by kind, names with
+        spaces between them.
+      read: The stages and raw values for the tensors of a module.
+      write: The PEFT form of raw values.
+      configure: The configuration for what is written of all modules.
       banks: The names of tensors that all modules share, of which each takes its part.
-      own_biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method.
-      settings: The settings of its configuration that are understood, besides those of all methods.
+      biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method.
+      alpha: The name of alpha in its configuration, if it has one.
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
+      matrices: Whether only matrices are read.
+      words: Settings of which only these values are understood; PEFT does not distinguish the cases of words.
     """
 
     name: str
-    alpha: str | None = None
     suffixes: tuple[str, ...]
+    settings: Mapping[str, str]
+    read: Callable[[Given], Adapted]
+    write: Callable[[StageNode], Written]
+    configure: Callable[[Modules], dict[str, Any]] = _all_flags
     banks: tuple[str, ...] = ()
-    own_biases: str | None = None
-    settings: Mapping[str, Setting]
-    defaults: Mapping[str, Any] = {}
+    biases: str | None = None
+    alpha: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     layouts: tuple[str, ...] = ("kernel", "same")
+    matrices: bool = False
+    words: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
 
     def require_layout(self, target: Target) -> None:
         """Refuses a weight of which PEFT has no adapters by this method."""
         require_known([target])
         if target.layout not in self.layouts:
             raise ValueError(f"PEFT has no {self.name} for weights of the layout {target.layout!r}")
+        if target.n_experts == 1 and target.expert().layout == "conv1d":
+            raise ValueError("PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert")
 
-    @abstractmethod
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        """The stages and raw values for the tensors of a module."""
+    def require_matrix(self, target: Target) -> None:
+        """Refuses an array that is no matrix, if only matrices are read."""
+        if self.matrices and len(target.shape) != 2:
+            raise ValueError(f"{self.name} is read for matrices, but the array has shape {target.shape}")
 
-    @abstractmethod
-    def write(self, target: Target, node: StageNode) -> Written:
-        """The PEFT form of raw values."""
+    def end_of(self, name: str) -> str | None:
+        """The one of the suffixes with which a name ends, or None."""
+        return next((end for end in self.suffixes if name.endswith(f".{end}")), None)
 
-    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        """The configuration for these modules: all flags, and ranks and alphas if the method has them."""
-        flags = {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
-        return flags | (ranks_and_alphas(self, modules) if self.alpha else {})
+    def check_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings that have a value, and the defaults of the others.
+
+        Raises:
+          ValueError: If a setting is not understood and has a value other than a neutral one, which means "none", or
+            if its value is not one of those that are understood.
+        """
+        set_values = {key: value for key, value in config.items() if value is not None}
+        known = [*self.settings.items(), ("any", _COMMON)]
+        kinds = {key: kind for kind, keys in known for key in keys.split()}
+        wrong: list[str] = []
+        for key, value in set_values.items():
+            if key in self.words:
+                fits, takes = shown(value).lower() in [repr(word).lower() for word in self.words[key]], ""
+            else:
+                is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
+                fits = is_one(value)
+            if takes and not fits:
+                raise ValueError(
+                    f"from_peft takes {takes} as {key} of {self.name}, but got {shown(value)}. Correct `config`."
+                )
+            wrong += [] if fits else [f"{key}={shown(value)}"]
+        if wrong:
+            raise ValueError(f"from_peft has no stage for {self.name} with {', '.join(wrong)}. {MERGE}")
+        return {**self.defaults, **set_values}
 
 
-def require_matrix(method: Method, target: Target) -> None:
-    """Refuses an array that is no matrix."""
-    if len(target.shape) != 2:
-        raise ValueError(f"{method.name} is read for matrices, but the array has shape {target.shape}")
-
-
-def require(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses tensors that are missing, unexpected, or of another shape."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in shapes]
@@ -295,15 +329,7 @@ def known_number(x: Any) -> float:
     return float(x)
 
 
-def split_scale(node: StageNode) -> tuple[StageNode, float]:
-    """The node of the difference without its scale, and the scale."""
-    value = node.values["x"]
-    if isinstance(value, StageNode) and isinstance(value.stage, Scale):
-        return value.require_stage_on("x", Parametrization), known_number(value.stage.factor)
-    return node.require_stage_on("x", Parametrization), 1.0
-
-
-def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
+def one_of_all(modules: Modules, flag: str) -> Any:
     """The value of a flag, which must be equal for all modules."""
     values = {written.flags[flag] for written in modules.values()}
     if len(values) > 1:
@@ -312,28 +338,25 @@ def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
     return values.pop()
 
 
-def ranks_and_alphas(method: Method, modules: Mapping[str, Written], *, by_root: bool = False) -> dict[str, Any]:
+def ranks_and_alphas(alpha: str, modules: Modules, *, by_root: bool = False) -> dict[str, Any]:
     """The ranks and alphas of a configuration; an alpha is the factor times the rank, or times its square root."""
     ranks = {module: written.rank or 1 for module, written in modules.items()}
-    shares = {module: math.sqrt(rank) if by_root else rank for module, rank in ranks.items()}
-    alphas = {module: (written.factor or 0.0) * shares[module] for module, written in modules.items()}
-    return _most_common("r", "rank_pattern", ranks) | _most_common(str(method.alpha), "alpha_pattern", alphas)
+    alphas = {
+        module: (written.factor or 0.0) * (math.sqrt(ranks[module]) if by_root else ranks[module])
+        for module, written in modules.items()
+    }
+    return _most_common("r", "rank_pattern", ranks) | _most_common(alpha, "alpha_pattern", alphas)
 
 
 def _most_common(name: str, patterns: str, numbers: Mapping[str, float]) -> dict[str, Any]:
     """The most common number, and by name the numbers of the other modules."""
-    number_of_module = {module: _as_whole(x) for module, x in numbers.items()}
+    rounded = {module: round(x, 9) for module, x in numbers.items()}
+    number_of_module = {module: int(x) if float(x).is_integer() else x for module, x in rounded.items()}
     common = Counter(number_of_module.values()).most_common(1)[0][0]
-    exceptions = {_module_pattern(module, list(numbers)): x for module, x in number_of_module.items() if x != common}
+    # PEFT would match a plain name with suffixes too.
+    exceptions = {
+        f"^{module}" if any(other.endswith(f".{module}") for other in numbers) else module: x
+        for module, x in number_of_module.items()
+        if x != common
+    }
     return {name: common, patterns: dict(sorted(exceptions.items()))}
-
-
-def _as_whole(x: float) -> int | float:
-    """A number as an int if it is one but for rounding."""
-    near = round(x, 9)
-    return int(near) if float(near).is_integer() else near
-
-
-def _module_pattern(module: str, modules: list[str]) -> str:
-    """A pattern for one module only; PEFT would match a plain name with suffixes too."""
-    return f"^{module}" if any(other_module.endswith(f".{module}") for other_module in modules) else module

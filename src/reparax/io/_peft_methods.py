@@ -1,4 +1,8 @@
-"""IA3 and OFT, which multiply weights; and all methods, by name and by the chain of an array."""
+"""LoHa and LoKr, which add products; IA3 and OFT, which multiply; and all methods, by name and by chain.
+
+A new method is a row here, with the function that reads its tensors as stages and raw values, and the one that writes
+these as tensors.
+"""
 
 import math
 import re
@@ -10,147 +14,215 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.io._peft_lora import TOKENS, LoRAMethod, VeRAMethod
+from reparax.io._peft_lora import LORA, TOKENS, VERA
 from reparax.io._peft_method import (
-    ANY,
-    FLAG,
-    NAMES,
-    NUMBER,
     Adapted,
+    Given,
     Method,
-    Setting,
+    Modules,
+    Part,
+    Parts,
     StageNode,
-    Tensors,
     Written,
-    one_of,
+    known_number,
     one_of_all,
+    ranks_and_alphas,
     require,
-    require_matrix,
-    whole_number,
 )
-from reparax.io._peft_products import LoHaMethod, LoKrMethod
 from reparax.io._peft_target import Target
 from reparax.numerics.linalg import identity, product
-from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, Slices
-from reparax.stages.matrices import Kronecker, Orthogonal
+from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, Rotated, TrainableSlices
+from reparax.stages.matrices import Kronecker, LowRank, Orthogonal
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Stored
+from reparax.stages.quantized import Quantized
 from reparax.stages.sparse import Freeze
 
+_PRODUCTS = {
+    "rank": "r",
+    "number": "alpha rank_dropout module_dropout",
+    "ranks by pattern": "rank_pattern",
+    "numbers by pattern": "alpha_pattern",
+    "flag": "use_effective_conv2d",
+    "any": "init_weights",
+}
+_SCALED = "@delta/x/@scale/x/"
 
-class IA3Method(Method):
+
+def _place_and_factor(node: StageNode) -> tuple[str, float]:
+    """Where the difference is below the array, without its scale, and the scale."""
+    if isinstance(scale := node.values["x"], StageNode) and isinstance(scale.stage, Scale):
+        return _SCALED, known_number(scale.stage.factor)
+    return "@delta/x/", 1.0
+
+
+def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> Parts:
+    """Two products of low rank; the factors of the inputs are matrices even for a convolution."""
+    shape = target.inputs_shape(rank)
+    parts: dict[str, Part] = {}
+    for i, name in ((1, "x"), (2, "y")):
+        factors = f"{place}@hadamard/{name}/@low_rank"
+        parts[f"hada_w{i}_a"] = Part(f"{factors}/v", (target.outputs, rank), jnp.transpose, jnp.transpose)
+        parts[f"hada_w{i}_b"] = Part(
+            f"{factors}/u",
+            (rank, math.prod(shape[1:])),
+            lambda x: target.read_inputs(x.reshape(shape)),
+            target.write_inputs,
+        )
+    return parts
+
+
+def _read_loha(given: Given) -> Adapted:
+    """An elementwise product of two low-rank differences."""
+    target, rank = given.target, given.rank
+    inputs = math.prod(target.shape) // max(target.outputs, 1)
+    outside = "project" if rank > min(target.outputs, inputs) else "nearest"  # PEFT's usual 8 on a narrow layer
+    low = LowRank(rank, outside=outside, **target.sides)
+    values = given.values(_loha_parts(target, rank))
+    return Adapted((low, Hadamard(), Scale(given.alpha / rank), Delta()), values)
+
+
+def _write_loha(node: StageNode) -> Written:
+    """The four factors."""
+    place, factor = _place_and_factor(node)
+    stages: list[Any] = [node.at(f"{place}@hadamard/{name}/@low_rank").stage for name in "xy"]
+    for stage in stages:
+        node.target.require_rows(stage)
+    if stages[0].rank != stages[1].rank:
+        raise ValueError(f"PEFT has two products of one rank, but no equivalent of {stages[0]!r} and {stages[1]!r}")
+    return Written(node.write(_loha_parts(node.target, stages[0].rank, place)), factor, stages[0].rank)
+
+
+def _lokr_parts(target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED) -> Parts:
+    """Two factors, by their torch names with their sizes there; those that are products of low rank have a rank."""
+    parts: dict[str, Part] = {}
+    for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
+        (rows, columns), factor = sizes[tensor], f"{place}@kronecker/{name}"
+        if tensor not in ranks:
+            parts[tensor] = Part(factor, (rows, columns), target.flip, target.flip)
+            continue
+        u, v = "uv" if target.out == 0 else "vu"
+        rank, low = ranks[tensor], f"{factor}/@low_rank"
+        parts[f"{tensor}_a"] = Part(f"{low}/{u}", (rows, rank), target.flip, target.flip)
+        parts[f"{tensor}_b"] = Part(f"{low}/{v}", (rank, columns), target.flip, target.flip)
+    return parts
+
+
+def _read_lokr(given: Given) -> Adapted:
+    """A Kronecker product of two factors, each a full or a low-rank matrix."""
+    target, tensors = given.target, given.tensors
+    if wrong := [x for x in tensors.values() if x.ndim != 2]:
+        raise ValueError(f"expected matrices as factors, got one of shape {wrong[0].shape}")
+    sizes: dict[str, tuple[int, int]] = {}
+    ranks: dict[str, int] = {}
+    for tensor in ("lokr_w1", "lokr_w2"):
+        if tensor in tensors:
+            sizes[tensor] = tensors[tensor].shape
+        else:
+            first, second = (tensors.get(f"{tensor}_{end}", np.empty((0, 0))).shape for end in "ab")
+            sizes[tensor], ranks[tensor] = (first[0], second[1]), given.rank
+    parts = _lokr_parts(target, sizes, ranks)
+    values = given.values(parts)
+    first, second = (target.flip(size) for size in sizes.values())
+    if (shape := (first[0] * second[0], first[1] * second[1])) != target.shape:
+        raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {shape}")
+    low = [
+        LowRank(given.rank, where=f"/.*@kronecker/{name}")
+        for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2"))
+        if tensor in ranks
+    ]
+    return Adapted((*low, Kronecker(first), Scale(given.alpha / given.rank), Delta()), values)
+
+
+def _write_lokr(node: StageNode) -> Written:
+    """The factors, of which the sizes and ranks tell PEFT's settings."""
+    target, (place, factor) = node.target, _place_and_factor(node)
+    kronecker = node.at(f"{place}@kronecker")
+    sizes: dict[str, tuple[int, ...]] = {}
+    ranks: dict[str, int] = {}
+    for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
+        if isinstance(kronecker.values[name], StageNode):
+            u, v = (kronecker.at(f"@kronecker/{name}/@low_rank/{end}") for end in "uv")
+            sizes[tensor], ranks[tensor] = target.flip((u.shape[0], v.shape[1])), u.shape[1]
+        else:
+            sizes[tensor] = target.flip(kronecker.at(f"@kronecker/{name}").shape)
+    pairs = tuple(sizes.values())
+    full_rank = math.ceil(max(*pairs[0], *pairs[1]) / 2)  # from this rank on, PEFT stores full factors
+    rank = next(iter(ranks.values()), full_rank)
+    if len({*ranks.values()}) > 1 or any(rank >= max(sizes[tensor]) / 2 for tensor in ranks):
+        raise ValueError(
+            f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks "
+            f"{[*ranks.values()]} for factors of shapes {[*pairs]}"
+        )
+    tensors = node.write(_lokr_parts(target, sizes, ranks, place))
+    return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
+
+
+def _configure_lokr(modules: Modules) -> dict[str, Any]:
+    """Ranks and alphas, and the settings with which PEFT chooses the sizes and ranks of factors."""
+    decomposes_both = any(written.flags["products"][0] for written in modules.values())
+    for module, written in modules.items():
+        first_is_low, second_is_low = ((written.rank or 1) < max(size) / 2 for size in written.flags["sizes"])
+        if (decomposes_both and first_is_low, second_is_low) != written.flags["products"]:
+            raise ValueError(
+                f"PEFT has a low-rank second factor, or two low-rank factors, if the rank is below half of the "
+                f"larger size, but {module!r} differs"
+            )
+    sizes = {module: written.flags["sizes"] for module, written in modules.items()}
+    largest = max(size for first, _ in sizes.values() for size in first)
+    pairs = [pair for first, second in sizes.values() for pair in zip(first, second, strict=True)]
+    for factor in (-1, *range(1, largest + 1)):
+        if all(_split_size(first * second, factor) == (first, second) for first, second in pairs):
+            flags = {"decompose_both": decomposes_both, "decompose_factor": factor}
+            return flags | ranks_and_alphas("alpha", modules)
+    raise ValueError(f"PEFT chooses the sizes of factors with one decompose_factor, but got {sizes}")
+
+
+def _split_size(size: int, factor: int) -> tuple[int, int]:
+    """Two factors of ``size``, chosen like PEFT: the first is ``factor``, or both are as close as possible."""
+    if factor > 0 and size % factor == 0:
+        return factor, size // factor
+    most = size if factor == -1 else factor
+    first = max(m for m in range(1, math.isqrt(size) + 1) if size % m == 0 and m <= most)
+    return first, size // first
+
+
+def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> Parts:
+    """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
+    size, ones = target.shape[axis], target.ones
+    return {"ia3_l": Part("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
+
+
+def _input_axis(target: Target) -> int:
+    """The axis of the inputs that IA3 multiplies: torch's second axis."""
+    return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
+
+
+def _read_ia3(given: Given) -> Adapted:
     """Factors on outputs, including the bias, or on inputs."""
-
-    name = "IA3"
-    suffixes = ("ia3_l",)
-    settings: Mapping[str, Setting] = {
-        "fan_in_fan_out": FLAG,
-        "feedforward_modules": NAMES,
-        "init_ia3_weights": ANY,
-    }
-
-    layouts: tuple[str, ...] = ("kernel", "same", "conv1d")
-
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        feedforward = selects_module(target.module, config.get("feedforward_modules") or [])
-        axis = self._axis(target, feedforward=feedforward)
-        size, ones = target.shape[axis], target.ones
-        inputs = feedforward or bool(ones)
-        require(tensors, {"ia3_l": (1, size, *ones) if inputs else (size, 1)})
-        return Adapted((Gain(axis=axis),), {"@gain/g": jnp.asarray(tensors["ia3_l"]).reshape(size)})
-
-    def write(self, target: Target, node: StageNode) -> Written:
-        g, gain, base = node.require_array("g"), node.stage, node.values["w"]
-        if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Stored):
-            raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
-        axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
-        if axis not in (self._axis(target, feedforward=True), target.out):
-            raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
-        ones, inputs = target.ones, axis != target.out
-        return Written({"ia3_l": g.reshape((1, -1, *ones) if ones or inputs else (-1, 1))}, flags={"inputs": inputs})
-
-    @staticmethod
-    def _axis(target: Target, *, feedforward: bool) -> int:
-        """The axis of outputs, or that of inputs, which is torch's second axis."""
-        if not feedforward:
-            return target.out
-        return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
-
-    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        inputs = sorted(module for module, written in modules.items() if written.flags["inputs"])
-        clear = all(written.flags["inputs"] == selects_module(module, inputs) for module, written in modules.items())
-        # PEFT matches list entries with suffixes of names; if suffixes are ambiguous, use a regular expression.
-        return {"feedforward_modules": inputs if clear else "|".join(map(re.escape, inputs))}
+    target = given.target
+    inputs = selects_module(target.module, given.config.get("feedforward_modules") or [])
+    axis = _input_axis(target) if inputs else target.out
+    return Adapted((Gain(axis=axis),), given.values(_ia3_parts(target, axis, inputs=inputs)))
 
 
-class OFTMethod(Method):
-    """Rotations of the inputs, block by block."""
+def _write_ia3(node: StageNode) -> Written:
+    """The factors, whose base must not train."""
+    target, gain, base = node.target, node.stage, node.values["w"]
+    if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Quantized):
+        raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
+    axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
+    if axis not in (_input_axis(target), target.out):
+        raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
+    inputs = axis != target.out
+    return Written(node.write(_ia3_parts(target, axis, inputs=inputs)), flags={"inputs": inputs})
 
-    name = "OFT"
-    suffixes = ("oft_R.weight",)
-    own_biases = "oft_only"
-    settings: Mapping[str, Setting] = {
-        "bias": one_of(("none", "all", own_biases)),
-        "fan_in_fan_out": FLAG,
-        "module_dropout": NUMBER,
-        "use_cayley_neumann": FLAG,
-        # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
-        "num_cayley_neumann_terms": whole_number(1, 100),
-        "block_share": FLAG,
-        "coft": FLAG,
-        "eps": NUMBER,
-        **dict.fromkeys(("r", "oft_block_size", "init_weights"), ANY),  # the shape of the tensor tells the sizes
-    }
-    defaults: Mapping[str, Any] = {"num_cayley_neumann_terms": 5, "eps": 6e-5}
 
-    def read(self, target: Target, tensors: Tensors, config: Mapping[str, Any], alpha: float, rank: int) -> Adapted:
-        require_matrix(self, target)
-        rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
-        free = tensors["oft_R.weight"]
-        if free.ndim != 2:
-            raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
-        size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
-        blocks = rows // max(size, 1)
-        require(tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
-        if config.get("coft"):
-            free = _clip_to_ball(free, config["eps"])
-        stage_of_rotation = Rotated(blocks, shared=is_shared, **target.sides)
-        if config.get("use_cayley_neumann"):
-            terms = config["num_cayley_neumann_terms"]
-            if terms < 3:
-                raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
-            stage = CayleyNeumann(max(terms - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
-            return Adapted((stage, stage_of_rotation), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
-        upper = np.zeros((*free.shape[:1], size, size), free.dtype)
-        upper[:, *np.triu_indices(size, 1)] = free
-        return Adapted(
-            (Orthogonal(stacked=0), stage_of_rotation), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)}
-        )
-
-    def write(self, target: Target, node: StageNode) -> Written:
-        target.require_rows(node.stage)
-        rotation_node: Any = node.values["r"]
-        stage: Any = node.stage
-        series = isinstance(getattr(rotation_node, "stage", None), CayleyNeumann)
-        free = (
-            _matrices_of_series(rotation_node)
-            if series
-            else _matrices_of_rotations(node.require_stage_on("r", Orthogonal))
-        )
-        rows = target.shape[target.ins[0]]
-        flags = {"oft_block_size": rows // stage.blocks, "r": stage.blocks, "block_share": stage.shared}
-        flags |= {
-            "num_cayley_neumann_terms": rotation_node.stage.degree + 1 if series else 5,
-            "use_cayley_neumann": series,
-        }
-        return Written({"oft_R.weight": free}, flags=flags)
-
-    def configure(self, modules: Mapping[str, Written]) -> dict[str, Any]:
-        common_names = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
-        config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in common_names}
-        size = "oft_block_size" if len({written.flags["oft_block_size"] for written in modules.values()}) == 1 else "r"
-        return config | {size: one_of_all(modules, size)}
+def _configure_ia3(modules: Modules) -> dict[str, Any]:
+    """The modules with factors on inputs: by names, or by an expression where suffixes of names are not clear."""
+    inputs = sorted(module for module, written in modules.items() if written.flags["inputs"])
+    clear = all(written.flags["inputs"] == selects_module(module, inputs) for module, written in modules.items())
+    return {"feedforward_modules": inputs if clear else "|".join(map(re.escape, inputs))}
 
 
 def selects_module(module: str, names: Any) -> bool:
@@ -160,38 +232,126 @@ def selects_module(module: str, names: Any) -> bool:
     return any(module.endswith(name) for name in names)
 
 
-def _clip_to_ball(free: np.ndarray, radius: float) -> np.ndarray:
-    """The free numbers where PEFT moves them before each use: in a ball around zero for each block."""
-    lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
-    most = radius / math.sqrt(free.shape[0])
-    return (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
+def _read_oft(given: Given) -> Adapted:
+    """Rotations of the inputs, block by block."""
+    target, config = given.target, given.config
+    rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
+    free = given.tensors["oft_R.weight"]
+    if free.ndim != 2:
+        raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
+    size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
+    blocks = rows // max(size, 1)
+    require(given.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
+    if config.get("coft"):  # PEFT moves it into a ball around zero for each block, before each use
+        lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
+        most = config["eps"] / math.sqrt(free.shape[0])
+        free = (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
+    rotated = Rotated(blocks, shared=is_shared, **target.sides)
+    if config.get("use_cayley_neumann"):
+        terms = config["num_cayley_neumann_terms"]
+        if terms < 3:
+            raise ValueError(f"CayleyNeumann is read from 3 terms on, got num_cayley_neumann_terms={terms}")
+        series = CayleyNeumann(max(terms - 1, 3), stacked=0)  # PEFT has a third power for 3 terms too
+        return Adapted((series, rotated), {"@rotated/r/@cayley_neumann/x": jnp.asarray(free)})
+    upper = np.zeros((*free.shape[:1], size, size), free.dtype)
+    upper[:, *np.triu_indices(size, 1)] = free
+    return Adapted((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
 
 
-def _matrices_of_series(node: StageNode) -> Array:
-    """The skew-symmetric matrices of series of degree 3 or more, whose base must be the identity."""
-    stage: Any = node.stage
-    base = node.require_array("base")
-    if stage.degree < 3 or not jnp.array_equal(base, identity(base)):
-        raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
-    return node.require_array("x")
+def _write_oft(node: StageNode) -> Written:
+    """The free numbers of the rotations."""
+    stage, target, terms = node.stage, node.target, 5
+    target.require_rows(stage)
+    inside = node.values["r"]
+    series = isinstance(inside, StageNode) and isinstance(inside.stage, CayleyNeumann)
+    inside = node.at(f"@rotated/r/@{'cayley_neumann' if series else 'orthogonal'}")
+    x, base = (inside.at(f"@{inside.stage.kind}/{name}") for name in ("x", "base"))
+    has_identity = jnp.array_equal(base, identity(base))
+    if series:
+        terms = inside.stage.degree + 1
+        if terms < 4 or not has_identity:
+            raise ValueError(
+                f"PEFT has series of degree 3 or more around the identity, but no equivalent of {inside.stage!r}"
+            )
+    else:
+        x = _skew_numbers(inside.stage, x, None if has_identity else base)
+    rotated: Any = stage
+    flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.blocks, "r": rotated.blocks}
+    flags |= {"block_share": rotated.shared, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
+    return Written({"oft_R.weight": x}, flags=flags)
 
 
-def _matrices_of_rotations(node: StageNode) -> Array:
-    """The skew-symmetric matrices of rotations, by the inverse Cayley map."""
-    stage: Any = node.stage
-    x, base = node.require_array("x"), node.require_array("base")
-    size = x.shape[-1]
+def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
+    """The numbers above the diagonals of skew-symmetric matrices of rotations, by the inverse Cayley map."""
     if stage.map != "cayley":
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
-    skew = (x.mT - x) / 2
-    if not jnp.array_equal(base, identity(base)):
+    skew, size = (x.mT - x) / 2, x.shape[-1]
+    if base is not None:
         stage_for_one, eye = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
         rotations = jnp.stack([stage_for_one.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
         skew = product(eye[None] - rotations, jnp.linalg.inv(eye[None] + rotations))
     return skew[:, *np.triu_indices(size, 1)]
 
 
-LORA, LOHA, LOKR, IA3, OFT, VERA = LoRAMethod(), LoHaMethod(), LoKrMethod(), IA3Method(), OFTMethod(), VeRAMethod()
+def _configure_oft(modules: Modules) -> dict[str, Any]:
+    """One size of blocks for all modules, or else one number of them."""
+    common_names = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
+    config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in common_names}
+    size = "oft_block_size" if len({written.flags["oft_block_size"] for written in modules.values()}) == 1 else "r"
+    return config | {size: one_of_all(modules, size)}
+
+
+LOHA = Method(
+    name="LOHA",
+    suffixes=("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    settings=_PRODUCTS,
+    read=_read_loha,
+    write=_write_loha,
+    configure=lambda modules: ranks_and_alphas("alpha", modules),
+    alpha="alpha",
+    defaults={"r": 8, "alpha": 8},
+)
+LOKR = Method(
+    name="LOKR",
+    suffixes=("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    settings=_PRODUCTS
+    | {
+        "flag": "use_effective_conv2d rank_dropout_scale decompose_both",
+        "number": "alpha rank_dropout module_dropout decompose_factor",
+    },
+    read=_read_lokr,
+    write=_write_lokr,
+    configure=_configure_lokr,
+    alpha="alpha",
+    defaults={"r": 8, "alpha": 8},
+    matrices=True,
+)
+IA3 = Method(
+    name="IA3",
+    suffixes=("ia3_l",),
+    settings={"flag": "fan_in_fan_out", "pattern": "feedforward_modules", "any": "init_ia3_weights"},
+    read=_read_ia3,
+    write=_write_ia3,
+    configure=_configure_ia3,
+    layouts=("kernel", "same", "conv1d"),
+)
+OFT = Method(
+    name="OFT",
+    suffixes=("oft_R.weight",),
+    settings={
+        "flag": "fan_in_fan_out use_cayley_neumann block_share coft",
+        "number": "module_dropout eps",
+        "terms": "num_cayley_neumann_terms",
+        "any": "r oft_block_size init_weights",  # the shape of the tensor tells the sizes
+    },
+    words={"bias": ("none", "all", "oft_only")},
+    read=_read_oft,
+    write=_write_oft,
+    configure=_configure_oft,
+    biases="oft_only",
+    defaults={"num_cayley_neumann_terms": 5, "eps": 6e-5},
+    matrices=True,
+)
 METHODS: Mapping[str, Method] = {method.name: method for method in (LORA, LOHA, LOKR, IA3, OFT, TOKENS, VERA)}
 
 
@@ -206,24 +366,17 @@ def method_of(node: StageNode) -> Method:
             return IA3
         case Rotated():
             return OFT
-        case Slices():
+        case TrainableSlices():
             return TOKENS
         case Delta():
-            return _method_of_difference(node)
-        case stage:
-            raise ValueError(f"PEFT has no equivalent of {stage!r}")
-
-
-def _method_of_difference(node: StageNode) -> Method:
-    """The method whose chain made a difference: of a bias beside LoRA, or a product."""
-    x: Any = node.values["x"]
-    scaled = isinstance(x, StageNode) and isinstance(x.stage, Scale)
-    x = x.values["x"] if scaled else x
-    stage: Any = getattr(x, "stage", None)
-    if isinstance(stage, Kronecker):
-        return LOKR
-    if isinstance(stage, Hadamard):
-        return LOHA
-    if scaled and stage is None and x.ndim == 1:
-        return LORA
+            value = node.values["x"]
+            scaled = isinstance(value, StageNode) and isinstance(value.stage, Scale)
+            value = value.values["x"] if scaled else value
+            stage = value.stage if isinstance(value, StageNode) else None
+            if isinstance(stage, Kronecker | Hadamard):
+                return LOKR if isinstance(stage, Kronecker) else LOHA
+            if scaled and stage is None and len(node.target.shape) == 1:  # of a bias
+                return LORA
+        case _:
+            pass
     raise ValueError(f"PEFT has no equivalent of {node.stage!r}")

@@ -5,13 +5,11 @@ module has them, so the last one's wrapper is the outer one. A file tells how de
 the order of ``names`` does.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from reparax.core.axes import list_axes
@@ -34,7 +32,7 @@ class Target(Entry):
     """One array of the model, or one of a stack."""
 
     @property
-    def table(self) -> bool:
+    def is_table(self) -> bool:
         """Whether it is an embedding table, whose inputs are its rows; PEFT adapts the transposed matrix."""
         return self.layout == "embedding"
 
@@ -73,6 +71,11 @@ class Target(Entry):
         return tuple(axis for axis in range(len(self.shape)) if axis != self.out)
 
     @property
+    def outputs(self) -> int:
+        """How many outputs there are."""
+        return self.shape[self.out]
+
+    @property
     def ones(self) -> tuple[int, ...]:
         """The axes of size 1 that PEFT adds to vectors of a convolution."""
         return (1,) * (len(self.shape) - 2)
@@ -83,11 +86,6 @@ class Target(Entry):
         ins, out = self.ins, self.out
         return {} if (ins, out) == ((0,), 1) else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}
 
-    def outside(self, rank: int) -> str:
-        """The argument ``outside`` for a rank, which PEFT's usual 8 exceeds on a narrow layer."""
-        outs = self.shape[self.out]
-        return "project" if rank > min(outs, math.prod(self.shape) // max(outs, 1)) else "nearest"
-
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
         ndim = len(self.shape)
@@ -95,12 +93,14 @@ class Target(Entry):
         rows, columns = (None if axes is None else {axis % ndim for axis in axes} for axes in axes_of_sides)
         inputs = rows if rows is not None else set(range(ndim)) - (columns if columns is not None else {ndim - 1})
         if inputs != set(self.ins):
-            sides_text = ", ".join(f"{name}={axes}" for name, axes in {"rows": self.ins, "columns": self.out}.items())
-            raise ValueError(f"PEFT has adapters from inputs to outputs ({sides_text}), but no equivalent of {stage!r}")
+            raise ValueError(
+                f"PEFT has adapters from inputs to outputs (rows={self.ins}, columns={self.out}), but no equivalent of "
+                f"{stage!r}"
+            )
 
-    def read_inputs(self, factor: np.ndarray) -> Array:
+    def read_inputs(self, factor: Array) -> Array:
         """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
-        return jnp.moveaxis(read_layout(jnp.asarray(factor), self.adapter_layout), self.out, -1)
+        return jnp.moveaxis(read_layout(factor, self.adapter_layout), self.out, -1)
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
@@ -110,22 +110,11 @@ class Target(Entry):
         """The shape of PEFT's factor."""
         return (rank, *permute(self.shape, self.adapter_layout)[1:])
 
-    def flip(self, matrix: Array) -> Array:
-        """Converts a matrix (out, in) to ours, or back: transposed unless our outputs are first too."""
-        return matrix if self.out == 0 else matrix.T
-
-    def read_whole(self, weight: np.ndarray) -> Array:
-        """Converts torch's parameter to ours."""
-        return read_layout(jnp.asarray(weight), self.layout).reshape(self.shape)
-
-    def write_whole(self, weight: Array) -> Array:
-        """Converts our parameter to torch's."""
-        return write_layout(weight, self.layout)
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter in torch."""
-        return permute(self.shape, self.layout)
+    def flip(self, matrix: Any) -> Any:
+        """Converts a matrix (out, in) to ours, or back, or its shape: transposed unless our outputs are first too."""
+        if self.out == 0:
+            return matrix
+        return matrix[::-1] if isinstance(matrix, tuple) else matrix.T
 
 
 def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> dict[str, Target]:
@@ -136,19 +125,28 @@ def targets_of(params: PyTree, names: Rules, layouts: Rules, roles: PyTree) -> d
 def plain_name(name: str) -> str:
     """The name of a tensor without PEFT's prefix and without its wrappers of modules."""
     parts = name.removeprefix(PREFIX).split(".")
-    parents = ["", *parts]
     return ".".join(
         part
-        for part, parent in zip(parts, parents, strict=False)
+        for part, parent in zip(parts, ["", *parts], strict=False)
         if part not in ("base_layer", "modules_to_save") and (parent, part) != ("modules_to_save", "default")
     )
 
 
 def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     """For each parameter that is adapted by itself, PEFT's name of its wrapper."""
+    targets_of_module: dict[str, list[Target]] = {}
+    for target in targets:
+        targets_of_module.setdefault(target.module, []).append(target)
     names: dict[str, str] = {}
-    for module, module_targets in _by_module(targets).items():
-        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(reversed(module_targets))}
+    for module, several in targets_of_module.items():
+        if len(several) > 1 and len({target.rule for target in several} - {None}) < len(several):
+            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in several)
+            raise ValueError(
+                f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
+                f"module. Give each its own rule in that order, such as names={{{rules}}}."
+            )
+        in_order = sorted(several, key=lambda target: target.rule or 0)
+        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(reversed(in_order))}
     return names
 
 
@@ -156,7 +154,17 @@ def names_by_parameter(
     names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
     """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
-    owners = {wrapper: tensor for tensor, wrapper in wrapper_names(_choose_parameters(config, targets)).items()}
+    chosen = tuple(f".{name}" for name in config.get("target_parameters") or ())
+    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(chosen)]
+    for target in parameters:
+        if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
+            raise ValueError(
+                f"PEFT adapts {target.path!r} separately, which needs the layout of experts: "
+                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
+                f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
+                f"both."
+            )
+    owners = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
     plain_names, tensors_used = dict[str, str](), set[str]()
     for name in names:
         end = next((end for end in ends if name.endswith(f".{end}")), None)
@@ -170,37 +178,3 @@ def names_by_parameter(
     if missing := sorted(set(owners.values()) - tensors_used):
         raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
     return plain_names
-
-
-def _choose_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
-    """The parameters that are adapted by themselves."""
-    ends = tuple(f".{name}" for name in config.get("target_parameters") or ())
-    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(ends)]
-    for target in parameters:
-        if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
-            raise ValueError(
-                f"PEFT adapts {target.path!r} separately, which needs the layout of experts: "
-                f"layouts={{{target.path!r}: 'experts:kernel'}} for (experts, in, out) here and (experts, out, in) in "
-                f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
-                f"both."
-            )
-    return parameters
-
-
-def _by_module(targets: Iterable[Target]) -> dict[str, list[Target]]:
-    """The parameters of each module, in its own order."""
-    targets_of: dict[str, list[Target]] = {}
-    for target in targets:
-        targets_of.setdefault(target.module, []).append(target)
-    for module, module_targets in targets_of.items():
-        if len(module_targets) > 1 and len({target.rule for target in module_targets} - {None}) < len(module_targets):
-            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in module_targets)
-            raise ValueError(
-                f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
-                f"module. Give each its own rule in that order, such as "
-                f"names={{{rules}}}."
-            )
-    return {
-        module: sorted(module_targets, key=lambda target: target.rule or 0)
-        for module, module_targets in targets_of.items()
-    }

@@ -20,9 +20,8 @@ from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
 from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
 from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
-from reparax.stages.quantized import Stored
-from reparax.stages.quantized._formats import FORMATS
-from reparax.stages.quantized._packing import group_of_codes, pack
+from reparax.stages.quantized import Quantized
+from reparax.stages.quantized._formats import FORMATS, group_of_codes, pack
 
 PLAIN = ("F32", "F16", "BF16")
 
@@ -35,7 +34,7 @@ def from_quantized(
     names: Rules = None,
     layouts: Rules = None,
 ) -> tuple[Parametrization, PyTree]:
-    r"""Reads a model that others have quantized: a chain of :class:`Stored`, and a raw tree of the file's own codes.
+    r"""Reads a model that others have quantized: a chain of :class:`Quantized`, and a raw tree of the file's own codes.
 
     Nothing is rounded again: the effective weights are those that the file's own library computes, and the arrays take
     about the size of the file. To fine-tune exactly the released model, write ``q = p >> rpx.LoRA(16)`` and ``raw =
@@ -86,7 +85,7 @@ def from_quantized(
       >>> like = {"dense": {"kernel": jnp.zeros((32, 2))}}
       >>> p, raw = rpx.io.from_quantized({"dense.weight": np.stack([block, block])}, config, like)
       >>> p
-      Stored('gguf:q8_0', where='dense/kernel')
+      Quantized('gguf:q8_0', where='dense/kernel')
       >>> p.apply(raw)["dense"]["kernel"][:2]
       Array([[1.5, 1.5],
              [1.5, 1.5]], dtype=float32)
@@ -101,7 +100,7 @@ def from_quantized(
             for entry, tensors_of_entry in tensors_of.items()
             if tensors_of_entry
         )
-    stages, values, lines = dict[str, Stored](), dict[str, dict[Index, Array]](), list[str]()
+    stages, values, lines = dict[str, Quantized](), dict[str, dict[Index, Array]](), list[str]()
     names_used = set[str]()
     for entry, tensors_of_entry in tensors_of.items():
         names_used |= {name for name, _ in tensors_of_entry.values()}
@@ -163,7 +162,7 @@ def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, An
 
 def _read_parameter(
     entry: Entry, tensors: Mapping[str, Any], config: Mapping[str, Any]
-) -> tuple[Stored | None, dict[str, Array]]:
+) -> tuple[Quantized | None, dict[str, Array]]:
     """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
     shape = permute(entry.shape, entry.layout)
     if not tensors:
@@ -183,8 +182,8 @@ def _read_parameter(
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
-    stage = Stored(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
-    return stage, {f"/@stored/@fixed/{name}": x for name, x in values.items()}
+    stage = Quantized(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
+    return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
 
 
 def _read_matrix(
@@ -220,9 +219,9 @@ def _read_plain(
     return x
 
 
-def _chain_of_stages(stages: Mapping[str, Stored], paths: set[str]) -> Parametrization:
+def _chain_of_stages(stages: Mapping[str, Quantized], paths: set[str]) -> Parametrization:
     """A stage for each format and layout, on the paths of its arrays."""
-    kinds: dict[Stored, list[str]] = {}
+    kinds: dict[Quantized, list[str]] = {}
     for path, stage in stages.items():
         kinds.setdefault(stage, []).append(path)
     new_stages: list[Parametrization] = []

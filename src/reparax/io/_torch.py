@@ -32,8 +32,8 @@ from reparax.io._parameters import (
 )
 from reparax.io._torch_names import Naming, StageValues, Twin
 from reparax.io._torch_values import read_values, write_values
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import WeightNorm
 
 
 def from_torch(
@@ -84,7 +84,7 @@ def from_torch(
         whether it is transposed. A ``kernel`` of more axes can be read without one if a tensor has as many axes, as
         that is a convolution; with as many inputs as outputs it may be a transposed convolution, and needs a layout.
         For recurrent cells, use :func:`convert`.
-      roles: The result of ``rpx.roles(loss)(params, batch)``. It decides the layouts of matrices, convolutions and
+      roles: The result of ``rpx.roles(loss, params, batch)``. It decides the layouts of matrices, convolutions and
         tables for which neither ``layouts`` nor a class gives one, by how the network multiplies them. It does not
         identify ``"conv1d"``, transposed convolutions, experts, or how attention heads are merged.
       orthogonal_map: What torch's ``orthogonal`` was called with as ``orthogonal_map``, which its file does not say:
@@ -112,7 +112,7 @@ def from_torch(
       ... }
       >>> like = {"dense": {"kernel": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}}
       >>> p = rpx.WeightNorm()
-      >>> raw = rpx.from_torch(p, state_dict, like)
+      >>> raw = rpx.io.from_torch(p, state_dict, like)
       >>> p.fold(raw)["dense"]["kernel"]
       Array([[3., 0.],
              [4., 1.]], dtype=float32)
@@ -173,7 +173,7 @@ def to_torch(
       >>> import jax.numpy as jnp, reparax as rpx
       >>> p = rpx.WeightNorm()
       >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}})
-      >>> {name: x.shape for name, x in rpx.to_torch(p, raw, style="hooks").items()}
+      >>> {name: x.shape for name, x in rpx.io.to_torch(p, raw, style="hooks").items()}
       {'dense.bias': (2,), 'dense.weight_g': (2, 1), 'dense.weight_v': (2, 3)}
     """
     require_chains("to_torch(p, raw)", p)

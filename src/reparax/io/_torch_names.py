@@ -9,13 +9,9 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
 from reparax.core.raw import parameter_path
 from reparax.io._parameters import Entry, unstack_stage
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
-from reparax.stages.norms._spectral import SpectralNorm
-from reparax.stages.sparse._freeze import Freeze
-from reparax.stages.sparse._global_prune import GlobalPrune
-from reparax.stages.sparse._mask import Mask, NofM
-from reparax.stages.sparse._prune import MagnitudePrune, RandomPrune
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import SpectralNorm, WeightNorm
+from reparax.stages.sparse import Freeze, GlobalMagnitudePruning, MagnitudePruning, Mask, NByM, RandomPruning
 
 EXCHANGE_PLAIN = (
     "Exchange plain weights: `p.init(from_torch(Chain(), state_dict, like))`, `to_torch(Chain(), p.fold(raw))`."
@@ -51,10 +47,10 @@ TWINS: dict[type[Parametrization], Twin] = {
     Orthogonal: Twin({"x": "original", "base": "base"}, {}),
     Freeze: Twin({}, {"w": ""}),
     Mask: _PRUNED,
-    NofM: _PRUNED,
-    MagnitudePrune: _PRUNED,
-    RandomPrune: _PRUNED,
-    GlobalPrune: _PRUNED,
+    NByM: _PRUNED,
+    MagnitudePruning: _PRUNED,
+    RandomPruning: _PRUNED,
+    GlobalMagnitudePruning: _PRUNED,
 }
 
 

@@ -14,9 +14,8 @@ from reparax.io._parameters import ORTHOGONAL_MAPS, Entry
 from reparax.io._torch_names import EXCHANGE_PLAIN
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.linalg import adjoint, product
-from reparax.stages.matrices._orthogonal import Orthogonal
-from reparax.stages.norms._norm import WeightNorm
-from reparax.stages.norms._spectral import SpectralNorm
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import SpectralNorm, WeightNorm
 
 Values = dict[str, Array]
 
@@ -125,9 +124,6 @@ def _as_tall(x: Array) -> Array:
 def _turn_like(x: Array, like: Array) -> Array:
     """``x``, transposed if ``like`` is wide."""
     return x.mT if like.shape[-2] < like.shape[-1] else x
-
-
-Values = dict[str, Array]
 
 
 def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.attributes import find_attribute
-from reparax.models.chains import check_chain, needs_start_error, needs_stream_error, require_made_by
+from reparax.models.base import (
+    check_arguments,
+    check_updates,
+    find_attribute,
+    needs_stream_error,
+    require_made_by,
+    start_key,
+)
 from reparax.numerics.arithmetic import is_array
 from reparax.numerics.imported import import_library
-from reparax.training import labels
+from reparax.training import param_labels
+
+__dir__ = dir_of("equinox")
 
 eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
+
+_WHO = "rpx.equinox.Parametrized"
 
 
 class Parametrized(eqx.Module):
@@ -41,16 +52,20 @@ class Parametrized(eqx.Module):
     ``model.fold()`` or ``model.effective(key)``. To replace a raw value: ``model.replace(eqx.tree_at(where, model.raw,
     value))``.
 
+    A call cannot change a module, so if ``p.update`` advances values that do not train, as power iteration does, call
+    ``model = model.update()`` after each step, and say so by ``updates="by hand"``.
+
     Args:
       model: The model.
       p: The chain.
       key: A key for random starts.
       raw: A result of ``p.init(model)``, instead of a new start.
+      updates: ``"by hand"`` if the trainer calls :meth:`update`.
 
     Raises:
       TypeError: If ``model`` is a chain, or ``p`` is not.
-      ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, or ``raw`` is not a raw
-        tree of the chain for it.
+      ValueError: If a start is random and there is no ``key``, ``p.init`` refuses the model, ``raw`` is not a raw
+        tree of the chain for it, or ``p`` must be updated by hand, and ``updates`` does not say so.
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, optax, reparax as rpx
@@ -70,14 +85,23 @@ class Parametrized(eqx.Module):
     """The raw tree, with integers in the place of values that do not train."""
     p: Any = eqx.field(static=True)
 
-    def __init__(self, model: PyTree, p: Parametrization, *, key: Array | None = None, raw: PyTree = None) -> None:
+    def __init__(
+        self,
+        model: PyTree,
+        p: Parametrization,
+        *,
+        key: Array | None = None,
+        raw: PyTree = None,
+        updates: Literal["by hand"] | None = None,
+    ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
-        self.p = check_chain("rpx.equinox.Parametrized", model, p)
-        if p.random_start and key is None and raw is None:
-            raise needs_start_error(p, "rpx.equinox.Parametrized(model, p, key=key)")
-        self.values = _hide_fixed(
-            p.init(model, key) if raw is None else _put_into_model(model, require_made_by(p, raw))
-        )
+        self.p = check_arguments(_WHO, model, p)
+        check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
+        if raw is None:
+            made = p.init(model, start_key(p, key, f"{_WHO}(model, p, key=key)"))
+        else:
+            made = _put_into_model(model, require_made_by(p, raw))
+        self.values = _hide_fixed(made)
 
     @property
     def raw(self) -> Any:
@@ -95,7 +119,15 @@ class Parametrized(eqx.Module):
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
         held = vars(self).get("values")
-        return find_attribute(self, held, name, has_arrays=_has_arrays, run=self._call_method, read=self.effective)
+
+        def read(name: str) -> Any:
+            return getattr(self.effective(), name)
+
+        def own(name: str) -> Any:
+            value = vars(held)[name]
+            return read(name) if any(map(is_array, jax.tree.leaves(value))) else value
+
+        return find_attribute(self, held, name, own, read, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw, to call it several times with the same noise.
@@ -136,7 +168,7 @@ def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
         parts = treedef.flatten_up_to(raw)
     except ValueError as error:
         raise ValueError(
-            "rpx.equinox.Parametrized takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
+            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but got one of "
             "another model, or of other static fields."
         ) from error
     return treedef.unflatten([part if is_array(x) else x for x, part in zip(leaves, parts, strict=True)])
@@ -154,7 +186,7 @@ class _Bits(eqx.Module):
             return self.bits  # `eqx.tree_at` looks for the place alone
         if self.bits.dtype != _unsigned(self.dtype):
             raise TypeError(
-                f"rpx.equinox.Parametrized stores values that do not train as integers of their bits, {self.dtype} as "
+                f"{_WHO} stores values that do not train as integers of their bits, {self.dtype} as "
                 f"{_unsigned(self.dtype)}, but got {self.bits.dtype}: a cast or an average of all arrays has changed "
                 "them. Take `eqx.filter(model, eqx.is_inexact_array)`, which leaves them out."
             )
@@ -167,11 +199,6 @@ class _Bits(eqx.Module):
 def _unsigned(dtype: Any) -> Any:
     """The integers that hold the bits of a number, or of each part of a complex one."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
-
-
-def _has_arrays(x: PyTree) -> bool:
-    """Whether there is an array in a tree."""
-    return any(map(is_array, jax.tree.leaves(x)))
 
 
 def _is_bits(x: object) -> bool:
@@ -188,7 +215,7 @@ def _hide_fixed(raw: PyTree) -> PyTree:
         parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
         return _Bits(jax.lax.bitcast_convert_type(parts, _unsigned(parts.dtype)), jnp.dtype(x.dtype))
 
-    return jax.tree.map(hidden, raw, labels(raw))
+    return jax.tree.map(hidden, raw, param_labels(raw))
 
 
 def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

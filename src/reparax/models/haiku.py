@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from reparax.core.calls import needed_key
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.chains import (
-    check_chain,
-    has_fixed,
-    needs_fixed_error,
-    needs_start_error,
+from reparax.models.base import (
+    BY_HAND,
+    Functions,
+    advanced,
+    check_arguments,
+    check_updates,
+    join_collections,
     needs_stream_error,
-    require_made_by,
+    split_collections,
 )
-from reparax.models.collections import join_collections, split_collections
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("haiku")
 
 hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
 
+_WHO = "rpx.haiku.parametrized"
+_FIXED = "~fixed"
+"""Where values that do not train are in a state."""
 
-def parametrized(transformed: Any, p: Parametrization) -> Any:
+
+def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by hand"] | None = None) -> Any:
     """A haiku pair whose parameters are raw, while ``transformed`` reads the effective tree.
 
     ``init`` and ``apply`` have the arguments and results of those of ``transformed``. A chain with noise draws from
@@ -36,6 +43,10 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
     train have zero gradients, but an optimizer with weight decay still moves them, and ``jax.grad`` refuses integers:
     use ``hk.transform_with_state`` instead, or :func:`partition` and :func:`optimizer`.
 
+    If ``p.update`` advances values that do not train, as power iteration does, each call of ``apply`` with a state does
+    so, and returns them in it. Without a state, or for stages that move weights too (:class:`RigL`, :class:`SET`),
+    call ``update`` after each step, and say so by ``updates="by hand"``.
+
     The methods of the result are pure functions; ``state`` is an argument only if ``transformed`` has one:
 
     * ``start(params, state, key=None)``: raw ``params``, or both, from those of the plain network.
@@ -44,16 +55,18 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       :func:`transfer`.
     * ``effective(params, state, key=None)`` and ``fold(params, state)``: parameters of the plain network, of one draw
       and without noise.
-    * ``update(params, state, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
-    * ``deterministic``: the same pair without noise.
+    * ``update(params, state, key=None, grads=None)``: with fixed values advanced, as ``p.update``.
+    * ``deterministic``: the same pair without noise, whose calls advance nothing.
 
     Args:
       transformed: The pair that ``hk.transform`` or ``hk.transform_with_state`` returns.
       p: The chain.
+      updates: ``"by hand"`` if the loop calls ``update``, and no call of ``apply`` advances what does not train.
 
     Raises:
       TypeError: If ``transformed`` is not such a pair, or ``p`` is not a chain.
-      ValueError: If ``p`` is random, and ``apply`` of ``transformed`` takes no ``rng``.
+      ValueError: If ``p`` is random, and ``apply`` of ``transformed`` takes no ``rng``; or if ``update`` of ``p`` must
+        be called by hand, as there is no state to advance, and ``updates`` does not say so.
 
     Example:
       >>> import haiku as hk, jax, jax.numpy as jnp, reparax as rpx
@@ -65,162 +78,113 @@ def parametrized(transformed: Any, p: Parametrization) -> Any:
       >>> network.apply(params, jax.random.key(1), jnp.ones((1, 3))).shape
       (1, 2)
     """
-    check_chain("rpx.haiku.parametrized", transformed, p)
+    check_arguments(_WHO, transformed, p)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
-            "rpx.haiku.parametrized takes what `hk.transform` or `hk.transform_with_state` returns, but got "
-            f"{type(transformed).__name__}. Write `rpx.haiku.parametrized(hk.transform(f), p)`."
+            f"{_WHO} takes what `hk.transform` or `hk.transform_with_state` returns, but got "
+            f"{type(transformed).__name__}. Write `{_WHO}(hk.transform(f), p)`."
         )
     if p.stochastic and "rng" not in inspect.signature(transformed.apply).parameters:
         raise ValueError(
-            "rpx.haiku.parametrized takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
-            "`hk.without_apply_rng(rpx.haiku.parametrized(transformed, p))`, or pass `p.deterministic`."
+            f"{_WHO} takes noise from `rng`, but got a network without it. Drop `rng` afterwards, "
+            f"`hk.without_apply_rng({_WHO}(transformed, p))`, or pass `p.deterministic`."
         )
-    return (_WithState if isinstance(transformed, hk.TransformedWithState) else _WithoutState).of(transformed, p)
+    with_state = isinstance(transformed, hk.TransformedWithState)
+    why = None if with_state else "which a call of a network without state cannot"
+    call = f"network.update({'params, state' if with_state else 'params'})"
+    advances = check_updates(_WHO, p, updates, call, why)
+    return _make_pair(_WithState if with_state else _WithoutState, transformed, p, advances=advances)
 
 
-class _Shared:
+def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
+    """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
+    held = kind(None, None)
+    init, apply = functools.partial(held._init), functools.partial(held._apply)
+    pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
+    for each in (held, pair):  # what the two functions read, and what the methods do
+        each.network, each.p, each.advances = transformed, p, advances
+    return pair
+
+
+class _Pair(Functions):
     """What pairs with a state and without one have in common."""
 
     network: Any
-    p: Parametrization
-    _write: ClassVar[str]
-    """How to start with a key."""
-
-    @classmethod
-    def of(cls, transformed: Any, p: Parametrization) -> Any:
-        """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
-        made: Any = cls
-        held = made(None, None)
-        init, apply = functools.partial(held._init), functools.partial(held._apply)
-        pair = made(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
-        for each in (held, pair):  # what the two functions read, and what the methods do
-            each.network, each.p = transformed, p
-        return pair
+    advances: bool
+    _alone: ClassVar[tuple[str, str, str]] = (
+        "`params`",
+        f"{_FIXED!r} in the state",
+        "Pass the state of `network.init`; for parameters of the plain network, call `network.start`.",
+    )
 
     @property
     def deterministic(self) -> Any:
-        """The same pair without noise."""
-        return parametrized(self.network, self.p.deterministic)
+        """The same pair without noise, to evaluate."""
+        return parametrized(self.network, self.p.deterministic, updates=BY_HAND)
 
-    def _key_of_call(self, rng: Any) -> Any:
-        """The key of a call; None without noise, and an error for noise without a key."""
+    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
+        """``init`` of the pair: raw variables."""
+        made = self.network.init(rng, *args, **kwargs)
+        return self.start(*(made if self._count == 2 else (made,)), rng if self.p.random_start else None)
+
+    def _call(self, variables: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """``apply`` of the network with the effective parameters."""
+        rng = inspect.signature(self.network.apply).bind(*variables, *args, **kwargs).arguments.get("rng")
         if self.p.stochastic and rng is None:
             raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
-        return rng if self.p.stochastic else None
-
-    def _start_raw(self, params: PyTree, key: Any) -> PyTree:
-        """The raw tree of plain parameters; raises an error if their start needs a key."""
-        if self.p.random_start and key is None:
-            raise needs_start_error(self.p, self._write)
-        return self.p.init(params, key if self.p.random_start else None)
+        effective = self.effective(*variables, rng if self.p.stochastic else None)
+        return self.network.apply(*(effective if self._count == 2 else (effective,)), *args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"rpx.haiku.parametrized({self.network}, {self.p})"
+        return f"{_WHO}({self.network}, {self.p})"
 
 
-class _WithoutState(_Shared, hk.Transformed):
+class _WithoutState(_Pair, hk.Transformed):
     """A pair of which ``params`` is the whole raw tree."""
 
-    _write = "network.start(params, key)"
+    _start: ClassVar[str] = "network.start(params, key)"
 
-    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> PyTree:
-        """``init`` of the pair: a raw tree."""
-        return self._start_raw(self.network.init(rng, *args, **kwargs), rng)
+    def _get(self, *variables: Any) -> PyTree:
+        return variables[0]
+
+    def _set(self, raw: PyTree, *_: Any) -> PyTree:
+        return raw
+
+    def _set_plain(self, params: PyTree, *_: Any) -> PyTree:
+        return params
+
+    def _has_fixed(self, *_: Any) -> bool:
+        return True
 
     def _apply(self, params: PyTree, *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the pair, which takes a raw tree."""
-        rng = _rng_of(self.network.apply, params, *args, **kwargs)
-        return self.network.apply(self.p.apply(params, self._key_of_call(rng)), *args, **kwargs)
-
-    def start(self, params: PyTree, key: Any = None) -> PyTree:
-        """Plain parameters as a raw tree."""
-        return self._start_raw(params, key)
-
-    def raw(self, params: PyTree) -> PyTree:
-        """The raw tree, which these parameters are."""
-        return params
-
-    def replace(self, _: PyTree, raw: PyTree) -> PyTree:
-        """Another raw tree in the place of these parameters."""
-        return require_made_by(self.p, raw)
-
-    def effective(self, params: PyTree, key: Any = None) -> PyTree:
-        """The plain parameters of one draw."""
-        return self.p.apply(params, key)
-
-    def fold(self, params: PyTree) -> PyTree:
-        """The plain parameters without noise."""
-        return self.p.fold(params)
-
-    def update(self, params: PyTree, key: Any = None, grads: PyTree = None) -> PyTree:
-        """These parameters with fixed values advanced by one training step."""
-        return self.p.update(params, key, grads)
+        return self._call((params,), *args, **kwargs)
 
 
-class _WithState(_Shared, hk.TransformedWithState):
+class _WithState(_Pair, hk.TransformedWithState):
     """A pair of which the state holds what does not train."""
 
-    _write = "network.start(params, state, key)"
+    _count: ClassVar[int] = 2
+    _start: ClassVar[str] = "network.start(params, state, key)"
 
-    def _init(self, rng: Any, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
-        """``init`` of the pair: the values that train, and a state with the others."""
-        params, state = self.network.init(rng, *args, **kwargs)
-        return self.start(params, state, rng)
+    def _get(self, *variables: Any) -> PyTree:
+        return join_collections(variables[0], variables[1].get(_FIXED, {}))
 
-    def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+    def _set(self, raw: PyTree, *variables: Any) -> Any:
+        free, fixed = split_collections(raw)
+        free, own = self._set_plain(free, *variables)
+        return free, own | ({_FIXED: fixed} if fixed else {})
+
+    def _set_plain(self, params: PyTree, *variables: Any) -> Any:
+        return params, {name: x for name, x in variables[1].items() if name != _FIXED}
+
+    def _has_fixed(self, *variables: Any) -> bool:
+        return _FIXED in variables[1]
+
+    def _apply(self, params: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the pair: the output, and a state with the values that do not train."""
-        rng, state = _rng_of(self.network.apply, params, state, *args, **kwargs), state or {}  # haiku's own gives None
-        params, own = self.effective(params, state, self._key_of_call(rng))
-        out, own = self.network.apply(params, own, *args, **kwargs)
+        state = state or {}  # haiku's own gives None
+        if self.advances:
+            params, state = self._set(advanced(self.p, self.raw(params, state)), params, state)
+        out, own = self._call((params, state), *args, **kwargs)
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
-
-    def start(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
-        """Plain parameters and state as a raw tree in both."""
-        return _set_raw(state, self._start_raw(params, key))
-
-    def replace(self, _: PyTree, state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-        """These parameters and state with the values of another raw tree."""
-        return _set_raw(state, require_made_by(self.p, raw))
-
-    def raw(self, params: PyTree, state: PyTree) -> PyTree:
-        """The raw tree in parameters and state."""
-        return join_collections(params, state.get(_FIXED, {}))
-
-    def effective(self, params: PyTree, state: PyTree, key: Any = None) -> tuple[PyTree, PyTree]:
-        """The plain parameters of one draw, and the network's own state."""
-        key = needed_key(self.p, key)
-        try:
-            return self.p.apply(self.raw(params, state), key), _own_state(state)
-        except ValueError as error:
-            if _FIXED in state or not has_fixed(self.p):
-                raise
-            write = "Pass the state of `network.init`; for parameters of the plain network, call `network.start`."
-            raise needs_fixed_error(self.p, "`params`", f"{_FIXED!r} in the state", write) from error
-
-    def fold(self, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        """The plain parameters without noise, and the network's own state."""
-        return self.deterministic.effective(params, state)
-
-    def update(self, params: PyTree, state: PyTree, key: Any = None, grads: PyTree = None) -> tuple[PyTree, PyTree]:
-        """Parameters and state with fixed values advanced by one training step."""
-        return _set_raw(state, self.p.update(self.raw(params, state), key, grads))
-
-
-_FIXED = "~fixed"
-
-
-def _set_raw(state: PyTree, raw: PyTree) -> tuple[PyTree, PyTree]:
-    """Parameters and state with the values of a raw tree in both."""
-    free, fixed = split_collections(raw)
-    return free, _own_state(state) | ({_FIXED: fixed} if fixed else {})
-
-
-def _own_state(state: PyTree) -> dict[str, Any]:
-    """The network's own state."""
-    return {name: x for name, x in state.items() if name != _FIXED}
-
-
-def _rng_of(apply: Any, *args: Any, **kwargs: Any) -> Any:
-    """The argument ``rng`` of a call; None if the network has none."""
-    return inspect.signature(apply).bind(*args, **kwargs).arguments.get("rng")

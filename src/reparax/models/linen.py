@@ -6,27 +6,35 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from reparax.core.calls import needed_key
+from reparax.core.calls import call_name
 from reparax.core.chain import Parametrization
+from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.chains import (
-    check_chain,
-    check_model,
-    has_fixed,
-    needs_fixed_error,
+from reparax.models.base import (
+    BY_HAND,
+    Functions,
+    advanced,
+    check_arguments,
+    check_updates,
+    join_collections,
     needs_stream_error,
-    require_made_by,
+    split_collections,
 )
-from reparax.models.collections import join_collections, split_collections
 from reparax.numerics.imported import import_library
+
+__dir__ = dir_of("linen")
 
 nn: Any = import_library("flax.linen", "rpx.linen", "flax")
 scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")
 
+_WHO = "rpx.linen.parametrized"
 
-def parametrized(module: Any, p: Parametrization, *, name: str | None = None) -> Any:
+
+def parametrized(
+    module: Any, p: Parametrization, *, name: str | None = None, updates: Literal["by hand"] | None = None
+) -> Any:
     """A linen module whose variables are raw, while ``module`` reads the effective tree.
 
     ``init`` gives raw variables, and ``apply`` takes them, by any method of the module. Values that train are in the
@@ -39,6 +47,11 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
     rngs={"noise": key})`` is ``module.apply({"params": p.apply(raw, key)}, x)``; inside another module, linen folds its
     path into the key.
 
+    If ``p.update`` advances values that do not train, as power iteration does, each call that may change the collection
+    ``fixed`` does so: ``apply(variables, x, mutable=["fixed"])`` returns it, as for ``batch_stats``. A call that may
+    change ``batch_stats`` alone is refused. Stages that move weights too (:class:`RigL`, :class:`SET`) advance by
+    ``update`` alone.
+
     These methods of the result take raw variables, and are pure functions:
 
     * ``start(variables, key=None)``: raw variables from those of the plain module, such as a checkpoint.
@@ -46,16 +59,18 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
     * ``replace(variables, raw)``: variables with another raw tree, such as that of :func:`transfer`.
     * ``effective(variables, key=None)`` and ``fold(variables)``: variables of the plain module, of one draw and without
       noise.
-    * ``update(variables, key=None, grads=None)``: with fixed values advanced, once per step, as ``p.update``.
-    * ``deterministic``: the same module without noise.
+    * ``update(variables, key=None, grads=None)``: with fixed values advanced, as ``p.update``.
+    * ``deterministic``: the same module without noise, whose calls advance nothing.
 
     Args:
       module: The module. Inside another one, make it with ``parent=None``.
       p: The chain, for the collection ``params``.
       name: The name of the result inside another module, as for any module.
+      updates: ``"by hand"`` if the trainer calls ``update``, and no call of the module advances what does not train.
 
     Raises:
       TypeError: If ``module`` is not a linen module, or ``p`` is not a chain.
+      ValueError: If ``p`` has a stage that must be updated by hand, such as :class:`RigL`, without ``updates``.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, reparax as rpx
@@ -66,63 +81,62 @@ def parametrized(module: Any, p: Parametrization, *, name: str | None = None) ->
       >>> module.apply(variables, jnp.ones((1, 3)), rngs={"noise": jax.random.key(1)}).shape
       (1, 2)
     """
-    check_chain("rpx.linen.parametrized", module, p)
-    check_model("rpx.linen.parametrized", module, nn.Module, "nn.Module")
-    return _make_class(type(module))(module=module.clone(parent=None, name=None), p=p, name=name)
+    check_arguments(_WHO, module, p, nn.Module, "nn.Module")
+    check_updates(_WHO, p, updates, "module.update(variables)")
+    made = _make_class(type(module))
+    return made(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
 
 
-class _Parametrized(nn.Module):
+class _Parametrized(Functions, nn.Module):
     """What :func:`parametrized` returns, without the methods of the module."""
 
     module: Any
     p: Any
+    updates: Any
 
-    def start(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
-        """Variables of the plain module as raw variables."""
-        _check_variables(variables)
-        if "fixed" in variables:
+    _start: ClassVar[str] = "module.start(variables, key)"
+    _alone: ClassVar[tuple[str, str, str]] = (
+        "the collection 'params'",
+        "collection 'fixed'",
+        'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, call '
+        "`module.start(variables)`.",
+    )
+
+    def _get(self, *variables: Any) -> PyTree:
+        """Both collections in one tree."""
+        (both,) = variables
+        if both and not {"params", "fixed"} & set(both):
             raise ValueError(
-                "rpx.linen.parametrized puts values that do not train into the collection 'fixed', but there is one. "
-                "Start with the variables of the plain module, and give a collection of its own another name."
+                f"{_WHO} takes variables, which have the collection 'params', but got "
+                f'{", ".join(map(repr, both))}. Write `{{"params": params}}`.'
             )
-        return _set_raw(variables, self.p.init(variables["params"], key))
+        return join_collections(both.get("params", {}), both.get("fixed", {}))
 
-    def replace(self, variables: PyTree, raw: PyTree) -> dict[str, Any]:
-        """These variables with the values of another raw tree."""
-        _check_variables(variables)
-        return _set_raw(variables, require_made_by(self.p, raw))
+    def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
+        """The raw tree in both collections."""
+        free, fixed = split_collections(raw)
+        return {**self._set_plain(free, *variables), **({"fixed": fixed} if fixed else {})}
 
-    def raw(self, variables: PyTree) -> PyTree:
-        """The raw tree of variables: both collections in one."""
-        _check_variables(variables)
-        return join_collections(variables.get("params", {}), variables.get("fixed", {}))
+    def _set_plain(self, params: PyTree, *variables: Any) -> dict[str, Any]:
+        """The collections that a chain leaves as they are, and parameters."""
+        return {name: tree for name, tree in _checked(variables[0]).items() if name != "fixed"} | {"params": params}
 
-    def effective(self, variables: PyTree, key: Any = None) -> dict[str, Any]:
-        """Variables of the plain module, of one draw."""
-        key, raw = needed_key(self.p, key), self.raw(variables)
-        try:
-            return {**_other_collections(variables), "params": self.p.apply(raw, key)}
-        except ValueError as error:
-            if "fixed" in variables or not has_fixed(self.p):
-                raise
-            write = (
-                'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, '
-                "call `module.start(variables)`."
+    def _has_fixed(self, *variables: Any) -> bool:
+        return "fixed" in variables[0]
+
+    def start(self, *arguments: Any, key: Any = None) -> Any:
+        """Variables of the plain module as raw variables."""
+        if "fixed" in arguments[0]:
+            raise ValueError(
+                f"{_WHO} puts values that do not train into the collection 'fixed', but there is one. Start with the "
+                "variables of the plain module, and give a collection of its own another name."
             )
-            raise needs_fixed_error(self.p, "the collection 'params'", "collection 'fixed'", write) from error
-
-    def fold(self, variables: PyTree) -> dict[str, Any]:
-        """Variables of the plain module, without noise."""
-        return self.deterministic.effective(variables)
-
-    def update(self, variables: PyTree, key: Any = None, grads: PyTree = None) -> dict[str, Any]:
-        """These variables with fixed values advanced by one training step."""
-        return _set_raw(variables, self.p.update(self.raw(variables), key, grads))
+        return super().start(*arguments, key=key)
 
     @property
     def deterministic(self) -> Any:
-        """The same module without noise."""
-        return self.clone(p=self.p.deterministic)
+        """The same module without noise, to evaluate."""
+        return self.clone(p=self.p.deterministic, updates=BY_HAND)
 
     @nn.nowrap
     def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -139,19 +153,19 @@ class _Parametrized(nn.Module):
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.module, self.p, self.name)
+        return _rebuild, (self.module, self.p, self.name, self.updates)
 
     @nn.nowrap
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the module on the effective tree; in ``init``, makes the raw variables first."""
         if self.scope is None:
             raise ValueError(
-                f"rpx.linen.parametrized cannot call {method!r} of {type(self.module).__name__} without variables. "
+                f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
                 "Write `module.apply(variables, x)` or `module.bind(variables)(x)`."
             )
-        rngs, plain = self._rngs(), self.module.clone(parent=None)
+        rngs, plain, mutable = self._rngs(), self.module.clone(parent=None), self.scope.mutable
         if self.is_initializing():
-            result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=self.scope.mutable)
+            result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=mutable)
             earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
             if not made.get("params", {}).keys() <= earlier:
                 self._put_variables(self.start(made, rngs["params"] if self.p.random_start else None))
@@ -159,12 +173,29 @@ class _Parametrized(nn.Module):
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
+        if self.updates is None and self.p.advances:
+            self._advance()
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
-        mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
+        mutable = scopes.subtract_filters(mutable, ["params", "fixed"])
         result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
         self._put_variables(changed)
         return result
 
+    @nn.nowrap
+    def _advance(self) -> None:
+        """Advances the values that do not train, in a call that may change them."""
+        if self.is_mutable_collection("fixed"):
+            new = self._set(advanced(self.p, self.raw(self.variables)), self.variables)
+            self._put_variables({"fixed": new["fixed"]})
+        elif self.is_mutable_collection("batch_stats"):
+            raise ValueError(
+                f"{call_name(self.p, 'update')} advances values that do not train in each call that trains, but this "
+                f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
+                f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{BY_HAND}")` and '
+                "call `module.update(variables)` after each step."
+            )
+
+    @nn.nowrap
     def _put_variables(self, variables: PyTree) -> None:
         """Sets variables of this module."""
         for collection, tree in variables.items():
@@ -178,24 +209,14 @@ class _Parametrized(nn.Module):
         return {name: self.make_rng(name) for name in self.scope.rngs}
 
 
-def _set_raw(variables: PyTree, raw: PyTree) -> dict[str, Any]:
-    """Variables with the values of a raw tree in two collections."""
-    free, fixed = split_collections(raw)
-    return {**_other_collections(variables), "params": free} | ({"fixed": fixed} if fixed else {})
-
-
-def _other_collections(variables: PyTree) -> dict[str, Any]:
-    """The collections that a chain leaves as they are."""
-    return {name: tree for name, tree in variables.items() if name not in ("params", "fixed")}
-
-
-def _check_variables(variables: PyTree) -> None:
-    """Refuses parameters in the place of variables."""
+def _checked(variables: PyTree) -> PyTree:
+    """Variables; refuses parameters in their place."""
     if variables and not {"params", "fixed"} & set(variables):
         raise ValueError(
-            "rpx.linen.parametrized takes variables, which have the collection 'params', but got "
+            f"{_WHO} takes variables, which have the collection 'params', but got "
             f'{", ".join(map(repr, variables))}. Write `{{"params": params}}`.'
         )
+    return variables
 
 
 @functools.cache
@@ -203,7 +224,7 @@ def _make_class(plain: type[Any]) -> type[Any]:
     """The class of the result, with the methods and attributes of the module's class."""
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
-    names = public - ({*dir(_Parametrized), "module", "p"} - {"__call__"})
+    names = public - ({*dir(_Parametrized), "module", "p", "updates"} - {"__call__"})
     members = {name: _module_field(name) if name in fields else _make_member(plain, name) for name in names}
     return type(f"Parametrized{plain.__name__}", (_Parametrized,), members)
 
@@ -231,6 +252,6 @@ def _module_field(name: str) -> property:
     return property(lambda self: getattr(self.module, name))
 
 
-def _rebuild(module: Any, p: Parametrization, name: str | None) -> Any:
+def _rebuild(module: Any, p: Parametrization, name: str | None, updates: Any) -> Any:
     """The module that a pickle stores in this form, as its class is made here."""
-    return parametrized(module, p, name=name)
+    return parametrized(module, p, name=name, updates=updates)

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+import contextlib
+import functools
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from typing import Any, ClassVar, Literal
 
 import jax
 
 from reparax.core.chain import Parametrization
-from reparax.core.paths import PyTree
+from reparax.core.names import dir_of
+from reparax.core.paths import PyTree, items, path_text
 from reparax.core.raw import holds_markers
-from reparax.models.attributes import find_attribute
-from reparax.models.chains import (
-    check_chain,
-    check_model,
-    needs_start_error,
+from reparax.models.base import (
+    advanced,
+    check_arguments,
+    check_updates,
+    find_attribute,
     needs_stream_error,
     require_made_by,
-)
-from reparax.models.nnx_modules import (
-    WITH_RNGS,
-    check_variable,
-    expect_pytree,
-    find_stream,
-    is_variable,
-    keep_changes,
-    refuse_value,
-    variables_of,
+    start_key,
 )
 from reparax.numerics.imported import import_library
-from reparax.training import labels
+from reparax.training import param_labels
+
+__dir__ = dir_of("nnx")
 
 nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
+errors: Any = import_library("flax.errors", "rpx.nnx", "flax")
+
+_WHO = "rpx.nnx.Parametrized"
+_WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
+"""How to give streams."""
+_PLAIN = "plain"
+"""The metadata that holds the type of a variable in the model."""
+_HIDDEN = object()
+"""A leaf for a variable that is no parameter, or for one that stands at an earlier path too."""
+
+Done = dict[int, tuple[Any, Any]]
+"""The nodes of a graph and what was made of each, by identity; they are held, so that no other gets it."""
 
 
 class Fixed(nnx.Variable):
@@ -59,9 +67,15 @@ class Parametrized(nnx.Module):
     with the flags of the model's own layers. An argument of a call, ``model(x, deterministic=True)``, is for the model
     alone.
 
-    Attributes with parameters are those of the effective model, made anew, so changes inside ``model.l1`` are lost, and
-    setting its parameters is refused: change ``model.raw.l1``. To replace raw values, use ``nnx.update(model.raw,
-    nnx.to_pure_dict(values))``.
+    If ``p.update`` advances values that do not train, as power iteration does, each call in training does so before it
+    computes the weights, and none after ``model.eval()``. In a function of another trace, such as a loss for a
+    generator that closes over its discriminator, nnx lets no variable change, so they stay. Values that move weights
+    too (:class:`RigL`, :class:`SET`) advance by :meth:`update` alone.
+
+    A part with parameters, ``model.encoder``, is called and read as in the plain model, and its counters, caches and
+    flags change as there. Its parameters are computed from raw values: to set them, or new ones, is refused, here and
+    in a call. So is a part alone in ``nnx.jit``, ``nnx.state`` or an optimizer, as it has no values of its own: pass
+    the whole model. To replace raw values, use ``nnx.update(model.raw, nnx.to_pure_dict(values))``.
 
     Args:
       model: The model. Its parameters are copied, so models that share them do not share the raw values; its other
@@ -71,12 +85,14 @@ class Parametrized(nnx.Module):
       variable: The type of variables that train, by which trainers select them: ``nnx.LoRAParam`` for adapters.
       deterministic: Whether to replace noise by its mean.
       raw: A result of ``p.init(model)``, instead of a new start.
+      updates: ``"by hand"`` if the trainer calls :meth:`update`, and no call of the model advances what does not train.
 
     Raises:
       TypeError: If ``model`` is not an ``nnx.Module``, or has modules that are not pytrees, ``p`` is not a chain,
         ``rngs`` are not those of nnx, ``variable`` is not a parameter's type, or ``raw`` has another class than
         ``model``.
-      ValueError: If a start is random and there are no ``rngs``, or ``p.init`` refuses the model.
+      ValueError: If a start is random and there are no ``rngs``, ``p.init`` refuses the model, ``raw`` lacks parameters
+        of it, or a stage must be updated by hand, and ``updates`` does not say so.
 
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
@@ -101,86 +117,70 @@ class Parametrized(nnx.Module):
         variable: type[Any] = nnx.Param,
         deterministic: bool = False,
         raw: Any = None,
+        updates: Literal["by hand"] | None = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
-        self.p = check_chain("rpx.nnx.Parametrized", model, p)
-        check_model("rpx.nnx.Parametrized", model, nnx.Module, "nnx.Module")
-        expect_pytree(model)
-        check_variable(variable)
-        start, noise = find_stream(rngs, "params"), find_stream(rngs, "noise")
+        self.p = check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
+        self._advances = check_updates(_WHO, p, updates, "model.update()")
+        _check_model(model, variable, raw)
+        start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
-            if p.random_start and start is None:
-                raise needs_start_error(p, WITH_RNGS)
-            key = start() if p.random_start else None
-            raw = _map_parameters(lambda tree: p.init(tree, key), model)
-        elif type(raw) is not type(model):
-            raise TypeError(
-                f"rpx.nnx.Parametrized takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, "
-                f"but got {type(raw).__name__}. To replace only values, use `nnx.update(model.raw, "
-                f"nnx.to_pure_dict(raw))`."
-            )
+            key = start_key(p, start and start() if p.random_start else None, _WITH_RNGS)
+            made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
-            raw = _map_parameters(lambda tree: require_made_by(p, _to_model_types(tree)), raw)
-            keep_changes(model, raw)  # what is no parameter is the model's
+            outputs = _outputs(
+                lambda tree: _with_types_by_training(require_made_by(p, _to_model_types(tree)), variable), raw
+            )
+            made = _moved_to(model, raw, _by_identity(outputs))
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _map_parameters(lambda tree: _with_types_by_training(tree, variable), raw)
+        raw = _rebuilt(model, _by_identity(made), {}, anew=True)
         self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        return self._call_method("__call__", *args, **kwargs)
+        return self._call_method(self.raw, "__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
-        held, has_arrays = vars(self).get("raw"), lambda x: any(map(_is_parameter, variables_of(x)))
-        return find_attribute(self, held, name, has_arrays=has_arrays, run=self._call_method, read=self._read)
+        return self._attribute(self, vars(self).get("raw"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the model where it has one of this name, as ``set_attributes`` does.
+        """Sets an attribute of the model, as ``set_attributes`` does.
 
         Raises:
-          ValueError: If it would be a part with parameters, as the chain starts them.
+          ValueError: If it is or would be a part with parameters, as the chain starts them.
         """
         held = vars(self).get("raw")
-        if held is None or name in vars(self) or name not in vars(held):
+        if held is None or name in vars(self):
             super().__setattr__(name, value)
-        elif any(map(_is_parameter, variables_of(value))):
-            raise ValueError(
-                f"rpx.nnx.Parametrized holds raw values, so {name!r} cannot become {type(value).__name__}, which holds "
-                f"parameters. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
-                "`model = rpx.nnx.Parametrized(model, p)`."
-            )
         else:
-            setattr(held, name, value)
+            _set_attribute(held, name, value)
 
     def effective(self) -> Any:
-        """The model of one draw, with the wrapped one's other variables, to call it several times with the same noise.
+        """The model of one draw, to call it several times with the same noise.
+
+        It shares the other variables and the modules without parameters with the wrapped one. What is set elsewhere in
+        it stays in it.
 
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
         """
-        p = self.p.deterministic if self.deterministic else self.p
-        if p.stochastic and self.rngs is None:
-            raise needs_stream_error(p, "none", WITH_RNGS, "`model.deterministic = True`")
-        key = self.rngs() if p.stochastic else None
-        return _map_parameters(lambda tree: p.apply(_to_model_types(tree), key), self.raw)
+        return self._rebuilt_effective({})
 
     def fold(self) -> Any:
         """The plain model, without noise; it shares no variables with this one."""
-        return nnx.clone(_map_parameters(lambda tree: self.p.fold(_to_model_types(tree)), self.raw))
+        new = _by_identity(_outputs(lambda tree: self.p.fold(_to_model_types(tree)), self.raw))
+        return nnx.clone(_rebuilt(self.raw, new, {}))
 
     def update(self, grads: PyTree = None) -> None:
-        """Advances the fixed values by one training step; once per step, as :meth:`Parametrization.update`.
+        """Advances the fixed values by one training step, as :meth:`Parametrization.update`.
 
         Args:
           grads: The gradient with respect to the plain model, for stages that read it.
         """
         key = None if self.rngs is None else self.rngs()
-        new = _map_parameters(lambda tree: self.p.update(_to_model_types(tree), key, grads), self.raw)
-        for variable, value in zip(variables_of(self.raw), variables_of(new), strict=True):
-            if value is not variable and jax.tree.leaves(value):
-                variable[...] = value[...]
+        self._set_variables(lambda raw: self.p.update(raw, key, grads), nnx.Variable)
 
     def set_view(self, *, deterministic: bool | None = None, **kwargs: Any) -> dict[str, Any]:
         """Sets what ``nnx.view`` asks for, and returns the rest."""
@@ -188,19 +188,183 @@ class Parametrized(nnx.Module):
             self.deterministic = deterministic
         return kwargs
 
-    def _read(self) -> Any:
-        """The effective model for attributes: setting its parameters raises an error, as it is made anew each time."""
-        effective = self.effective()
-        for variable in filter(_is_parameter, variables_of(effective)):
-            variable.set_metadata(on_set_value=refuse_value)
-        return effective
+    def _set_variables(self, verb: Callable[[PyTree], PyTree], kind: type[Any]) -> None:
+        """Gives the variables of a kind the values of ``verb`` of the raw tree."""
+        for node, out in _outputs(lambda tree: verb(_to_model_types(tree)), self.raw):
+            for variable, value in zip(_variables_of(node), _variables_of(out), strict=True):
+                if isinstance(variable, kind) and jax.tree.leaves(value):
+                    variable[...] = value[...]
 
-    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the effective model, and keeps what it sets."""
-        effective = self.effective()
-        result = getattr(effective, name)(*args, **kwargs)
-        keep_changes(effective, self.raw)
-        return result
+    def _rebuilt_effective(self, done: Done) -> Any:
+        """The model of one draw; ``done`` takes what was made of each node."""
+        p = self.p.deterministic if self.deterministic else self.p
+        if p.stochastic and self.rngs is None:
+            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+        key = self.rngs() if p.stochastic else None
+        new = _by_identity(_outputs(lambda tree: p.apply(_to_model_types(tree), key), self.raw))
+        return _rebuilt(self.raw, new, done)
+
+    def _attribute(self, owner: Any, held: Any, name: str) -> Any:
+        """An attribute of a module ``held`` of the raw model, for ``owner``."""
+
+        def own(name: str) -> Any:
+            value = vars(held)[name]
+            if not _holds_parameters(value):
+                return value
+            return _Part(self, value) if isinstance(value, nnx.Pytree) else read(name)
+
+        def read(name: str) -> Any:
+            return self._run(held, lambda module: getattr(module, name))
+
+        if held is not None and hasattr(nnx.Module, name) and getattr(type(held), name) is getattr(nnx.Module, name):
+            return getattr(held, name)  # such as `eval`, which reads no parameters
+        return find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
+
+    def _call_method(self, held: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of a module ``held`` of the raw model, in training after a step of the fixed values."""
+        if self._advances and not self.deterministic:
+            # Not a model of another trace, such as the discriminator in the loss of a generator.
+            with contextlib.suppress(errors.TraceContextError):
+                self._set_variables(lambda raw: advanced(self.p, raw), Fixed)
+        return self._run(held, lambda module: getattr(module, name)(*args, **kwargs))
+
+    def _run(self, held: Any, fun: Callable[[Any], Any]) -> Any:
+        """``fun`` of the effective module of ``held``, where the raw model keeps what it sets."""
+        done: Done = {}
+        self._rebuilt_effective(done)
+        for old, new in done.values():
+            if new is not old and _is_variable(new):
+                new.set_metadata(on_set_value=_refuse_value)
+        result = fun(done[id(held)][1])
+        _keep_changes(done)
+        shown = {id(new): old for old, new in done.values() if new is not old}
+
+        def show(x: Any) -> Any:
+            if id(x) not in shown or not (isinstance(x, nnx.Pytree) or _is_variable(x)):
+                return x
+            if isinstance(x, nnx.Pytree):
+                return _Part(self, shown[id(x)])
+            return _for_reading(type(x)).from_metadata(_value_of(x), x.get_metadata())
+
+        result = list(result) if isinstance(result, ItemsView | ValuesView) else result
+        parts = jax.tree.leaves(result, is_leaf=_is_node)
+        return jax.tree.map(show, result, is_leaf=_is_node) if any(id(x) in shown for x in parts) else result
+
+
+class _Part:
+    """A module with parameters inside a wrapped model: calls, attributes and changes go through the whole model.
+
+    JAX and nnx do not take it apart, as changes of a copy would be lost.
+    """
+
+    def __init__(self, whole: Parametrized, module: Any) -> None:
+        vars(self).update(_whole=whole, _module=module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole._call_method(self._module, "__call__", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._whole._attribute(self, self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _set_attribute(self._module, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._whole._run(self._module, lambda module: module[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._whole._run(self._module, lambda module: module.__setitem__(key, value))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._whole._run(self._module, list))
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __repr__(self) -> str:
+        return f"a part of {_WHO}, {self._module!r}"
+
+
+def _refuse_part(part: _Part) -> Any:
+    """What JAX calls to look for arrays in a part."""
+    raise TypeError(
+        f"A {type(part._module).__name__} inside {_WHO} can be called and read, but JAX and nnx cannot take it apart, "
+        "as its parameters are raw values of the whole model. Pass the whole model, "
+        "`nnx.jit(lambda model, x: model.part(x))(model, x)`, or take its values from `model.raw` or, as a copy, from "
+        "`model.effective()`."
+    )
+
+
+jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
+
+
+def _refuse_value(variable: Any, *_: Any) -> Any:
+    """What nnx calls when the value of an effective parameter is set."""
+    raise ValueError(
+        f"{_WHO} made this {type(variable).__name__} from its raw values for reading, so what is set in it is lost. "
+        "Set raw values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then."
+    )
+
+
+def _refuse_parameters(name: str, value: Any) -> None:
+    """Refuses an attribute with parameters."""
+    raise ValueError(
+        f"{_WHO} holds raw values, so {name!r}, which has parameters before or after, cannot become "
+        f"{type(value).__name__}. Change the plain model and wrap it: `model = model.fold()`, `model.{name} = ...`, "
+        f"`model = {_WHO}(model, p)`."
+    )
+
+
+@functools.cache
+def _for_reading(kind: type[Any]) -> type[Any]:
+    """Variables of this kind that nobody can set."""
+    return type(kind.__name__, (kind,), {"__setattr__": _refuse_value})
+
+
+def _set_attribute(module: Any, name: str, value: Any) -> None:
+    """Sets an attribute of a raw module, if it has no parameters, before and after."""
+    if _holds_parameters([vars(module).get(name), value]):
+        _refuse_parameters(name, value)
+    setattr(module, name, value)
+
+
+def _check_model(model: Any, variable: Any, raw: Any) -> None:
+    """Refuses modules in which JAX sees no parameters, types of other variables, and raw models of another class."""
+    for names, leaf in items(model, is_leaf=_is_variable):
+        if isinstance(leaf, nnx.Module):
+            name, where = type(leaf).__name__, f" at {path_text(names)!r}" if names else ""
+            raise TypeError(
+                f"{_WHO} takes modules that are pytrees, but got {name}{where}, whose class has `pytree=False`. Write "
+                f"`class {name}(nnx.Module)`."
+            )
+    if not (isinstance(variable, type) and issubclass(variable, nnx.Param)):
+        raise TypeError(
+            f"{_WHO} takes a subclass of `nnx.Param` as `variable`, but got "
+            f"{getattr(variable, '__name__', repr(variable))}. Write `variable=nnx.LoRAParam`, or a class of your own, "
+            "`class Mine(nnx.Param)`."
+        )
+    if raw is not None and type(raw) is not type(model):
+        raise TypeError(
+            f"{_WHO} takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, but got "
+            f"{type(raw).__name__}. To replace only values, use `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
+        )
+
+
+def _find_stream(rngs: Any, name: str) -> Any:
+    """The stream of a name, or the default one; None without either."""
+    if rngs is None or isinstance(rngs, nnx.RngStream):
+        return rngs
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"{_WHO} takes `nnx.Rngs` or one of its streams as `rngs`, but got {type(rngs).__name__}. Write "
+            f"`{_WITH_RNGS}`."
+        )
+    return rngs[name] if name in rngs or "default" in rngs else None
+
+
+def _is_variable(x: object) -> bool:
+    """Whether a node is a variable of nnx."""
+    return isinstance(x, nnx.Variable)
 
 
 def _is_parameter(x: object) -> bool:
@@ -208,20 +372,24 @@ def _is_parameter(x: object) -> bool:
     return isinstance(x, nnx.Param | Fixed)
 
 
-_PLAIN = "plain"
-"""The metadata that holds the type of a variable in the model."""
-
-
-class _Hidden:
-    """A leaf for a variable that is no parameter, or for one that stands at an earlier place too."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-
 def _is_place(x: object) -> bool:
     """Whether a node of a module is a parameter, raw or effective, or another variable."""
-    return is_variable(x) or holds_markers(x) or isinstance(x, _Hidden)
+    return _is_variable(x) or holds_markers(x)
+
+
+def _is_node(x: object) -> bool:
+    """Whether a node is a module or a variable."""
+    return isinstance(x, nnx.Pytree) or _is_variable(x)
+
+
+def _variables_of(tree: PyTree) -> list[Any]:
+    """The variables of a tree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_variable) if _is_variable(x)]
+
+
+def _holds_parameters(tree: PyTree) -> bool:
+    """Whether a tree holds parameters, raw or effective, or the place of one that is computed of others."""
+    return any(_is_parameter(x) or holds_markers(x) for x in jax.tree.leaves(tree, is_leaf=_is_place))
 
 
 def _value_of(variable: Any) -> Any:
@@ -230,45 +398,116 @@ def _value_of(variable: Any) -> Any:
     return value
 
 
-def _map_parameters(fun: Callable[[PyTree], PyTree], module: Any) -> Any:
-    """``fun`` of the parameters of a module; other variables come out as the same objects.
+def _identity(node: Any) -> Any:
+    """What is equal for two nodes that share their variables."""
+    return tuple(map(id, _variables_of(node))) or id(node)
 
-    Where two modules share a parameter, they share the result.
-    """
+
+def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> list[tuple[Any, Any]]:
+    """The parameters of a module, each at its first path, with what ``fun`` of the whole tree gives for them."""
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first: dict[Any, int] = {}
-    places = [first.setdefault(tuple(map(id, variables_of(node))) or i, i) for i, node in enumerate(nodes)]
+    for i, node in enumerate(nodes):
+        if not _is_variable(node) or _is_parameter(node):
+            first.setdefault(_identity(node), i)
+    places = set(first.values())
+    outs = treedef.flatten_up_to(fun(treedef.unflatten([x if i in places else _HIDDEN for i, x in enumerate(nodes)])))
+    return [(nodes[i], outs[i]) for i in sorted(places)]
 
-    def is_state(node: Any) -> bool:
-        return is_variable(node) and not _is_parameter(node)
 
-    kept = [place == i and not is_state(node) for i, (place, node) in enumerate(zip(places, nodes, strict=True))]
-    shown = [node if keep else _Hidden(at) for node, keep, at in zip(nodes, kept, places, strict=True)]
-    outs, outdef = jax.tree.flatten(fun(treedef.unflatten(shown)), is_leaf=_is_place)
-    outs = [nodes[x.at] if isinstance(x, _Hidden) and is_state(nodes[x.at]) else x for x in outs]
-    return outdef.unflatten([outs[x.at] if isinstance(x, _Hidden) else x for x in outs])
+def _by_identity(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """What was made of each node, by its identity."""
+    return {_identity(node): new for node, new in pairs}
+
+
+def _rebuilt(node: Any, new: dict[Any, Any], done: Done, *, anew: bool = False) -> Any:
+    """The graph with other leaves, where one object stays one.
+
+    Args:
+      node: Its root.
+      new: What stands in place of leaves, by their identity.
+      done: Takes what was made of each node.
+      anew: Whether modules without any of these leaves are copied too.
+    """
+    if id(node) not in done:
+        children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+        if _is_place(node) or jax.tree_util.treedef_is_leaf(treedef):
+            made = new.get(_identity(node), node)
+        else:
+            parts = [_rebuilt(x, new, done, anew=anew) for x in children]
+            same = not anew and all(x is y for x, y in zip(parts, children, strict=True))
+            made = node if same else treedef.unflatten(parts)
+        done[id(node)] = node, made
+    return done[id(node)][1]
+
+
+def _moved_to(model: Any, raw: Any, new: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """The parameters of a model, with what was made of those of a raw model at the same paths."""
+    found = {names: node for names, node in items(raw, _is_place) if _is_place(node)}
+    places = [(names, x) for names, x in items(model, _is_place) if _is_parameter(x) or holds_markers(x)]
+    if missing := [path_text(names) for names, _ in places if names not in found]:
+        raise ValueError(
+            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but got one without {missing[0]!r}."
+        )
+    return [(node, new[_identity(found[names])]) for names, node in places]
+
+
+def _keep_changes(done: Done) -> None:
+    """Gives raw modules what a call has set in the effective ones: a cache, what ``sow`` records, a flag.
+
+    Raises:
+      ValueError: If it has set parameters.
+    """
+    back: Done = {id(new): (new, old) for old, new in done.values() if _is_node(new)}
+    for old, new in list(done.values()):
+        if old is new or not isinstance(new, nnx.Pytree):
+            continue
+        data = {names[0] for names, _ in items(new, lambda x, new=new: x is not new)}
+        for name in [name for name in {**vars(old), **vars(new)} if not name.startswith("_pytree__")]:
+            before, after = vars(old).get(name, _HIDDEN), vars(new).get(name, _HIDDEN)
+            shown = done[id(before)][1] if id(before) in done else before
+            if _is_same(after, shown):
+                continue
+            if _holds_parameters([shown, after]):
+                _refuse_parameters(name, after)
+            if after is _HIDDEN:
+                delattr(old, name)
+            else:
+                value = _rebuilt(after, {}, back)
+                setattr(old, name, nnx.data(value) if name in data else nnx.static(value))
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether an attribute is what it was: the same variables, or equal numbers and texts."""
+    if value is before:
+        return True
+    (nodes, treedef), (old, olddef) = (jax.tree.flatten(x, is_leaf=_is_variable) for x in (value, before))
+    plain = bool | int | float | complex | str | bytes
+    return treedef == olddef and all(
+        x is y or (isinstance(x, plain) and type(x) is type(y) and x == y) for x, y in zip(nodes, old, strict=True)
+    )
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
     """A raw tree whose variables have types that say which of them train; :func:`_to_model_types` is the inverse."""
 
     def typed(node: Any, label: Any) -> Any:
-        if not is_variable(node):
+        if not _is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
         return kind.from_metadata(_value_of(node), {**node.get_metadata(), _PLAIN: type(node)})
 
-    return jax.tree.map(typed, raw, labels(raw), is_leaf=is_variable)
+    return jax.tree.map(typed, raw, param_labels(raw), is_leaf=_is_variable)
 
 
 def _to_model_types(raw: PyTree) -> PyTree:
     """The raw tree with variables of the model's own types."""
 
     def plain(node: Any) -> Any:
-        if not is_variable(node):
+        if not _is_variable(node):
             return node
         metadata = dict(node.get_metadata())
         own = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
         return metadata.pop(_PLAIN, own).from_metadata(_value_of(node), metadata)
 
-    return jax.tree.map(plain, raw, is_leaf=is_variable)
+    return jax.tree.map(plain, raw, is_leaf=_is_variable)

@@ -2,10 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from jax import lax
 from jax.extend.core import JaxprEqn
+
+T = TypeVar("T")
+
+Axes = tuple[Sequence[int], Sequence[int]]
+"""Axes of the left and of the right operand, in pairs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +57,31 @@ class View:
         return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
 
 
-Axes = tuple[Sequence[int], Sequence[int]]
-"""Axes of the left and of the right operand, in pairs."""
+class Parameter(Generic[T]):
+    """An attribute of a view: the parameter of its equation that has this name, or the name of the attribute."""
+
+    def __init__(self, name: str = "") -> None:
+        self._name = name
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, view: View, _: type) -> T:
+        return view.eqn.params[self._name]
+
+
+# ---- sums over axes of two operands, and parts of one where the other says
 
 
 class Dot(View):
-    """A ``jax.lax.dot_general``."""
+    """A ``jax.lax.dot_general``.
+
+    Attributes:
+      precision: The precision of both operands, or an algorithm.
+    """
 
     names = ("dot_general",)
+    precision = Parameter[Any]()
 
     @property
     def contracting(self) -> Axes:
@@ -71,45 +93,43 @@ class Dot(View):
         """The axes that stay, as the first of the output."""
         return self.eqn.params["dimension_numbers"][1]
 
-    @property
-    def precision(self) -> Any:
-        """The precision of both operands, or an algorithm."""
-        return self.eqn.params["precision"]
-
 
 class RaggedDot(View):
     """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
 
     The third operand holds how many entries each group has. Entries beyond all groups give zeros.
+
+    Attributes:
+      precision: The precision of both operands, or an algorithm.
     """
 
     names = ("ragged_dot_general",)
+    precision = Parameter[Any]()
+
+    @property
+    def _numbers(self) -> lax.RaggedDotDimensionNumbers:
+        return self.eqn.params["ragged_dot_dimension_numbers"]
 
     @property
     def contracting(self) -> Axes:
         """The axes that are summed over; an axis of groups is none of them."""
-        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+        return self._numbers.dot_dimension_numbers[0]
 
     @property
     def batch(self) -> Axes:
         """The axes that stay, as the first of the output."""
-        return self.eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[1]
-
-    @property
-    def precision(self) -> Any:
-        """The precision of both operands, or an algorithm."""
-        return self.eqn.params["precision"]
+        return self._numbers.dot_dimension_numbers[1]
 
     @property
     def ragged(self) -> int:
         """The axis of the left operand whose entries form groups."""
-        (axis,) = self.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        (axis,) = self._numbers.lhs_ragged_dimensions
         return axis
 
     @property
     def group(self) -> int | None:
         """The axis of the right operand that has an index for each group; None if the groups are summed each."""
-        return next(iter(self.eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions), None)
+        return next(iter(self._numbers.rhs_group_dimensions), None)
 
     @property
     def is_whole(self) -> bool:
@@ -128,55 +148,42 @@ class RaggedDot(View):
 
 
 class Conv(View):
-    """A ``jax.lax.conv_general_dilated``."""
+    """A ``jax.lax.conv_general_dilated``.
+
+    Attributes:
+      dimension_numbers: Where batch, features and places stand in the data, the kernel and the output.
+      feature_group_count: The number of groups of input features, each with its own kernels.
+      batch_group_count: The number of groups of examples, each with its own kernels.
+      precision: The precision of both operands.
+    """
 
     names = ("conv_general_dilated",)
-
-    @property
-    def dimension_numbers(self) -> lax.ConvDimensionNumbers:
-        """Where batch, features and places stand in the data, the kernel and the output."""
-        return self.eqn.params["dimension_numbers"]
+    dimension_numbers = Parameter[lax.ConvDimensionNumbers]()
+    feature_group_count = Parameter[int]()
+    batch_group_count = Parameter[int]()
+    precision = Parameter[Any]()
 
     @property
     def window(self) -> dict[str, Any]:
         """How the window moves: the arguments of this name."""
         return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
 
-    @property
-    def feature_group_count(self) -> int:
-        """The number of groups of input features, each with its own kernels."""
-        return self.eqn.params["feature_group_count"]
-
-    @property
-    def batch_group_count(self) -> int:
-        """The number of groups of examples, each with its own kernels."""
-        return self.eqn.params["batch_group_count"]
-
-    @property
-    def precision(self) -> Any:
-        """The precision of both operands."""
-        return self.eqn.params["precision"]
-
 
 class Gather(View):
-    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
+    """A ``jax.lax.gather``: slices of the first operand, at the places in the second.
+
+    Attributes:
+      dimension_numbers: Where the axes of the operands stand in the output.
+      mode: What happens beyond the operand.
+      fill_value: What stands beyond the operand; None for the default of the dtype.
+      slice_sizes: The size of a slice along each axis of the operand.
+    """
 
     names = ("gather",)
-
-    @property
-    def dimension_numbers(self) -> lax.GatherDimensionNumbers:
-        """Where the axes of the operands stand in the output."""
-        return self.eqn.params["dimension_numbers"]
-
-    @property
-    def mode(self) -> lax.GatherScatterMode:
-        """What happens beyond the operand."""
-        return self.eqn.params["mode"]
-
-    @property
-    def fill_value(self) -> Any:
-        """What stands beyond the operand; None for the default of the dtype."""
-        return self.eqn.params["fill_value"]
+    dimension_numbers = Parameter[lax.GatherDimensionNumbers]()
+    mode = Parameter[lax.GatherScatterMode]()
+    fill_value = Parameter[Any]()
+    slice_sizes = Parameter[Sequence[int]]()
 
     @property
     def hints(self) -> dict[str, bool]:
@@ -184,26 +191,16 @@ class Gather(View):
         return {name: self.eqn.params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     @property
-    def slice_sizes(self) -> Sequence[int]:
-        """The size of a slice along each axis of the operand."""
-        return self.eqn.params["slice_sizes"]
-
-    @property
     def gone(self) -> tuple[int, ...]:
         """The axes of the operand that slices do not have."""
-        numbers = self.dimension_numbers
-        return (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        return (*self.dimension_numbers.collapsed_slice_dims, *self.dimension_numbers.operand_batching_dims)
 
     @property
     def cut(self) -> tuple[int, ...]:
         """The axes of the operand of which slices have a part, but for those of a batch."""
-        sizes = enumerate(zip(self.slice_sizes, self.operands[0].aval.shape, strict=True))
-        numbers = self.dimension_numbers
-        return tuple(
-            i
-            for i, (m, n) in sizes
-            if (m < n or i in numbers.collapsed_slice_dims) and i not in numbers.operand_batching_dims
-        )
+        numbers, sizes = self.dimension_numbers, zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
+        parts = [i for i, (m, n) in enumerate(sizes) if m < n or i in numbers.collapsed_slice_dims]
+        return tuple(i for i in parts if i not in numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
@@ -232,27 +229,24 @@ class Gather(View):
         return parts[0], axes.index(parts[0])
 
 
+# ---- reductions along axes
+
+
 class Reduce(View):
-    """A reduction along axes: of one of these kinds if it is no sum."""
+    """A reduction along axes: of one of these kinds if it is no sum.
 
-    names = ("reduce_max", "reduce_min", "reduce_and", "reduce_or")
+    Attributes:
+      axes: The axes that go.
+    """
 
-    @property
-    def axes(self) -> Sequence[int]:
-        """The axes that go."""
-        return self.eqn.params["axes"]
+    names = ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")
+    axes = Parameter[Sequence[int]]()
 
 
 class ReduceSum(Reduce):
     """A ``jax.lax.reduce_sum``."""
 
     names = ("reduce_sum",)
-
-
-class ReduceProduct(Reduce):
-    """A ``jax.lax.reduce_prod``."""
-
-    names = ("reduce_prod",)
 
 
 class ReduceIndex(Reduce):
@@ -267,46 +261,35 @@ class ReduceWindow(View):
     names = ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
 
     @property
-    def window_dimensions(self) -> Sequence[int]:
-        """The size of the window along each axis."""
-        return self.eqn.params["window_dimensions"]
-
-    @property
     def keeps(self) -> Sequence[bool]:
         """For each axis whether each entry is a window of its own."""
         params = self.eqn.params
         pads = params["padding"]
         dilations = params.get("base_dilation") or params.get("base_dilations") or (1,) * len(pads)
-        settings = zip(self.window_dimensions, params["window_strides"], pads, dilations, strict=True)
+        settings = zip(params["window_dimensions"], params["window_strides"], pads, dilations, strict=True)
         return [size == stride == dilation == 1 and tuple(pad) == (0, 0) for size, stride, pad, dilation in settings]
 
 
 class Cumulative(View):
-    """A reduction of all entries up to each along an axis."""
+    """A reduction of all entries up to each along an axis.
 
-    names = ("cumprod", "cummax", "cummin", "cumlogsumexp")
+    Attributes:
+      axis: The axis along which it goes.
+    """
 
-    @property
-    def axis(self) -> int:
-        """The axis along which it goes."""
-        return self.eqn.params["axis"]
-
-
-class CumulativeSum(Cumulative):
-    """A ``jax.lax.cumsum``."""
-
-    names = ("cumsum",)
+    names = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+    axis = Parameter[int]()
 
 
 class Sort(View):
-    """A ``jax.lax.sort``: all operands in the order of the first ones."""
+    """A ``jax.lax.sort``: all operands in the order of the first ones.
+
+    Attributes:
+      axis: The axis along which it sorts.
+    """
 
     names = ("sort",)
-
-    @property
-    def axis(self) -> int:
-        """The axis along which it sorts."""
-        return self.eqn.params["dimension"]
+    axis = Parameter[int]("dimension")
 
 
 class TopK(View):
@@ -321,26 +304,29 @@ class TopK(View):
         return self.eqn.params.get("axis", ndim - 1) % ndim
 
 
+# ---- moves: entries change their places, are repeated, or some are taken
+
+
 class Transpose(View):
-    """A ``jax.lax.transpose``."""
+    """A ``jax.lax.transpose``.
+
+    Attributes:
+      permutation: For each axis of the output, that of the operand.
+    """
 
     names = ("transpose",)
-
-    @property
-    def permutation(self) -> Sequence[int]:
-        """For each axis of the output, that of the operand."""
-        return self.eqn.params["permutation"]
+    permutation = Parameter[Sequence[int]]()
 
 
 class Reshape(View):
-    """A ``jax.lax.reshape``."""
+    """A ``jax.lax.reshape``.
+
+    Attributes:
+      new_sizes: The new shape.
+    """
 
     names = ("reshape",)
-
-    @property
-    def new_sizes(self) -> Sequence[int]:
-        """The new shape."""
-        return self.eqn.params["new_sizes"]
+    new_sizes = Parameter[Sequence[int]]()
 
     @property
     def dimensions(self) -> Sequence[int] | None:
@@ -360,19 +346,16 @@ class Squeeze(View):
 
 
 class Broadcast(View):
-    """A ``jax.lax.broadcast_in_dim``."""
+    """A ``jax.lax.broadcast_in_dim``.
+
+    Attributes:
+      shape: The new shape.
+      broadcast_dimensions: For each axis of the operand, that of the output.
+    """
 
     names = ("broadcast_in_dim",)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The new shape."""
-        return self.eqn.params["shape"]
-
-    @property
-    def broadcast_dimensions(self) -> Sequence[int]:
-        """For each axis of the operand, that of the output."""
-        return self.eqn.params["broadcast_dimensions"]
+    shape = Parameter[Sequence[int]]()
+    broadcast_dimensions = Parameter[Sequence[int]]()
 
 
 class Slice(View):
@@ -389,25 +372,25 @@ class Slice(View):
 
 
 class DynamicSlice(View):
-    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts."""
+    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts.
+
+    Attributes:
+      slice_sizes: The size along each axis.
+    """
 
     names = ("dynamic_slice",)
-
-    @property
-    def slice_sizes(self) -> Sequence[int]:
-        """The size along each axis."""
-        return self.eqn.params["slice_sizes"]
+    slice_sizes = Parameter[Sequence[int]]()
 
 
 class SplitAxis(View):
-    """A ``jax.lax.split``."""
+    """A ``jax.lax.split``.
+
+    Attributes:
+      axis: The axis that is split.
+    """
 
     names = ("split",)
-
-    @property
-    def axis(self) -> int:
-        """The axis that is split."""
-        return self.eqn.params["axis"]
+    axis = Parameter[int]()
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -416,91 +399,88 @@ class SplitAxis(View):
 
 
 class Reverse(View):
-    """A ``jax.lax.rev``."""
+    """A ``jax.lax.rev``.
+
+    Attributes:
+      dimensions: The axes whose entries change their order.
+    """
 
     names = ("rev",)
-
-    @property
-    def dimensions(self) -> Sequence[int]:
-        """The axes whose entries change their order."""
-        return self.eqn.params["dimensions"]
+    dimensions = Parameter[Sequence[int]]()
 
 
 class ReadInStep(View):
-    """An array that is read in a step: ``_numerics/tie.py``."""
+    """An array that is read in a step: ``numerics/tie.py``."""
 
     names = ("reparax_read",)
 
 
 class Vary(View):
-    """An array marked as varying over the shards of a ``jax.shard_map``."""
+    """An array marked as varying over the shards of a ``jax.shard_map``.
+
+    Attributes:
+      axes: The mesh axes.
+    """
 
     names = ("pvary",)
-
-    @property
-    def axes(self) -> Sequence[str]:
-        """The mesh axes."""
-        return self.eqn.params["axes"]
+    axes = Parameter[Sequence[str]]()
 
 
 class Iota(View):
-    """A ``jax.lax.broadcasted_iota``."""
+    """A ``jax.lax.broadcasted_iota``.
+
+    Attributes:
+      shape: The shape.
+      dimension: The axis along which it counts.
+    """
 
     names = ("iota",)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """The shape."""
-        return self.eqn.params["shape"]
-
-    @property
-    def dimension(self) -> int:
-        """The axis along which it counts."""
-        return self.eqn.params["dimension"]
+    shape = Parameter[Sequence[int]]()
+    dimension = Parameter[int]()
 
 
 class Concatenate(View):
-    """A ``jax.lax.concatenate``."""
+    """A ``jax.lax.concatenate``.
+
+    Attributes:
+      dimension: The axis along which the operands follow each other.
+    """
 
     names = ("concatenate",)
-
-    @property
-    def dimension(self) -> int:
-        """The axis along which the operands follow each other."""
-        return self.eqn.params["dimension"]
+    dimension = Parameter[int]()
 
 
 class Stack(View):
-    """Arrays along a new axis."""
+    """Arrays along a new axis.
+
+    Attributes:
+      axis: The new axis.
+    """
 
     names = ("stack",)
-
-    @property
-    def axis(self) -> int:
-        """The new axis."""
-        return self.eqn.params["axis"]
+    axis = Parameter[int]()
 
 
 class Unstack(View):
-    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
+    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this.
+
+    Attributes:
+      axis: The axis that goes.
+    """
 
     names = ("unstack",)
-
-    @property
-    def axis(self) -> int:
-        """The axis that goes."""
-        return self.eqn.params["axis"]
+    axis = Parameter[int]()
 
 
 class Pad(View):
-    """A ``jax.lax.pad``."""
+    """A ``jax.lax.pad``.
+
+    Attributes:
+      padding: For each axis how many entries are added before, behind and between.
+    """
 
     names = ("pad",)
-
-    @property
-    def padding(self) -> Sequence[tuple[int, int, int]]:
-        """For each axis how many entries are added before, behind and between."""
-        return self.eqn.params["padding_config"]
+    padding = Parameter[Sequence[tuple[int, int, int]]]("padding_config")
 
 
 class DynamicUpdateSlice(View):
@@ -516,14 +496,17 @@ class Barrier(View):
 
 
 class Named(View):
-    """A ``jax.ad_checkpoint.checkpoint_name``."""
+    """A ``jax.ad_checkpoint.checkpoint_name``.
+
+    Attributes:
+      name: The name of the value.
+    """
 
     names = ("name",)
+    name = Parameter[str]()
 
-    @property
-    def name(self) -> str:
-        """The name of the value."""
-        return self.eqn.params["name"]
+
+# ---- each entry from the same entries of the operands
 
 
 class Pointwise(View):
@@ -531,22 +514,8 @@ class Pointwise(View):
 
     names = (
         *("rem", "pow", "shift_right_arithmetic", "clamp", "nextafter", "real", "imag", "complex", "conj"),
-        *(
-            "exp",
-            "exp2",
-            "expm1",
-            "log",
-            "log1p",
-            "sqrt",
-            "rsqrt",
-            "cbrt",
-            "tanh",
-            "logistic",
-            "erf",
-            "erfc",
-            "erf_inv",
-        ),
-        *("sin", "cos", "tan", "floor", "ceil", "round"),
+        *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "tanh", "logistic"),
+        *("erf", "erfc", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
     )
 
 
@@ -581,21 +550,12 @@ class Negate(Pointwise):
 
 
 class Arithmetic(Pointwise):
-    """Another operation that takes about as long as a sum."""
+    """Another operation that takes about as long as a sum, also one on bits, or a comparison."""
 
-    names = ("max", "min", "abs", "sign", "is_finite", "square", "integer_pow")
-
-
-class Bitwise(Pointwise):
-    """An operation on bits."""
-
-    names = ("and", "or", "xor", "not", "shift_left", "shift_right_logical")
-
-
-class Comparison(Pointwise):
-    """A comparison of two arrays."""
-
-    names = ("eq", "ne", "lt", "le", "gt", "ge")
+    names = (
+        *("max", "min", "abs", "sign", "is_finite", "square", "integer_pow", "eq", "ne", "lt", "le", "gt", "ge"),
+        *("and", "or", "xor", "not", "shift_left", "shift_right_logical"),
+    )
 
 
 class Select(Pointwise):
@@ -605,14 +565,14 @@ class Select(Pointwise):
 
 
 class ConvertType(Pointwise):
-    """A ``jax.lax.convert_element_type``."""
+    """A ``jax.lax.convert_element_type``.
+
+    Attributes:
+      new_dtype: The dtype of the output.
+    """
 
     names = ("convert_element_type",)
-
-    @property
-    def new_dtype(self) -> Any:
-        """The dtype of the output."""
-        return self.eqn.params["new_dtype"]
+    new_dtype = Parameter[Any]()
 
 
 class Bitcast(Pointwise):
@@ -627,27 +587,24 @@ class StopGradient(Pointwise):
     names = ("stop_gradient",)
 
 
-class ReducePrecision(Pointwise):
-    """A ``jax.lax.reduce_precision``."""
-
-    names = ("reduce_precision",)
-
-
 class Copy(Pointwise):
     """A copy of an array."""
 
     names = ("copy",)
 
 
+# ---- equations that hold programs
+
+
 class Jit(View):
-    """A call of ``jax.jit``."""
+    """A call of ``jax.jit``.
+
+    Attributes:
+      name: The name of the function.
+    """
 
     names = ("jit",)
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.eqn.params["name"]
+    name = Parameter[str]()
 
 
 class CustomJvp(View):
@@ -657,35 +614,29 @@ class CustomJvp(View):
 
 
 class Checkpoint(View):
-    """A call of ``jax.checkpoint``."""
+    """A call of ``jax.checkpoint``.
+
+    Attributes:
+      policy: What may be stored.
+      prevent_cse: Whether the compiler must compute again what was computed before.
+    """
 
     names = ("remat2",)
-
-    @property
-    def policy(self) -> Any:
-        """What may be stored."""
-        return self.eqn.params["policy"]
-
-    @property
-    def prevent_cse(self) -> Any:
-        """Whether the compiler must compute again what was computed before."""
-        return self.eqn.params["prevent_cse"]
+    policy = Parameter[Any]()
+    prevent_cse = Parameter[Any]()
 
 
 class Scan(View):
-    """A ``jax.lax.scan``."""
+    """A ``jax.lax.scan``.
+
+    Attributes:
+      length: The number of steps.
+      reverse: Whether the last slices are taken first.
+    """
 
     names = ("scan",)
-
-    @property
-    def length(self) -> int:
-        """The number of steps."""
-        return self.eqn.params["length"]
-
-    @property
-    def reverse(self) -> bool:
-        """Whether the last slices are taken first."""
-        return self.eqn.params["reverse"]
+    length = Parameter[int]()
+    reverse = Parameter[bool]()
 
 
 class While(View):
@@ -706,19 +657,22 @@ class Cond(View):
 
 
 class ShardMap(View):
-    """A ``jax.shard_map``."""
+    """A ``jax.shard_map``.
+
+    Attributes:
+      in_specs: The partition spec of each operand.
+    """
 
     names = ("shard_map",)
-
-    @property
-    def in_specs(self) -> Sequence[Any]:
-        """The partition spec of each operand."""
-        return self.eqn.params["in_specs"]
+    in_specs = Parameter[Sequence[Any]]()
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:
         """The size of each mesh axis."""
         return self.eqn.params["mesh"].shape
+
+
+# ---- the kind of an equation
 
 
 def _with_subclasses(kind: type[View]) -> list[type[View]]:

@@ -3,7 +3,6 @@
 A law is a function of a chain, parameters and a key that raises an error if the chain breaks it.
 """
 
-from reparax.testing._groups import check_groups as check_groups
 from reparax.testing._laws import LAWS as LAWS
 from reparax.testing._laws import Law as Law
 from reparax.testing._laws import check_laws as check_laws

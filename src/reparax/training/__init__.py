@@ -5,7 +5,7 @@ from reparax.training._moments import reset_moments as reset_moments
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._partition import combine as combine
 from reparax.training._partition import decay_mask as decay_mask
-from reparax.training._partition import labels as labels
+from reparax.training._partition import param_labels as param_labels
 from reparax.training._partition import partition as partition
 from reparax.training._projected import projected as projected
 from reparax.training._summary import Summary as Summary

@@ -10,8 +10,8 @@ from jax import Array
 
 from reparax.core.paths import Names, PyTree, flatten_with_names, items
 from reparax.core.raw import FIXED, is_aligned
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 
 
 @shows_usage
@@ -20,7 +20,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
     While a mask hides a weight, its moments do not belong to its own gradients, or are old. This sets them to zero
     wherever a mask is 0 in ``before`` and 1 in ``after``: the masks of :class:`RigL`, :class:`SET`,
-    :class:`MagnitudePrune`, :class:`NofM` and :class:`GlobalPrune`.
+    :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
 
     Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
     reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from reparax.core.paths import PyTree, is_traceable
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 from reparax.training._checked import explain_errors
 from reparax.training._partition import combine, is_none, partition, require_tree
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
 from reparax.core.raw import FIXED, flatten_leaves, state_flags
+from reparax.core.usage import shows_usage
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 
 
 @shows_usage
@@ -87,7 +87,7 @@ def is_none(x: object) -> bool:
 
 
 @shows_usage
-def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
+def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: Any = "fixed") -> PyTree:
     """A label for each value of a raw tree, by its role; for ``optax.partition``.
 
     Args:
@@ -105,13 +105,13 @@ def labels(raw: PyTree, main: Any = "free", aux: Any = "free", fixed: Any = "fix
     Example:
       >>> import jax.numpy as jnp, optax, reparax as rpx
       >>> raw = (rpx.Freeze(where="b") >> rpx.WeightNorm()).init({"w": jnp.ones((2, 2)), "b": jnp.zeros(2)})
-      >>> rpx.labels(raw)
+      >>> rpx.training.param_labels(raw)
       {'b': {'@freeze': {'@fixed': {'w': 'fixed'}}}, 'w': {'@weight_norm': {'g': 'free', 'v': 'free'}}}
-      >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
-      >>> rpx.labels(raw, main=True, aux=False, fixed=False)  # which values are main
+      >>> tx = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
+      >>> rpx.training.param_labels(raw, main=True, aux=False, fixed=False)  # which values are main
       {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
     """
-    require_tree("labels", raw, "rpx.labels(p.init(params))")
+    require_tree("param_labels", raw, "rpx.training.param_labels(p.init(params))")
     _, slots, treedef = flatten_leaves(raw)
     pairs = zip(slots, are_free(raw), strict=True)
     return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
@@ -128,7 +128,8 @@ def decay_mask(raw: PyTree) -> PyTree:
     False``).
 
     Under weight norm, decay of ``v`` does not change the effective weight, only how fast its direction learns. To
-    shrink the weights themselves, decay the lengths: ``rpx.labels(raw, main=False, aux=True, fixed=False)``.
+    shrink the weights themselves, decay the lengths:
+    ``rpx.training.param_labels(raw, main=False, aux=True, fixed=False)``.
 
     Args:
       raw: A raw tree, its gradients or updates, or their shapes and dtypes.

@@ -11,7 +11,7 @@ from reparax.core.calls import call_name, require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.paths import PyTree, Transformation
 from reparax.core.raw import require_no_raw
-from reparax.numerics.usage import shows_usage
+from reparax.core.usage import shows_usage
 from reparax.training._checked import first_difference
 
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."

@@ -14,8 +14,8 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
 

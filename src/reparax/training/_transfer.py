@@ -21,8 +21,8 @@ from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
+from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.usage import shows_usage
 from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
 
@@ -42,7 +42,7 @@ def transfer(
 
     A raw value is kept if the same stage made it at the same path (its ``where`` may differ), and all stages around it
     are the same. So is an array that stages only change in place, such as the float32 weight under :class:`Cast`, if
-    the same stages change it. Codes of :class:`Stored` are kept too if a new adapter leaves their array as its base;
+    the same stages change it. Codes of :class:`Quantized` are kept too if a new adapter leaves their array as its base;
     under ``jit`` this is not known, and they are rounded anew. All other values are computed by ``init`` from the
     current weights. Random starts draw from ``jax.random.key(0)``: for another key, call ``new.init(old.fold(raw),
     key)``. In an optimizer's state, counters and the moments of kept values are kept; all other moments start at zero.

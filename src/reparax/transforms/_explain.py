@@ -108,7 +108,8 @@ class Explained:
 def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Any:
     """Which weights :func:`factored` keeps in factors in ``fun(*args, **kwargs)``, and where and why it forms others.
 
-    For ``rpx.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is for all.
+    For ``rpx.transforms.local(loss)`` it says which noisy weights draw for each example, and where and why one draw is
+    for all.
 
     It traces ``fun`` and computes nothing. Weights without factors, such as plain arrays, are not listed.
 

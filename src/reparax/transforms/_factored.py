@@ -572,7 +572,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
     then need no gradient of the whole ``W``. It finds the factors in the jaxpr of ``fun``, so the network's code does
     not change: wherever arrays of parameters are multiplied, scaled or added, as in :class:`LoRA`, :class:`Delta`,
-    :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`, :class:`Stored`,
+    :class:`LowRank`, :class:`FixedRank`, :class:`Kronecker`, :class:`WeightNorm`, :class:`Gain`, :class:`Quantized`,
     chains of these, or your own formulas; and if a stage defines ``terms_leaf``.
 
     Weights stay in factors through transposes, casts, reshapes, slices, ``jit``, ``scan``, ``cond``, ``shard_map``,

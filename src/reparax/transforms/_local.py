@@ -496,7 +496,7 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
     mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
     arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
-    ``rpx.explain(rpx.local(loss), *args)`` shows which, where and why.
+    ``rpx.explain(rpx.transforms.local(loss), *args)`` shows which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
@@ -521,9 +521,9 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
       >>> args = {"w": jnp.ones((4, 2))}, jax.random.key(0), jnp.ones((3, 4))
       >>> network(*args).std(0)
       Array([0., 0.], dtype=float32)
-      >>> rpx.local(network)(*args).std(0)
+      >>> rpx.transforms.local(network)(*args).std(0)
       Array([0.03846868, 0.08746041], dtype=float32)
-      >>> rpx.explain(rpx.local(network), *args)
+      >>> rpx.explain(rpx.transforms.local(network), *args)
       1 of 1 noisy weights draw for each example
         for each example:
           weights/w  float32[4, 2]  1 product

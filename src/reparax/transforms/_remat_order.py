@@ -16,9 +16,7 @@ from reparax.programs.equations import (
     Add,
     Arithmetic,
     Bitcast,
-    Bitwise,
     Broadcast,
-    Comparison,
     Conv,
     ConvertType,
     Copy,
@@ -165,7 +163,7 @@ _IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, V
 # Compilers compute these again for each reader, instead of storing them.
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
-    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic, Bitwise, Comparison),
+    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic),
     *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
 }
 # They read their operands as arrays, however cheap these are.

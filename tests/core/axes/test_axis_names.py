@@ -106,9 +106,9 @@ BY_NAME = [
     lambda axis, **where: rpx.norms.Sphere(along=axis, **where),
     lambda axis, **where: rpx.norms.PoincareBall(0.01, along=axis, **where),
     lambda axis, **where: rpx.numbers.Simplex(along=axis, **where),
-    lambda axis, **where: rpx.sparse.NofM(1, 1, along=axis, **where),
-    lambda axis, **where: rpx.MagnitudePrune(0.5, axis=axis, **where),
-    lambda axis, **where: rpx.sparse.RandomPrune(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.NByM(1, 1, along=axis, **where),
+    lambda axis, **where: rpx.MagnitudePruning(0.5, axis=axis, **where),
+    lambda axis, **where: rpx.sparse.RandomPruning(0.5, axis=axis, **where),
     lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
 ]
 
@@ -139,7 +139,7 @@ def test_several_names_and_numbers_may_stand_together() -> None:
 
 
 def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
-    p = rpx.WeightDropout(0.5, broadcast="mlp") >> rpx.WeightNorm(axis="mlp") >> rpx.Mask() >> rpx.Scale(2.0)
+    p = rpx.WeightDropout(0.5, broadcast="mlp") >> rpx.WeightNorm(axis="mlp") >> rpx.Mask() >> rpx.numbers.Scale(2.0)
     raw = init(p, boxed())
     g = arrays(raw)["down/kernel/@scale/x/@mask/w/@weight_norm/g"]
     np.testing.assert_allclose(g, lengths(DOWN, 1) / 2, rtol=1e-6)
@@ -208,7 +208,7 @@ def test_a_name_that_no_selected_array_has_is_misspelt(key: Array) -> None:
     effective(p, boxed(), key)  # as in the body of a scan over `out`, where no array has that axis any more
     unnamed = {"w": nn.Partitioned(jnp.ones((2, 2)), (None, None))}
     with raises(ValueError, f"Scale(2.0, stacked='layres').init got stacked='layres', but {LAYRES}: none. {do}"):
-        rpx.Scale(2.0, stacked="layres").init(unnamed)
+        rpx.numbers.Scale(2.0, stacked="layres").init(unnamed)
 
 
 @table(__file__)

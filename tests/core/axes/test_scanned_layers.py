@@ -391,7 +391,7 @@ def test_an_array_without_names_is_refused_where_a_name_is_asked_for() -> None:
     with raises(ValueError, error.format("apply")):
         p.apply(params, jax.random.key(0))
     with raises(ValueError, error.format("init").replace("VarNoise(0.1, ", "Scale(2.0, ")):
-        rpx.Scale(2.0, stacked="layers").init(params)
+        rpx.numbers.Scale(2.0, stacked="layers").init(params)
     assert jax.tree.map(jnp.shape, rpx.WeightNorm(stacked="layers").init(params)["dense"]["bias"]) == (LAYERS, 2)
     rest = rpx.VarNoise(0.1, where=rpx.all_but(".*bias"), stacked="layers").apply(params, jax.random.key(0))
     assert rest["dense"]["bias"] is params["dense"]["bias"]

@@ -309,7 +309,7 @@ CHAIN = rpx.Freeze(where="b") >> rpx.WeightNorm() >> rpx.VarNoise(0.1)
 LIKE = shapes(w=(8, 16), b=(16,))
 RAW = jax.eval_shape(CHAIN.init, LIKE)
 SHARDINGS = CHAIN.shardings({"w": BOTH, "b": P("model")}, MESH, like=LIKE)
-PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+PARTITIONED = optax.partition({"free": optax.adam(1e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
 
 
 def state_specs(tx):
@@ -353,7 +353,9 @@ def test_a_training_step_keeps_all_shardings_and_computes_what_one_device_comput
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     params = {"w": normal(8, 16), "b": np.ones(16, np.float32)}
     raw = init(CHAIN, params)
-    tx = optax.partition({"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition(
+        {"free": optax.sgd(0.1, momentum=0.9), "fixed": optax.set_to_zero()}, rpx.training.param_labels
+    )
     state = jax.jit(tx.init)(raw)
     raws = CHAIN.shardings({"w": BOTH, "b": P("model")}, mesh, like=params)
     states = rpx.training.state_shardings(state, raw, raws)
@@ -529,7 +531,7 @@ def gathered(text):
 def stored_on(mesh, p, memory=None):
     """A raw tree whose weights are cut into eight parts, and how a step moves it to where products read it."""
     cut, whole = (jax.tree.map(lambda w, spec=spec: spec, base()) for spec in (P("data", None), P()))
-    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory=memory))
+    raw = jax.device_put(init(p, base(), jax.random.key(0)), p.shardings(cut, mesh, like=base(), memory_kind=memory))
     here, used = (p.shardings(specs, mesh, like=base()) for specs in (cut, whole))
     return raw, lambda raw: jax.lax.with_sharding_constraint(jax.device_put(raw, here), used)
 
@@ -553,7 +555,7 @@ def step_of(p, moved):
 )
 def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored(format, axis=-1) >> rpx.LoRA(1)
+    p = rpx.Quantized(format, axis=-1) >> rpx.LoRA(1)
     raw, moved = stored_on(mesh, p)
     x = jax.device_put(ONES, NamedSharding(mesh, P("data")))
     compiled = step_of(p, moved).lower(*rpx.partition(raw), x).compile()
@@ -567,8 +569,8 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
 
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    p = rpx.Stored("nf4", block=64) >> rpx.LoRA(2)
-    raw, moved = stored_on(mesh, p, memory="pinned_host")
+    p = rpx.Quantized("nf4", block=64) >> rpx.LoRA(2)
+    raw, moved = stored_on(mesh, p, memory_kind="pinned_host")
     free, fixed = rpx.partition(raw)
     kind = jax.devices()[0].default_memory().kind
     assert {x.sharding.memory_kind for x in jax.tree.leaves(fixed)} == {"pinned_host"}

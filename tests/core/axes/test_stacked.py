@@ -31,9 +31,9 @@ STAGES = [
     rpx.norms.Sphere(),
     rpx.norms.PoincareBall(),
     rpx.numbers.Simplex(outside="project"),
-    rpx.sparse.NofM(2, 4),
-    rpx.MagnitudePrune(0.5),
-    rpx.MagnitudePrune(0.5, axis=-1),
+    rpx.sparse.NByM(2, 4),
+    rpx.MagnitudePruning(0.5),
+    rpx.MagnitudePruning(0.5, axis=-1),
     rpx.Mask(),
     rpx.LowRank(2),
     rpx.matrices.Kronecker((2, 1)),
@@ -48,11 +48,11 @@ STAGES = [
     *PATTERNS,
     rpx.matrices.PositiveDefinite(),
     rpx.matrices.PositiveSemidefinite(2),
-    rpx.Scale(2.0),
+    rpx.numbers.Scale(2.0),
     rpx.Freeze(),
 ]
 
-DRAWN = [rpx.SpectralNorm(), rpx.sparse.RandomPrune(0.5), rpx.sparse.RandomPrune(0.5, axis=-1)]
+DRAWN = [rpx.SpectralNorm(), rpx.sparse.RandomPruning(0.5), rpx.sparse.RandomPruning(0.5, axis=-1)]
 
 
 def stacked(stage, axes):

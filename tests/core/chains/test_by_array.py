@@ -22,15 +22,15 @@ OF_A = [
     rpx.WeightNorm(where="a/kernel"),
     rpx.VarNoise(0.1, where="a/.*"),
     rpx.WeightDropout(0.5, where="a/kernel"),
-    rpx.Scale(2.0, where="a/kernel"),
+    rpx.numbers.Scale(2.0, where="a/kernel"),
     rpx.LowRank(2, where="a/kernel"),
 ]
 OF_B = [
     rpx.WeightNorm(where="b/kernel"),
     rpx.VarNoise(0.2, where="b/.*"),
     rpx.WeightDropout(0.3, where="b/kernel"),
-    rpx.Scale(3.0, where="b/.*"),
-    rpx.Cast("float32", where="b/.*"),
+    rpx.numbers.Scale(3.0, where="b/.*"),
+    rpx.quantized.Cast("float32", where="b/.*"),
     rpx.SpectralNorm(where="b/kernel"),
 ]
 
@@ -61,14 +61,14 @@ def test_stages_of_one_array_change_neither_markers_nor_draws_of_another(seed):
 
 
 def test_each_array_counts_its_own_stages():
-    p = rpx.Scale(2.0, where="a/.*") >> rpx.Scale(3.0) >> rpx.Scale(5.0, where="b/kernel")
+    p = rpx.numbers.Scale(2.0, where="a/.*") >> rpx.numbers.Scale(3.0) >> rpx.numbers.Scale(5.0, where="b/kernel")
     raw = jax.tree.map(jnp.shape, p.init(PARAMS))
     twice = {"@scale": {"x": {"@scale@2": {"x": (5, 4)}}}}
     assert raw == {"a": {"kernel": twice}, "b": {"bias": {"@scale": {"x": (4,)}}, "kernel": twice}}
 
 
 def test_a_stage_leaves_the_markers_of_others_of_its_kind_alone():
-    p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
+    p = rpx.numbers.Scale(2.0, where="a/kernel") >> rpx.numbers.Scale(3.0, where="b/kernel")
     raw = p.init(PARAMS)
     raw["a"]["kernel"]["@scale"]["x"] = jnp.full((5, 4), 1.0)
     raw["b"]["kernel"]["@scale"]["x"] = jnp.full((5, 4), 1.0)
@@ -82,7 +82,7 @@ def test_a_stage_leaves_the_markers_of_others_of_its_kind_alone():
     [
         pytest.param(lambda path, w: w.ndim == 2, id="predicate"),
         pytest.param(lambda path, w: path.startswith("a"), id="predicate of paths"),
-        pytest.param(rpx.selected({"a": True, "b": False}), id="selected"),
+        pytest.param(rpx.stage.selected({"a": True, "b": False}), id="selected"),
         pytest.param(rpx.all_but("b/.*"), id="all but"),
         pytest.param(None, id="default"),
     ],
@@ -95,7 +95,7 @@ def test_two_stages_of_one_kind_are_told_apart_however_they_select(where):
 
 
 def test_numbers_over_the_whole_tree_as_they_were_written_before_are_read():
-    p = rpx.Scale(2.0, where="a/kernel") >> rpx.Scale(3.0, where="b/kernel")
+    p = rpx.numbers.Scale(2.0, where="a/kernel") >> rpx.numbers.Scale(3.0, where="b/kernel")
     raw = p.init(PARAMS)
     old = {**raw, "a": {"kernel": {"@scale@2": raw["a"]["kernel"]["@scale"]}}}
     for x, y in zip(jax.tree.leaves(p.apply(old)), jax.tree.leaves(p.apply(raw)), strict=True):
@@ -164,9 +164,9 @@ def test_a_value_of_another_shape_is_refused():
 STAGES = [
     *OF_A,
     *OF_B,
-    rpx.Cast("bfloat16"),
-    rpx.MagnitudePrune(0.5),
-    rpx.MagnitudePrune((0.5, 0.25), axis=-1),
+    rpx.quantized.Cast("bfloat16"),
+    rpx.MagnitudePruning(0.5),
+    rpx.MagnitudePruning((0.5, 0.25), axis=-1),
     rpx.Mask(),
     rpx.Chain(),
     rpx.VarNoise(0.1) >> rpx.VarNoise(0.7),
@@ -199,7 +199,7 @@ def test_a_chain_of_one_comes_back_from_json_as_a_chain():
 
 
 def test_a_chain_is_a_sequence_of_its_stages():
-    a, b, c = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.Cast("bfloat16")
+    a, b, c = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.quantized.Cast("bfloat16")
     p = a >> b >> c
     assert len(p) == 3
     assert list(p) == [a, b, c]
@@ -214,7 +214,9 @@ def test_a_chain_is_a_sequence_of_its_stages():
         p[3]
 
 
-@pytest.mark.parametrize("kind", [rpx.MagnitudePrune, rpx.sparse.GlobalPrune], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [rpx.MagnitudePruning, rpx.sparse.GlobalMagnitudePruning], ids=lambda kind: kind.__name__
+)
 def test_each_pruning_counts_all_entries(kind):
     params = {"w": normal(32, 32)}
     one, again = kind(0.5), kind(0.5, where="w")
@@ -224,7 +226,9 @@ def test_each_pruning_counts_all_entries(kind):
 
 @pytest.mark.parametrize(
     "stage",
-    mostly_thorough([rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePrune(0.5), rpx.WeightNorm()], rpx.WeightNorm()),
+    mostly_thorough(
+        [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5), rpx.WeightNorm()], rpx.WeightNorm()
+    ),
     ids=repr,
 )
 def test_noise_between_two_stages_leaves_the_raw_structure_alone(stage):
@@ -240,8 +244,8 @@ def test_noise_between_two_stages_leaves_the_raw_structure_alone(stage):
 
 
 def test_a_traced_factor_reads_the_raw_tree_of_a_known_one():
-    raw = (rpx.Scale(2.0) >> rpx.Scale(3.0)).init({"w": jnp.ones((2, 2))})
-    got = jax.jit(lambda factor: (rpx.Scale(2.0) >> rpx.Scale(factor)).apply(raw))(3.0)
+    raw = (rpx.numbers.Scale(2.0) >> rpx.numbers.Scale(3.0)).init({"w": jnp.ones((2, 2))})
+    got = jax.jit(lambda factor: (rpx.numbers.Scale(2.0) >> rpx.numbers.Scale(factor)).apply(raw))(3.0)
     np.testing.assert_allclose(got["w"], np.ones((2, 2)), rtol=1e-6)
 
 
@@ -347,7 +351,7 @@ WHOLE_TREE = [
     rpx.shared.Pack({"a": HALVES}),
     rpx.shared.Split({"whole": rpx.shared.Concat(("a: 2 2", "b: 2 2"))}),
     Copied({"w": "a", "u": "b"}),
-    rpx.sparse.GlobalPrune(0.5, where="a|b"),
+    rpx.sparse.GlobalMagnitudePruning(0.5, where="a|b"),
     Raised(where="a"),
     Raised(where="a").deterministic,
 ]
@@ -384,14 +388,14 @@ KERNELS = {"params": {name: {"kernel": True} for name in "ab"}}
 KNOWN = {
     "all but what the default leaves out": rpx.WeightNorm(where=rpx.all_but(".*bias", "batch_stats/.*", "step")),
     "all but a tied one": rpx.WeightNorm(where=rpx.all_but(B)) >> rpx.Tie({B: A}),
-    "a tied one": rpx.WeightNorm(where=rpx.selected({"params": {x: {"kernel": True} for x in "ab"}}))
+    "a tied one": rpx.WeightNorm(where=rpx.stage.selected({"params": {x: {"kernel": True} for x in "ab"}}))
     >> rpx.Tie({B: A}),
-    "all but one of its kind": rpx.Scale(2.0, where=rpx.all_but(B)) >> rpx.Scale(3.0, where=B),
+    "all but one of its kind": rpx.numbers.Scale(2.0, where=rpx.all_but(B)) >> rpx.numbers.Scale(3.0, where=B),
     "all but an adapter": rpx.Freeze(where=rpx.all_but(B)) >> rpx.LoRA(2, where=B),
     "all but that of an earlier stage": rpx.LowRank(2, where=A) >> rpx.VarNoise(0.1, where=rpx.all_but(A)),
     "all but a value of a later stage": rpx.VarNoise(0.1, where=rpx.all_but(f"{A}/g")) >> rpx.WeightNorm(),
-    "a folder": rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}})),
-    "a number": rpx.VarNoise(0.1, where=rpx.selected({"params": {"a": True}, "step": True})),
+    "a folder": rpx.VarNoise(0.1, where=rpx.stage.selected({"params": {"a": True}})),
+    "a number": rpx.VarNoise(0.1, where=rpx.stage.selected({"params": {"a": True}, "step": True})),
 }
 
 

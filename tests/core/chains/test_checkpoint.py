@@ -229,12 +229,12 @@ def test_templates_cast_fill_and_drop_and_check_of_what_lies_there_says_so(tmp_p
 
 
 def test_equinox_takes_leaves_by_their_order_and_the_chain_beside_them_says_so(tmp_path):
-    mask, prune = rpx.Mask(), rpx.MagnitudePrune(0.5)
+    mask, prune = rpx.Mask(), rpx.MagnitudePruning(0.5)
     prune.check(with_equinox(tmp_path / "leaves", mask.init(W), jax.eval_shape(prune.init, W)), like=W)
     write_equinox(tmp_path / "raw", mask.init(W), mask.to_json())
     raw, chain = read_equinox(tmp_path / "raw")
     assert rpx.from_json(chain) == mask
-    with refusal(prune, "kernel: expected @magnitude_prune, got @mask"):
+    with refusal(prune, "kernel: expected @magnitude_pruning, got @mask"):
         prune.check(raw, like=W)
 
 
@@ -265,7 +265,7 @@ def test_keys_of_a_model_come_back_as_keys_or_check_says_so(tmp_path):
 def test_a_chain_with_other_perturbations_goes_on_from_the_same_checkpoint(key):
     noise, norm = rpx.VarNoise(0.2), rpx.WeightNorm()
     raw = init(Q, W)
-    for p in (norm >> noise, norm, rpx.WeightDropout(0.1) >> norm >> noise, norm >> rpx.Cast("bfloat16")):
+    for p in (norm >> noise, norm, rpx.WeightDropout(0.1) >> norm >> noise, norm >> rpx.quantized.Cast("bfloat16")):
         p.check(raw, like=W)
         identical(init(p, W), raw)
     perturbations = rpx.WeightDropout(0.1) >> noise
@@ -297,7 +297,7 @@ CONFIGURATIONS = {
     '[{"class": "reparax.WeightDropout", "rate": 0.5, "broadcast": -1}]': rpx.WeightDropout(0.5, broadcast=-1),
     '[{"class": "reparax.Positive", "where": ".*scale"}]': rpx.Positive(where=".*scale"),
     '[{"class": "reparax.Freeze"}]': rpx.Freeze(),
-    '[{"class": "reparax.Cast", "dtype": "bfloat16"}]': rpx.Cast(jnp.bfloat16),
+    '[{"class": "reparax.Cast", "dtype": "bfloat16"}]': rpx.quantized.Cast(jnp.bfloat16),
     '[{"class": "reparax.Tie", "ties": [["a", "b", null]]}]': rpx.Tie({"a": "b"}),
     '[{"class": "reparax.Tie", "ties": [["out/kernel", "emb/table", {"function": "jax.numpy.transpose"}]]}]': TIE,
     '[{"class": "reparax.WeightNorm"}, {"class": "reparax.VarNoise", "std": 0.1}]': Q,

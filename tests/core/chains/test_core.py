@@ -132,7 +132,11 @@ def test_equal_builds_are_equal_and_hash_equal(p):
 
 
 def test_repr_of_stages():
-    p = rpx.WeightNorm(axis=(0, -1), where=".*kernel") >> rpx.WeightDropout(0.1, broadcast=-1) >> rpx.Cast(jnp.bfloat16)
+    p = (
+        rpx.WeightNorm(axis=(0, -1), where=".*kernel")
+        >> rpx.WeightDropout(0.1, broadcast=-1)
+        >> rpx.quantized.Cast(jnp.bfloat16)
+    )
     text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast=-1) >> Cast('bfloat16')"
     assert repr(p) == text
 
@@ -143,7 +147,7 @@ def test_differing_hyperparameters_are_unequal():
     assert rpx.WeightNorm() != rpx.WeightNorm(axis=0)
 
 
-@pytest.mark.parametrize("stage", [rpx.Scale(2.0), rpx.Mask(), rpx.MagnitudePrune(0.5)], ids=repr)
+@pytest.mark.parametrize("stage", [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5)], ids=repr)
 def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
     params = {"w": jnp.array([[0.0, 0.0], [3.0, 4.0]])}
     p = stage >> rpx.VarNoise(0.1) >> stage
@@ -152,13 +156,13 @@ def test_deterministic_keeps_the_raw_values_of_neighbours_of_noise_apart(stage):
     for alone in (p, plain, rpx.from_json(plain.to_json()), eval(repr(plain), {**PUBLIC})):
         np.testing.assert_allclose(alone.fold(raw)["w"], params["w"])
         assert alone.deterministic == plain != stage
-    assert (p.deterministic >> rpx.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
+    assert (p.deterministic >> rpx.quantized.Cast("bfloat16")).apply(raw)["w"].dtype == jnp.bfloat16
 
 
 def test_deterministic_drops_what_is_random():
-    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.Cast("bfloat16")
+    p = rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16")
     assert p.stochastic
-    assert p.deterministic == rpx.WeightNorm() >> rpx.Cast("bfloat16")
+    assert p.deterministic == rpx.WeightNorm() >> rpx.quantized.Cast("bfloat16")
     assert not p.deterministic.stochastic
     assert rpx.VarNoise(0.1).deterministic == rpx.Chain()
 
@@ -174,7 +178,7 @@ class RandomBase(rpx.Reparametrization):
 
 RANDOM_STARTS = {
     "LoRA(2)": rpx.LoRA(2),
-    "RandomPrune(sparsity=0.5)": rpx.sparse.RandomPrune(0.5),
+    "RandomPruning(sparsity=0.5)": rpx.sparse.RandomPruning(0.5),
     "(VarNoise(0.1) >> RigL(sparsity=0.5))": rpx.VarNoise(0.1) >> rpx.sparse.RigL(0.5),
     "SET(sparsity=0.5)": rpx.sparse.SET(0.5),
     "RandomBase()": RandomBase(),
@@ -352,7 +356,7 @@ def without(raw, *path):
 
 def test_errors_for_damaged_trees_name_what_is_missing_and_where():
     arrays, key = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, jax.random.key(0)
-    norm, prune, tie = rpx.SpectralNorm(), rpx.sparse.GlobalPrune(0.5), rpx.Tie({"c": "a"})
+    norm, prune, tie = rpx.SpectralNorm(), rpx.sparse.GlobalMagnitudePruning(0.5), rpx.Tie({"c": "a"})
     raw = jax.jit(norm.init)(arrays)
     for verb in ("apply", "update"):
         empty = {**raw, "a": {"@spectral_norm": {**raw["a"]["@spectral_norm"], "@fixed": {}}}}
@@ -366,9 +370,10 @@ def test_errors_for_damaged_trees_name_what_is_missing_and_where():
             getattr(norm, verb)(without(raw, "a", "@spectral_norm", "@fixed", "u"), key)
     with raises(
         ValueError,
-        "GlobalPrune(sparsity=0.5).apply at 'c': no value 'mask' under the marker. Restore the whole raw tree.",
+        "GlobalMagnitudePruning(sparsity=0.5).apply at 'c': no value 'mask' under the marker. "
+        "Restore the whole raw tree.",
     ):
-        prune.apply(without(prune.init(arrays), "c", "@global_prune", "@fixed"))
+        prune.apply(without(prune.init(arrays), "c", "@global_magnitude_pruning", "@fixed"))
     other = "another chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every"
     with raises(ValueError, f"{tie!r}.apply at 'c': found 'extra' beside '@tie': {other} difference."):
         tie.apply({**tie.init(arrays), "c": {"@tie": {}, "extra": jnp.ones(2)}})

@@ -54,7 +54,7 @@ def ways_of(p, raw):
         "grad": lambda: jax.grad(loss)(free),
         "vjp": lambda: jax.vjp(loss, free)[1](jnp.float32(1)),
         "linearize": lambda: jax.linearize(loss, free)[1](free),
-        "local": lambda: jax.grad(rpx.local(loss))(free),
+        "local": lambda: jax.grad(rpx.transforms.local(loss))(free),
         "remat": lambda: jax.grad(rpx.remat(loss))(free),
     }
 

@@ -109,7 +109,7 @@ OF_NUMBERS = {
     "dropout": rpx.WeightDropout(0.0),
     "freeze": rpx.Freeze(),
     "positive": rpx.Positive(),
-    "cast": rpx.Cast("float32"),
+    "cast": rpx.quantized.Cast("float32"),
 }
 OF_MATRICES = {"weight norm": NORM, "spectral norm": SPECTRAL, "low rank": rpx.LowRank(2)}
 BAD = (np.nan, np.inf, -np.inf)
@@ -175,7 +175,7 @@ def test_eight_bit_floats_are_reproduced():
 
 
 EMPTY_CHAINS = [
-    *(NORM, rpx.WeightNorm(axis=None), SPECTRAL, rpx.Freeze(), rpx.Positive(), NOISE, rpx.Cast("float32")),
+    *(NORM, rpx.WeightNorm(axis=None), SPECTRAL, rpx.Freeze(), rpx.Positive(), NOISE, rpx.quantized.Cast("float32")),
     *(rpx.WeightDropout(0.5), rpx.WeightDropout(0.5, broadcast=-1)),
 ]
 
@@ -217,11 +217,11 @@ def test_traced_hyperparameters_of_any_real_dtype_are_taken(key):
 
 
 def test_a_boolean_tree_that_names_a_parameter_leaves_its_auxiliary_values_alone():
-    kernel_alone = rpx.selected({"dense": {"kernel": True, "bias": False}})
+    kernel_alone = rpx.stage.selected({"dense": {"kernel": True, "bias": False}})
     raw = NORM.init(PARAMS)["dense"]["kernel"]["@weight_norm"]
     frozen = (rpx.Freeze(where=kernel_alone) >> NORM).init(PARAMS)
     values = {"g": "free", "v": {"@freeze": {"@fixed": {"w": "fixed"}}}}
-    assert rpx.labels(frozen)["dense"]["kernel"] == {"@weight_norm": values}
+    assert rpx.training.param_labels(frozen)["dense"]["kernel"] == {"@weight_norm": values}
     np.testing.assert_array_equal(frozen["dense"]["kernel"]["@weight_norm"]["g"], raw["g"])
 
 

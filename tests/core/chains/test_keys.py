@@ -91,7 +91,7 @@ def test_a_class_that_has_the_name_of_a_stage_of_ours_gets_a_kind_of_its_own():
             return values["v"]
 
     assert WeightNorm.kind == "test_keys_weight_norm"
-    assert rpx.labels(raw, main=1, aux=2) == {"w": {"@weight_norm": {"g": 2, "v": 1}}}
+    assert rpx.training.param_labels(raw, main=1, aux=2) == {"w": {"@weight_norm": {"g": 2, "v": 1}}}
 
 
 def test_each_use_of_a_draw_has_a_key_of_its_own(key):

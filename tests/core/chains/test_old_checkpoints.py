@@ -1,4 +1,7 @@
-"""Raw trees and JSON that older commits wrote: today's package reads them, and gets from them what the commits got."""
+"""Raw trees and JSON that older commits wrote: today's package reads them, and gets from them what the commits got.
+
+The arrays are those of the commits; stages that have other names since are written with them.
+"""
 
 import json
 from pathlib import Path

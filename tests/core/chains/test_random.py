@@ -249,7 +249,7 @@ SIZE = SIDE * SIDE
 @pytest.fixture(scope="module")
 def drawn():
     """Noise and masks of two leaves in two steps, and of two stages."""
-    apart = rpx.Cast("float32", where="a")  # without it, the two noises on `a` would be drawn as one
+    apart = rpx.quantized.Cast("float32", where="a")  # without it, the two noises on `a` would be drawn as one
     p = rpx.VarNoise(1.0, where="a|b") >> apart >> rpx.VarNoise(1.0, where="a|c")
     keys = jax.random.split(jax.random.key(5), 2)
     zeros, ones = ({name: np.full((SIDE, SIDE), value, np.float32) for name in "abc"} for value in (0, 1))

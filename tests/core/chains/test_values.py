@@ -43,14 +43,14 @@ STAGES = {
         rpx.matrices.AlmostOrthogonal(),
         rpx.matrices.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]"),
     ],
-    "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.selected({"a": {"b": True, "c": False}}))],
-    "Bounded": [rpx.Bounded(-1e-30, 1e30), rpx.Bounded(low=-2, high=-1, outside="refuse")],
-    "Cast": [rpx.Cast(jnp.float8_e4m3fn), rpx.Cast("float16", where="")],
+    "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.stage.selected({"a": {"b": True, "c": False}}))],
+    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="refuse")],
+    "Cast": [rpx.quantized.Cast(jnp.float8_e4m3fn), rpx.quantized.Cast("float16", where="")],
     "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.matrices.Circulant(where="a")],
     "CudnnLSTM": [rpx.shared.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
-    "Delta": [rpx.Delta(), rpx.Delta(strength=0.1), rpx.Delta(where=".*kernel", stacked=0)],
+    "Delta": [rpx.adapters.Delta(), rpx.adapters.Delta(strength=0.1), rpx.adapters.Delta(where=".*kernel", stacked=0)],
     "Diagonal": [rpx.matrices.Diagonal(outside="refuse")],
     "Elementwise": [
         rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
@@ -64,8 +64,12 @@ STAGES = {
     "FixedRank": [rpx.matrices.FixedRank(1, least=0), rpx.matrices.FixedRank(2, least=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
-    "Gain": [rpx.Gain(), rpx.Gain(axis=(-1, "heads"))],
-    "GlobalPrune": [rpx.sparse.GlobalPrune(0.5), rpx.sparse.GlobalPrune(count=3), rpx.sparse.GlobalPrune((0.5, 0.25))],
+    "Gain": [rpx.adapters.Gain(), rpx.adapters.Gain(axis=(-1, "heads"))],
+    "GlobalMagnitudePruning": [
+        rpx.sparse.GlobalMagnitudePruning(0.5),
+        rpx.sparse.GlobalMagnitudePruning(count=3),
+        rpx.sparse.GlobalMagnitudePruning((0.5, 0.25)),
+    ],
     "Grassmann": [rpx.matrices.Grassmann("householder")],
     "Hadamard": [rpx.adapters.Hadamard()],
     "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
@@ -73,15 +77,15 @@ STAGES = {
     "Kronecker": [rpx.matrices.Kronecker((2, 1)), rpx.matrices.Kronecker(shape=[3, 2])],
     "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2))],
     "LowRank": [rpx.LowRank(1)],
-    "MagnitudePrune": [
-        rpx.MagnitudePrune(0.5, axis=0, order=math.inf),
-        rpx.MagnitudePrune(count=4, axis="mlp", order=1),
-        rpx.MagnitudePrune((0.25, 0.5)),
+    "MagnitudePruning": [
+        rpx.MagnitudePruning(0.5, axis=0, order=math.inf),
+        rpx.MagnitudePruning(count=4, axis="mlp", order=1),
+        rpx.MagnitudePruning((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
     "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
-    "NofM": [rpx.sparse.NofM(0, 1, along="x"), rpx.sparse.NofM(2, 4, along=0)],
+    "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
         rpx.shared.Pack("haiku.lstm", at="lstm(/.*)?"),
@@ -93,17 +97,20 @@ STAGES = {
     "PositiveDefinite": [rpx.matrices.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveSemidefinite(rank=1)],
-    "Quantize": [rpx.Quantize("ternary"), rpx.Quantize("int4", axis=-1, block=64, step="learned")],
-    "RandomPrune": [rpx.sparse.RandomPrune(0.0, axis=-1)],
+    "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block=64, step="learned")],
+    "RandomPruning": [rpx.sparse.RandomPruning(0.0, axis=-1)],
     "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
-    "Scale": [rpx.Scale(-1e-300), rpx.Scale(3)],
+    "Scale": [rpx.numbers.Scale(-1e-300), rpx.numbers.Scale(3)],
     "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
     "Rotated": [
         rpx.adapters.Rotated(4),
         rpx.adapters.Rotated(2, shared=True),
         rpx.adapters.Rotated(2, rows=1, columns=0),
     ],
-    "Slices": [rpx.adapters.Slices((5, 7), where="embed/.*"), rpx.adapters.Slices((0,), axis="vocab")],
+    "TrainableSlices": [
+        rpx.adapters.TrainableSlices((5, 7), where="embed/.*"),
+        rpx.adapters.TrainableSlices((0,), axis="vocab"),
+    ],
     "Simplex": [rpx.numbers.Simplex(along="a name")],
     "Skew": [rpx.matrices.Skew()],
     "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
@@ -115,7 +122,7 @@ STAGES = {
         rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.matrices.Stiefel("expm")],
-    "Stored": [rpx.Stored("int8"), rpx.Stored("nf4", block=64, double_quant=True, where="a|b")],
+    "Quantized": [rpx.Quantized("int8"), rpx.Quantized("nf4", block=64, double_quant=True, where="a|b")],
     "Symmetric": [rpx.matrices.Symmetric(where=".*")],
     "Tie": [rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite")],
     "Toeplitz": [rpx.matrices.Toeplitz()],
@@ -225,9 +232,9 @@ def test_known_scalars_in_fields_are_values_of_python(given, plain):
 
 
 def test_numbers_of_float32_print_and_store_as_they_were_written():
-    p = rpx.VarNoise(jnp.float32(0.0025)) >> rpx.MagnitudePrune({"w": np.float32(0.1)})
-    assert repr(p) == "VarNoise(0.0025) >> MagnitudePrune(sparsity={'w': 0.1})"
-    assert rpx.from_json(p.to_json()) == p == rpx.VarNoise(0.0025) >> rpx.MagnitudePrune({"w": 0.1})
+    p = rpx.VarNoise(jnp.float32(0.0025)) >> rpx.MagnitudePruning({"w": np.float32(0.1)})
+    assert repr(p) == "VarNoise(0.0025) >> MagnitudePruning(sparsity={'w': 0.1})"
+    assert rpx.from_json(p.to_json()) == p == rpx.VarNoise(0.0025) >> rpx.MagnitudePruning({"w": 0.1})
     drawn = rpx.VarNoise(lambda path, w: jnp.float32(0.0025)).for_array("w", jnp.zeros(2))
     assert drawn.std == 0.0025
 
@@ -269,10 +276,10 @@ OF_SCALARS = {
     "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(np.bool_(0), jnp.array(1, bool)),
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.shared.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
-    "MagnitudePrune(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePrune(
+    "MagnitudePruning(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePruning(
         (jnp.float32(1), np.float16(0.5)), axis=np.int8(1)
     ),
-    "MagnitudePrune(count=2)": lambda: rpx.MagnitudePrune(count=jnp.int32(2)),
+    "MagnitudePruning(count=2)": lambda: rpx.MagnitudePruning(count=jnp.int32(2)),
     "WeightNorm(axis=(0, 1), where='a')": lambda: rpx.WeightNorm(axis=[np.int64(0), jnp.int8(1)], where=np.str_("a")),
     "Split((('W', Concat(('a: 2', 'b: 2'), axis=1)),))": (
         lambda: rpx.shared.Split({"W": rpx.shared.Concat(("a: 2", "b: 2"), axis=np.int64(1))})
@@ -303,8 +310,8 @@ def test_numbers_that_are_not_finite_are_read_back_equal(value):
 
 
 def test_infinity_as_code_and_in_json():
-    p = rpx.MagnitudePrune(0.5, axis=0, order=math.inf)
-    assert repr(p) == "MagnitudePrune(sparsity=0.5, axis=0, order=float('inf'))"
+    p = rpx.MagnitudePruning(0.5, axis=0, order=math.inf)
+    assert repr(p) == "MagnitudePruning(sparsity=0.5, axis=0, order=float('inf'))"
     assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
     assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
         "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"
@@ -473,7 +480,7 @@ def test_a_name_that_is_no_kind_is_refused(name, kind):
 
 def test_values_of_a_class_called_fixed_train():
     raw = define("Fixed", "kinds_d", kind="set_apart")().init({"w": jnp.ones(2)})
-    assert rpx.labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
+    assert rpx.training.param_labels(raw) == {"w": {"@set_apart": {"x": "free"}}}
 
 
 def test_the_name_of_another_package_is_kept_apart_by_the_package():
@@ -617,11 +624,11 @@ def schedule(step):
 OF_NUMBERS = [
     ("VarNoise", "std", rpx.VarNoise),
     ("WeightDropout", "rate", rpx.WeightDropout),
-    ("MagnitudePrune", "sparsity", rpx.MagnitudePrune),
-    ("Scale", "factor", rpx.Scale),
-    ("Bounded", "low", lambda f: rpx.Bounded(f, 1)),
-    ("Bounded", "high", lambda f: rpx.Bounded(0, f)),
-    ("MagnitudePrune", "order", lambda f: rpx.MagnitudePrune(0.5, axis=0, order=f)),
+    ("MagnitudePruning", "sparsity", rpx.MagnitudePruning),
+    ("Scale", "factor", rpx.numbers.Scale),
+    ("Bounded", "low", lambda f: rpx.numbers.Bounded(f, 1)),
+    ("Bounded", "high", lambda f: rpx.numbers.Bounded(0, f)),
+    ("MagnitudePruning", "order", lambda f: rpx.MagnitudePruning(0.5, axis=0, order=f)),
     ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
     ("MaxNorm", "max", rpx.norms.MaxNorm),
     ("PoincareBall", "curvature", rpx.norms.PoincareBall),
@@ -662,9 +669,9 @@ P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
 SWAPPED = {
     "summary(p, params)": lambda: rpx.summary(RAW, P),
     "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
-    "to_torch(p, raw)": lambda: rpx.to_torch(RAW, P),
-    "from_torch(p, state_dict, like)": lambda: rpx.from_torch(RAW, P, RAW),
-    "to_peft(p, raw)": lambda: rpx.to_peft(RAW, P),
+    "to_torch(p, raw)": lambda: rpx.io.to_torch(RAW, P),
+    "from_torch(p, state_dict, like)": lambda: rpx.io.from_torch(RAW, P, RAW),
+    "to_peft(p, raw)": lambda: rpx.io.to_peft(RAW, P),
 }
 
 

@@ -43,7 +43,7 @@ def test_contains_compares_with_the_projection(w, tolerance, member):
         (Centered(), np.array([1, -1]), True),
         (Centered(), np.array([1, -2]), False),
         (rpx.Positive(), np.array([1, 2, 3]), True),
-        (rpx.MagnitudePrune(0.5), np.array([[True, False]]), True),
+        (rpx.MagnitudePruning(0.5), np.array([[True, False]]), True),
         (rpx.Orthogonal(), np.eye(2, dtype=np.int8), True),
         (rpx.Orthogonal(stacked=0), np.ones((2, 2, 2), np.int32), False),
     ],
@@ -131,7 +131,7 @@ def test_init_kills_by_word():
 @pytest.mark.parametrize("outside", ["nearest", "refuse"])
 def test_of_a_traced_bound_nobody_knows_what_is_outside(outside):
     def start(low):
-        return rpx.Bounded(low, 1.0, outside=outside).init({"w": np.array([-9.0, 0.5], np.float32)})
+        return rpx.numbers.Bounded(low, 1.0, outside=outside).init({"w": np.array([-9.0, 0.5], np.float32)})
 
     shapes = jax.tree.map(jnp.shape, jax.jit(start)(0.0))
     assert shapes == {"w": {"@bounded": {"x": (2,)}}}

@@ -29,11 +29,11 @@ X = jnp.ones((1, 3, 6))
 
 OF_ALL = [
     rpx.VarNoise(0.1),
-    rpx.Cast("bfloat16"),
+    rpx.quantized.Cast("bfloat16"),
     rpx.Freeze(),
-    rpx.Scale(2.0),
+    rpx.numbers.Scale(2.0),
     rpx.Positive(outside="project"),
-    rpx.Bounded(-9.0, 9.0),
+    rpx.numbers.Bounded(-9.0, 9.0),
     rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
     rpx.numbers.Simplex(along=-1, outside="project"),
     rpx.Gaussian(),
@@ -48,20 +48,20 @@ OF_KERNELS = [
     rpx.norms.PoincareBall(along=-1),
     rpx.WeightDropout(0.5),
     rpx.Mask(),
-    rpx.sparse.NofM(1, 3, along=-1),
-    rpx.MagnitudePrune(0.5),
-    rpx.sparse.RandomPrune(0.5),
+    rpx.sparse.NByM(1, 3, along=-1),
+    rpx.MagnitudePruning(0.5),
+    rpx.sparse.RandomPruning(0.5),
     rpx.sparse.RigL(0.5),
     rpx.sparse.SET(0.5),
-    rpx.sparse.GlobalPrune(0.5),
+    rpx.sparse.GlobalMagnitudePruning(0.5),
     rpx.noise.VariationalDropout(),
     rpx.noise.HardConcrete(),
-    rpx.Delta(),
-    rpx.adapters.Slices((0,)),
+    rpx.adapters.Delta(),
+    rpx.adapters.TrainableSlices((0,)),
     rpx.adapters.Hadamard(),
-    rpx.Gain(),
-    rpx.Stored("int8"),
-    rpx.Quantize("int8"),
+    rpx.adapters.Gain(),
+    rpx.Quantized("int8"),
+    rpx.FakeQuantized("int8"),
 ]
 
 OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS = [
@@ -251,7 +251,9 @@ def taken(stage: rpx.Parametrization, params: Any) -> list[str]:
 def of_layers(stage: Any, name: str) -> Any:
     """The stage for the layers of a model, which may be stacked; what ranks arrays together is not."""
     return (
-        replace(stage, stacked=0) if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalPrune else stage
+        replace(stage, stacked=0)
+        if name.startswith("scanned") and type(stage) is not rpx.sparse.GlobalMagnitudePruning
+        else stage
     )
 
 
@@ -283,7 +285,11 @@ def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], n
 @pytest.mark.parametrize(
     "stage",
     mostly_thorough(
-        OF_KERNELS, rpx.WeightNorm(), rpx.WeightDropout(0.5), rpx.MagnitudePrune(0.5), rpx.sparse.GlobalPrune(0.5)
+        OF_KERNELS,
+        rpx.WeightNorm(),
+        rpx.WeightDropout(0.5),
+        rpx.MagnitudePruning(0.5),
+        rpx.sparse.GlobalMagnitudePruning(0.5),
     ),
     ids=repr,
 )
@@ -297,7 +303,7 @@ def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
 def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
     params = models["scanned equinox blocks"]
     assert taken(stage, params) == ["linear/weight", "norm/weight"]
-    if type(stage) is not rpx.sparse.GlobalPrune:
+    if type(stage) is not rpx.sparse.GlobalMagnitudePruning:
         assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
 
 
@@ -374,7 +380,7 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
         (rpx.norms.WeightStandardization(), "axis"),
         (rpx.norms.Sphere(), "along"),
         (rpx.norms.PoincareBall(), "along"),
-        (rpx.sparse.NofM(1, 3), "along"),
+        (rpx.sparse.NByM(1, 3), "along"),
         (rpx.numbers.Simplex(outside="project"), "along"),
     ],
     ids=repr,
@@ -436,7 +442,7 @@ class FirstRow(rpx.Reparametrization):
         return values["x"][0]
 
 
-@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.selected({"w": True})], ids=repr)
+@pytest.mark.parametrize("where", [None, "w", rpx.all_but("b"), rpx.stage.selected({"w": True})], ids=repr)
 def test_a_stage_that_changes_the_shape_takes_its_own_arrays_again(where):
     p, w = FirstRow(where=where), np.arange(6, dtype=np.float32).reshape(2, 3)
     raw = p.init({"w": w, "b": w[0]})

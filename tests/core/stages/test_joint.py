@@ -78,7 +78,7 @@ def test_a_weight_is_affine_in_another_one():
     raw["one"]["kernel"]["@affine_in_another"]["a"] = jnp.asarray(normal(3, 2, seed=2))
     m, c = (np.asarray(raw["two"]["kernel"]["@affine_in_another"][name]) for name in ("m", "c"))
     np.testing.assert_allclose(p.apply(raw)["two"]["kernel"], m @ normal(3, 2, seed=2) + c, rtol=1e-5, atol=1e-6)
-    labels = rpx.labels(raw, main="main", aux="aux")
+    labels = rpx.training.param_labels(raw, main="main", aux="aux")
     assert labels["two"]["kernel"] == {"@affine_in_another": {"c": "main", "m": "aux"}}
 
 

@@ -39,7 +39,7 @@ def test_fold_takes_the_mean_where_the_stage_acts():
 
 
 def test_the_mean_stands_in_its_place_in_a_chain():
-    p = rpx.WeightNorm() >> FlippedSigns(0.25) >> rpx.VarNoise(0.1) >> rpx.Scale(2.0)
+    p = rpx.WeightNorm() >> FlippedSigns(0.25) >> rpx.VarNoise(0.1) >> rpx.numbers.Scale(2.0)
     mean = p.deterministic
     assert repr(mean) == "WeightNorm() >> Mean(FlippedSigns(0.25)) >> Scale(2.0)"
     assert not mean.stochastic
@@ -124,7 +124,7 @@ def test_a_mean_takes_its_axes_from_roles_as_its_stage_does():
     def network(w, x):
         return jnp.sum(jnp.tanh(x @ w["w"]) @ w["out"].T)
 
-    roles = rpx.roles(network)(params, jnp.ones((5, 2)))
+    roles = rpx.roles(network, params, jnp.ones((5, 2)))
     p = rpx.Gaussian(0.1, axis="outputs")
     assert p.deterministic.on(roles) == p.on(roles).deterministic
     assert p.deterministic.on(roles).stage.axis.at("out", None) == -2

@@ -28,13 +28,13 @@ STAGES = {
     "softplus": (rpx.Positive(where="softplus"), lambda w: w > 0),
     "exp": (rpx.Positive("exp", where="exp"), lambda w: w > 0),
     "square": (rpx.Positive("square", where="square"), lambda w: w >= 0),
-    "bounded": (rpx.Bounded(-1, 3, where="bounded"), lambda w: np.abs(w - 1) <= 2 + 1e-6),
+    "bounded": (rpx.numbers.Bounded(-1, 3, where="bounded"), lambda w: np.abs(w - 1) <= 2 + 1e-6),
     "simplex": (rpx.numbers.Simplex(where="simplex"), lambda w: near(w.sum(-1), 1) and near(np.abs(w), w, 0)),
     "elementwise": (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, where="elementwise"), lambda w: np.abs(w) <= 1),
-    "magnitude_prune": (rpx.MagnitudePrune(0.5, where="magnitude_prune"), lambda w: np.sum(w == 0) == 12),
-    "random_prune": (rpx.sparse.RandomPrune(0.5, where="random_prune"), lambda w: np.sum(w == 0) == 12),
+    "magnitude_pruning": (rpx.MagnitudePruning(0.5, where="magnitude_pruning"), lambda w: np.sum(w == 0) == 12),
+    "random_pruning": (rpx.sparse.RandomPruning(0.5, where="random_pruning"), lambda w: np.sum(w == 0) == 12),
     "rigl": (rpx.sparse.RigL(0.5, where="rigl"), lambda w: np.sum(w == 0) == 12),
-    "n_of_m": (rpx.sparse.NofM(1, 2, where="n_of_m"), lambda w: np.sum((w == 0).reshape(-1, 2), axis=1) == 1),
+    "n_of_m": (rpx.sparse.NByM(1, 2, where="n_of_m"), lambda w: np.sum((w == 0).reshape(-1, 2), axis=1) == 1),
 }
 P = rpx.Chain(tuple(stage for stage, _ in STAGES.values()))
 

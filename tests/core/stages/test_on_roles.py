@@ -37,7 +37,7 @@ def network(params, tokens):
     return jnp.einsum("bhk,hkd->bd", jnp.tanh(heads), params["out"])
 
 
-ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
+ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
         (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
         (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
         (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
-        (rpx.Stored("int4", block=4, where="embed"), "Stored('int4', axis=-1, block=4, where='embed')"),
-        (rpx.Stored("mxfp4", where="lay.*nel"), "Stored('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
-        (rpx.Stored("int8", where="out"), "Stored('int8', where='out')"),
-        (rpx.Stored("int8", block=3, where="out"), "Stored('int8', axis=(-3, -1), block=3, where='out')"),
+        (rpx.Quantized("int4", block=4, where="embed"), "Quantized('int4', axis=-1, block=4, where='embed')"),
+        (rpx.Quantized("mxfp4", where="lay.*nel"), "Quantized('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
+        (rpx.Quantized("int8", where="out"), "Quantized('int8', where='out')"),
+        (rpx.Quantized("int8", block=3, where="out"), "Quantized('int8', axis=(-3, -1), block=3, where='out')"),
         (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
         (rpx.norms.Sphere(where="embed"), "Sphere(along=-1, where='embed')"),  # the rows that are looked up
         (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
@@ -78,8 +78,8 @@ ROLES = rpx.roles(network)(PARAMS, jnp.arange(7))
             "WeightDropout(0.5, broadcast=-1, where='lay.*nel', stacked=0)",
         ),
         (
-            rpx.Stored("int8", axis=("stacked", "outputs"), where="lay.*nel"),
-            "Stored('int8', axis=(-3, -2), where='lay.*nel')",
+            rpx.Quantized("int8", axis=("stacked", "outputs"), where="lay.*nel"),
+            "Quantized('int8', axis=(-3, -2), where='lay.*nel')",
         ),
         (rpx.WeightNorm(axis={"out": "outputs", "embed": 0}), "WeightNorm(axis={'out': -1, 'embed': 0})"),
         (rpx.Freeze() >> rpx.LoRA(1, where="out"), "Freeze() >> LoRA(1, columns=-1, where='out')"),
@@ -124,28 +124,28 @@ def test_a_norm_of_factors_is_that_of_each_column_of_both():
 
 def test_functions_among_the_leaves_of_a_model_have_no_roles():
     model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
-    roles = rpx.roles(lambda model, x: jax.vmap(model)(x))(model, X)
+    roles = rpx.roles(lambda model, x: jax.vmap(model)(x), model, X)
     q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
     assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
-    found = rpx.axes.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x))(model, X)
+    found = rpx.axes.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x), model, X)
     assert repr(found) == "All axes fit."
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ArrayImpl at "
+        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ArrayImpl at "
         "'layers/0/weight'.",
     ):
         rpx.WeightNorm().on(model)
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with str at 'w'.",
+        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with str at 'w'.",
     ):
         rpx.WeightNorm().on({"w": "outputs"})
 
 
 def test_experts_are_stacked():
     params = {"w": normal(3, 4, 2), "last": normal(2, 2)}
-    found = rpx.roles(lambda p, x, sizes: jax.lax.ragged_dot(x, p["w"], sizes) @ p["last"])(
-        params, normal(5, 4), jnp.array([1, 2, 2])
+    found = rpx.roles(
+        lambda p, x, sizes: jax.lax.ragged_dot(x, p["w"], sizes) @ p["last"], params, normal(5, 4), jnp.array([1, 2, 2])
     )
     p = (rpx.WeightNorm() >> rpx.LoRA(2)).on(found)
     both = "stacked={'last': (), 'w': 0}"
@@ -176,7 +176,7 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
         return x
 
     params = {"layers": [{"up": normal(4, 4, seed=i), "down": normal(4, 4, seed=i + 9)} for i in range(3)]}
-    assert repr(rpx.WeightNorm().on(rpx.roles(deep)(params, X))) == (
+    assert repr(rpx.WeightNorm().on(rpx.roles(deep, params, X))) == (
         "WeightNorm(axis={'layers/\\\\d+/down': -1, 'layers/\\\\d+/up': -2})"
     )
 
@@ -199,14 +199,14 @@ def graph_attention(params, x):
         (rpx.SpectralNorm(), "SpectralNorm(columns={'out': -1, 'w': (-2, -1)})"),
         (rpx.LoRA(1), "LoRA(1, columns={'out': -1, 'w': (-2, -1)})"),
         (rpx.LoRA(1, where="out"), "LoRA(1, columns=-1, where='out')"),
-        (rpx.MagnitudePrune(0.5), "MagnitudePrune(sparsity=0.5, stacked={'out|w': ()})"),
-        (rpx.Stored("int8"), "Stored('int8', stacked={'out|w': ()})"),
-        (rpx.MagnitudePrune({"out": 0.5, "w": 0.1}), "MagnitudePrune(sparsity={'out': 0.5, 'w': 0.1})"),
+        (rpx.MagnitudePruning(0.5), "MagnitudePruning(sparsity=0.5, stacked={'out|w': ()})"),
+        (rpx.Quantized("int8"), "Quantized('int8', stacked={'out|w': ()})"),
+        (rpx.MagnitudePruning({"out": 0.5, "w": 0.1}), "MagnitudePruning(sparsity={'out': 0.5, 'w': 0.1})"),
     ],
     ids=repr,
 )
 def test_axes_are_written_for_the_arrays_that_the_stage_takes(p, text):
-    found = rpx.roles(graph_attention)(HEADS, jnp.ones((6, 8)))
+    found = rpx.roles(graph_attention, HEADS, jnp.ones((6, 8)))
     assert (found["a"].inputs, found["a"].stacked) == ((1,), (0,))
     q = p.on(found)
     assert repr(q) == text
@@ -220,10 +220,10 @@ def test_stacked_axes_of_what_where_leaves_out_are_not_written():
         return jnp.einsum("lhk,bshk->bhls", q, (x @ params["k"]).reshape(-1, 5, 4, 3))
 
     params = {"latent": jnp.ones((3, 6)), "q": jnp.ones((6, 12)), "k": jnp.ones((8, 12))}
-    found = rpx.roles(queries)(params, jnp.ones((2, 5, 8)))
+    found = rpx.roles(queries, params, jnp.ones((2, 5, 8)))
     assert found["q"].stacked
     assert found["q"].ambiguous
-    for where in ("k", rpx.selected({"k": True}), lambda path, array: path == "k"):
+    for where in ("k", rpx.stage.selected({"k": True}), lambda path, array: path == "k"):
         assert rpx.LoRA(1, where=where).on(found) == rpx.LoRA(1, columns=-1, where=where)
 
 
@@ -233,7 +233,7 @@ def test_what_the_network_does_not_say_is_asked_for():
         return x @ params["embed"].T
 
     params = {"embed": jnp.ones((10, 4)), "place": jnp.ones((7, 4))}
-    found = rpx.roles(tied)(params, jnp.arange(7))
+    found = rpx.roles(tied, params, jnp.arange(7))
     with raises(
         ValueError,
         "WeightNorm(where='place').on at 'place': the network does not multiply it with data "
@@ -257,7 +257,7 @@ def test_what_the_network_does_not_say_is_asked_for():
         rpx.numbers.Simplex(where="out").on(ROLES)
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with ndarray at 'embed'.",
+        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ndarray at 'embed'.",
     ):
         rpx.WeightNorm().on(PARAMS)
 
@@ -290,18 +290,18 @@ SHAPED = [
     rpx.norms.MaxNorm(1.0),
     rpx.norms.Sphere(),
     rpx.norms.PoincareBall(outside="project"),
-    rpx.sparse.NofM(2, 4),
-    rpx.MagnitudePrune(0.5, axis="inputs"),
-    rpx.sparse.RandomPrune(0.5, axis="inputs"),
-    rpx.sparse.GlobalPrune(0.5),
-    rpx.Gain(axis="outputs"),
-    rpx.adapters.Slices((0, 2)),
+    rpx.sparse.NByM(2, 4),
+    rpx.MagnitudePruning(0.5, axis="inputs"),
+    rpx.sparse.RandomPruning(0.5, axis="inputs"),
+    rpx.sparse.GlobalMagnitudePruning(0.5),
+    rpx.adapters.Gain(axis="outputs"),
+    rpx.adapters.TrainableSlices((0, 2)),
     rpx.numbers.Simplex(outside="project"),
     rpx.Gaussian(axis="outputs"),
     rpx.noise.HardConcrete(axis="inputs"),
-    rpx.Quantize("int8", axis="outputs"),
-    rpx.Quantize("int4", block=2),
-    rpx.Stored("int4", block=2) >> rpx.LoRA(2),
+    rpx.FakeQuantized("int8", axis="outputs"),
+    rpx.FakeQuantized("int4", block=2),
+    rpx.Quantized("int4", block=2) >> rpx.LoRA(2),
     rpx.LowRank(2),
     rpx.LoRA(2),
     rpx.WeightNorm() >> rpx.LoRA(2),
@@ -343,12 +343,12 @@ CONSTRAINED = [
 def test_each_stage_with_axes_is_among_these():
     chains = [*SHAPED, *(p for p, _ in CONSTRAINED)]
     with_axes = {name for name, x in PUBLIC.items() if getattr(x, "_axis_fields", ())}
-    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalPrune"} | OTHERS
+    assert with_axes == {type(stage).__name__ for p in chains for stage in p} - {"GlobalMagnitudePruning"} | OTHERS
 
 
 def after_a_step(p, network, w):
     """The weights after a step of gradient descent on raw values, for a chain that takes its axes from the network."""
-    q = p.on(rpx.roles(network)({"w": w}, X)).deterministic
+    q = p.on(rpx.roles(network, {"w": w}, X)).deterministic
     raw = q.init({"w": w}, jax.random.key(3))
 
     @jax.jit
@@ -385,7 +385,7 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
 @pytest.mark.parametrize("name", mostly_thorough([repr(p) for p, _ in CONSTRAINED], "Toeplitz()"))
 def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
     ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
-    q = p.on(rpx.roles(in_out)({"w": start}, X))
+    q = p.on(rpx.roles(in_out, {"w": start}, X))
     free, fixed = rpx.partition(jax.jit(q.init)({"w": start}, jax.random.key(3)))
     moved = jax.tree.map(lambda x: np.asarray(x + 0.3 * normal(*x.shape, seed=9), np.float32), free)
     require_equal_steps(p, np.asarray(jax.jit(q.apply)(rpx.combine(moved, fixed))["w"]))
@@ -414,7 +414,7 @@ def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_opera
     x = jnp.ones((1, 5, 8))
     types = jax.eval_shape(lambda: Attention().init(jax.random.key(0), x))["params"]
     with jax.numpy_rank_promotion("allow"):
-        roles = rpx.roles(lambda params, x: Attention().apply({"params": params}, x))(types, x)
+        roles = rpx.roles(lambda params, x: Attention().apply({"params": params}, x), types, x)
     # One input feeds another direction in each head: the norm of each head is 1 and that of all heads is 2.
     worst = np.zeros((8, 4, 2), np.float32)
     worst[0, :, 0] = 1
@@ -448,39 +448,43 @@ def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_opera
     [
         (rpx.WeightNorm(), "query", "axis", (-1,), (-2, -1)),  # one norm for all heads
         (rpx.SpectralNorm(columns=-1), "query", "columns", (-1,), (-2, -1)),  # across heads
-        (rpx.Stored("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
+        (rpx.Quantized("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
         (rpx.LoRA(2, columns=-1), "layers/kernel", "stacked", (), (0,)),  # layers as one matrix
-        (rpx.MagnitudePrune(0.5), "layers/kernel", "stacked", (), (0,)),
+        (rpx.MagnitudePruning(0.5), "layers/kernel", "stacked", (), (0,)),
         (rpx.WeightNorm(stacked=0), "layers/kernel", "axis", (-1,), (-2,)),  # weights (out, in)
         (rpx.norms.Sphere(along=-1), "out", "along", (-1,), (-3, -2)),
     ],
     ids=repr,
 )
 def test_axes_that_do_not_fit_the_network_are_named_with_the_line_that_mends_it(p, path, field, got, expected):
-    (found,) = rpx.axes.check_axes(replace(p, where=path), network)(PARAMS, jnp.arange(7))
+    (found,) = rpx.axes.check_axes(replace(p, where=path), network, PARAMS, jnp.arange(7))
     assert (found.path, found.field, found.got, found.expected) == (path, field, got, expected)
     shown = expected[0] if len(expected) == 1 else expected
-    assert f"Write {field}={shown}, or `p.on(rpx.roles(loss)(params, batch))`." in str(found)
+    assert f"Write {field}={shown}, or `p.on(rpx.roles(loss, params, batch))`." in str(found)
     mended = replace(p, where=path, **{field: expected})
-    again = rpx.axes.check_axes(mended, network)(PARAMS, jnp.arange(7))
+    again = rpx.axes.check_axes(mended, network, PARAMS, jnp.arange(7))
     assert [each for each in again if each.field == field] == []
 
 
 def test_what_fits_says_so_and_a_misfit_is_one_sentence():
-    check = rpx.axes.check_axes(rpx.WeightNorm(where="query|out|embed") >> rpx.VarNoise(0.1), network)
-    (found,) = check(PARAMS, jnp.arange(7))
+    p = rpx.WeightNorm(where="query|out|embed") >> rpx.VarNoise(0.1)
+    (found,) = rpx.axes.check_axes(p, network, PARAMS, jnp.arange(7))
     assert str(found) == (
         "WeightNorm(where='query|out|embed') takes axis=-1 at 'query' of shape (4, 2, 3), which the network "
         f"multiplies with inputs (0,), outputs (1, 2) and stacked axes () "
         f"({ROLES['query'].uses[0].line}). Write axis=(-2, -1), or "
-        f"`p.on(rpx.roles(loss)(params, batch))`."
+        f"`p.on(rpx.roles(loss, params, batch))`."
     )
-    fits = rpx.axes.check_axes(rpx.WeightNorm().on(ROLES) >> rpx.VarNoise(0.1), network)(PARAMS, jnp.arange(7))
+    fits = rpx.axes.check_axes(rpx.WeightNorm().on(ROLES) >> rpx.VarNoise(0.1), network, PARAMS, jnp.arange(7))
     assert repr(fits) == "All axes fit."
-    with raises(
-        TypeError, "check_axes takes parametrizations first, but got dict. Write `rpx.axes.check_axes(p, loss)`."
-    ):
+    written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
+    with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):
         rpx.axes.check_axes(PARAMS, network)
+    for each in (rpx.roles, rpx.axes.axis_groups):
+        with raises(
+            TypeError, f"{each.__name__}(network) takes the arguments of the function too, the parameters first."
+        ):
+            each(network)
 
 
 @table(__file__)

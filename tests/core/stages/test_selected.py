@@ -13,7 +13,7 @@ PARAMS = {"layers": [{"weight": jnp.ones((3, 2)), "bias": jnp.zeros(2)} for _ in
 
 
 def paths(choose, model):
-    return rpx.selected(choose, model).paths
+    return rpx.stage.selected(choose, model).paths
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,11 @@ def test_the_parts_that_a_function_returns_are_known_by_their_paths(choose, foun
 
 
 def test_it_is_the_selection_of_a_tree_of_booleans_and_lies_beside_a_checkpoint():
-    by_part = rpx.selected(lambda m: m["layers"][0]["weight"], jax.eval_shape(lambda: {"layers": PARAMS["layers"]}))
+    by_part = rpx.stage.selected(
+        lambda m: m["layers"][0]["weight"], jax.eval_shape(lambda: {"layers": PARAMS["layers"]})
+    )
     p = rpx.WeightNorm(where=by_part)
-    assert by_part == rpx.selected({"layers": [{"weight": True, "bias": False}, False]})
+    assert by_part == rpx.stage.selected({"layers": [{"weight": True, "bias": False}, False]})
     assert rpx.from_json(p.to_json()) == p
     raw = p.init({"layers": PARAMS["layers"]})
     assert jax.tree.map(jnp.shape, raw["layers"][0]["weight"]) == {"@weight_norm": {"g": (1, 2), "v": (3, 2)}}

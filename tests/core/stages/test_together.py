@@ -45,7 +45,7 @@ def test_the_formula_takes_the_selected_arrays_and_no_others():
 
 
 def test_it_stands_before_and_behind_other_stages():
-    p = rpx.Scale(2.0) >> UnitTogether(where="a|b") >> rpx.Scale(4.0)
+    p = rpx.numbers.Scale(2.0) >> UnitTogether(where="a|b") >> rpx.numbers.Scale(4.0)
     raw = p.init(PARAMS)
     inside = raw["b"]["@scale"]["x"]["@unit_together"]
     assert set(inside["x"]) == {"@scale@2"}

@@ -42,22 +42,22 @@ def test_a_function_of_path_and_array_gives_the_number():
     def width(path, w):
         return w.shape[0] ** -0.5 if path.endswith("kernel") else 1.0
 
-    p = rpx.Scale(width, where=".*")
+    p = rpx.numbers.Scale(width, where=".*")
     raw = p.init(model())
     np.testing.assert_allclose(
         raw["encoder"]["kernel"]["@scale"]["x"], model()["encoder"]["kernel"] * 8**0.5, rtol=1e-6
     )
     np.testing.assert_array_equal(raw["encoder"]["bias"]["@scale"]["x"], model()["encoder"]["bias"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), p.apply(raw), model())
-    assert p == rpx.Scale(width, where=".*")
-    assert p != rpx.Scale(lambda path, w: 1.0, where=".*")
+    assert p == rpx.numbers.Scale(width, where=".*")
+    assert p != rpx.numbers.Scale(lambda path, w: 1.0, where=".*")
 
 
 STAGES = [
     rpx.WeightDropout({"decoder/.*": 0.5, "encoder/.*": 0.25}),
-    rpx.Scale({"decoder/.*": 2.0}),
-    rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25}),
-    rpx.sparse.RandomPrune({"decoder/kernel": 0.5}),
+    rpx.numbers.Scale({"decoder/.*": 2.0}),
+    rpx.MagnitudePruning({"decoder/.*": 0.5, "encoder/.*": 0.25}),
+    rpx.sparse.RandomPruning({"decoder/kernel": 0.5}),
     rpx.Gaussian({"decoder/kernel": 0.5, "encoder/.*": 0.1}, prior={".*": 2.0}),
     rpx.LoRA(2, {"decoder/.*": 2.0, "encoder/.*": 4.0}),
     rpx.norms.MaxNorm({"decoder/.*": 2.0}),
@@ -87,7 +87,7 @@ def penalty(p, params):
 
 
 def test_sparsity_and_penalty_are_those_of_each_array():
-    p = rpx.MagnitudePrune({"decoder/.*": 0.5, "encoder/.*": 0.25})
+    p = rpx.MagnitudePruning({"decoder/.*": 0.5, "encoder/.*": 0.25})
     folded = jax.tree.map(np.asarray, p.fold(p.init(model())))
     assert [int((folded[name]["kernel"] == 0).sum()) for name in ("decoder", "encoder")] == [24, 12]
     q = rpx.Gaussian(1.0, prior={"decoder/bias": 1.0, "encoder/bias": 2.0})

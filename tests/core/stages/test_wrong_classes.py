@@ -64,7 +64,7 @@ def test_values_without_an_entry_are_auxiliary_beside_a_main_one_and_main_otherw
     def selected(**raw_values):
         cls = type("Some", (Three,), {"kind": "some_of_three", "raw_values": raw_values})
         raw = cls().init({"w": jnp.ones(2)})
-        return jax.tree.leaves(rpx.labels(raw, main="main", aux="aux", fixed="fixed"))
+        return jax.tree.leaves(rpx.training.param_labels(raw, main="main", aux="aux", fixed="fixed"))
 
     assert selected() == ["main", "main", "main"]
     assert selected(a=rpx.stage.main()) == ["main", "aux", "aux"]

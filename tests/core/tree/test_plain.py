@@ -75,7 +75,7 @@ def test_leaves_that_are_no_floating_arrays_pass_through_as_the_same_objects(key
         "function": jnp.tanh,
         "object": object(),
     }
-    chain = rpx.SpectralNorm() >> rpx.WeightDropout(0.1) >> rpx.Cast("bfloat16") >> rpx.VarNoise(0.1)
+    chain = rpx.SpectralNorm() >> rpx.WeightDropout(0.1) >> rpx.quantized.Cast("bfloat16") >> rpx.VarNoise(0.1)
     raw = chain.init({"w": jnp.eye(4), **others})
     for tree in [raw, chain.update(raw), chain.apply(raw, key), chain.fold(raw)]:
         assert all(tree[name] is others[name] for name in others)

@@ -204,7 +204,9 @@ def language_model():
     return {"embed": {"embedding": normal(10, 8, seed=2)}, "layers": layers, "norm": {"scale": ones}}
 
 
-@pytest.mark.parametrize("p", [rpx.LoRA(2), rpx.adapters.VeRA(2), rpx.Stored("nf4", block=4) >> rpx.LoRA(2)], ids=repr)
+@pytest.mark.parametrize(
+    "p", [rpx.LoRA(2), rpx.adapters.VeRA(2), rpx.Quantized("nf4", block=4) >> rpx.LoRA(2)], ids=repr
+)
 def test_of_a_language_model_the_kernels_are_adapted_and_rounded_and_nothing_else_trains(p):
     params, p = language_model(), rpx.Freeze() >> p
     raw = init(p, params, jax.random.key(0))
@@ -242,19 +244,19 @@ def test_other_stages_see_the_factors():
 
 
 def test_what_stores_takes_the_base_by_the_path_of_the_array():
-    p = rpx.Stored("int8", where="dense/kernel") >> rpx.LoRA(2)
+    p = rpx.Quantized("int8", where="dense/kernel") >> rpx.LoRA(2)
     raw = init(p, model(), jax.random.key(0))
     held = values(raw)
-    assert set(held["@fixed"]["w"]) == {"@stored"}
+    assert set(held["@fixed"]["w"]) == {"@quantized"}
     assert held["a"].dtype == jnp.float32
     assert trains(p, raw) == {"dense/bias"} | lora_of("dense/kernel") | lora_of("out/kernel")
-    stored = rpx.Stored("int8", where="dense/kernel")
+    stored = rpx.Quantized("int8", where="dense/kernel")
     want = effective(stored, init(stored, model()))
     np.testing.assert_array_equal(effective(p, raw)["dense"]["kernel"], want["dense"]["kernel"])
 
 
 def test_a_stage_that_takes_bases_cannot_select_what_is_added():
-    p = rpx.Stored("int8", where="dense/kernel/a") >> rpx.LoRA(2)
+    p = rpx.Quantized("int8", where="dense/kernel/a") >> rpx.LoRA(2)
     with pytest.raises(ValueError, match="no path matches 'dense/kernel/a' as a whole"):
         init(p, model(), jax.random.key(0))
 
@@ -268,13 +270,13 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
         pytest.param(rpx.LowRank(2), marks=pytest.mark.thorough),
         rpx.matrices.Kronecker((2, 2)),
         pytest.param(rpx.LowRank(2) >> rpx.adapters.Hadamard(), marks=pytest.mark.thorough),
-        rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Scale(0.5),
-        rpx.sparse.RandomPrune(0.9),
+        rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.numbers.Scale(0.5),
+        rpx.sparse.RandomPruning(0.9),
         pytest.param(rpx.Chain(), marks=pytest.mark.thorough),
     ],
 )
 def test_a_shaped_difference_starts_at_zero_and_trains(shape):
-    p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.Delta(), {"dense": model()["dense"]}
+    p, params = rpx.Freeze(where=".*bias") >> shape >> rpx.adapters.Delta(), {"dense": model()["dense"]}
     raw = init(p, params, jax.random.key(0))
     assert jax.tree.all(jax.tree.map(np.array_equal, effective(p, raw), params))
     target = jax.tree.map(lambda w: w + np.float32(0.1) * np.asarray(normal(*w.shape, seed=8)), params)
@@ -296,7 +298,7 @@ def test_a_shaped_difference_starts_at_zero_and_trains(shape):
 
 
 def test_a_difference_stays_what_it_is_shaped_to():
-    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.Delta()
+    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.adapters.Delta()
     raw = init(p, model())
     node = values(raw, "@delta")["x"]["@hadamard"]
     first, second = ((np.asarray(normal(8, 2, seed=i)), np.asarray(normal(2, 6, seed=i + 1))) for i in (20, 22))
@@ -312,7 +314,7 @@ def test_a_difference_stays_what_it_is_shaped_to():
     [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],
 )
 def test_gain_multiplies_along_its_axes(axis, shape, spread):
-    p = rpx.Gain(axis=axis, where="dense/kernel")
+    p = rpx.adapters.Gain(axis=axis, where="dense/kernel")
     raw = init(p, model())
     assert values(raw, "@gain")["g"].shape == shape
     g = normal(*shape, seed=3)
@@ -322,7 +324,7 @@ def test_gain_multiplies_along_its_axes(axis, shape, spread):
 
 
 def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
-    p = rpx.SpectralNorm(where="dense/kernel") >> rpx.Gain(where="dense/kernel")
+    p = rpx.SpectralNorm(where="dense/kernel") >> rpx.adapters.Gain(where="dense/kernel")
     raw = init(p, model())
     raw = jax.jit(lambda raw: jax.lax.fori_loop(0, 20, lambda _, raw: p.update(raw), raw))(raw)
     values(raw, "@gain")["g"] = jnp.asarray(3.0)
@@ -386,9 +388,9 @@ def test_each_array_has_a_draw_of_its_own():
 
 def test_axes_of_a_base_have_their_names():
     params = {"k": nn.Partitioned(normal(8, 4), names=("embed", "mlp"))}
-    p = rpx.Stored("int8", axis="mlp") >> rpx.LoRA(2)
+    p = rpx.Quantized("int8", axis="mlp") >> rpx.LoRA(2)
     raw = init(p, params, jax.random.key(0))
-    stored = jax.tree.map(jnp.shape, raw)["k"]["@lora"]["@fixed"]["w"]["@stored"]["@fixed"]
+    stored = jax.tree.map(jnp.shape, raw)["k"]["@lora"]["@fixed"]["w"]["@quantized"]["@fixed"]
     assert stored["scale"].value == (1, 4)
 
 
@@ -496,13 +498,13 @@ def test_shared_blocks_turn_all_parts_of_the_rows_alike():
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_slices_train_and_the_others_stay(axis):
-    stage = rpx.adapters.Slices((1, 3), axis=axis)
+    stage = rpx.adapters.TrainableSlices((1, 3), axis=axis)
     shape = (2, 6) if axis == 0 else (8, 2)
     got, base, raw = on_kernel(stage, x=normal(*shape, seed=8))
     want = np.array(base)
     want[(slice(None),) * (axis % 2) + ([1, 3],)] = normal(*shape, seed=8)
     np.testing.assert_array_equal(got, want)
-    assert trains(stage, raw) == {"kernel/@slices/x"}
+    assert trains(stage, raw) == {"kernel/@trainable_slices/x"}
 
 
 @table(__file__)

@@ -33,7 +33,7 @@ def loss(weights, inputs, targets):
 
 @jax.jit
 def losses(raw, keys):
-    tx = optax.partition({"free": optax.adam(5e-3), "fixed": optax.set_to_zero()}, rpx.labels)
+    tx = optax.partition({"free": optax.adam(5e-3), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
 
     def step(state, key):
         raw, moments = state

@@ -216,7 +216,7 @@ def test_the_penalty_of_half_precision_is_a_number_in_single_precision():
 
 
 def test_the_distance_from_the_base_is_a_penalty():
-    p = rpx.Delta(strength=0.2)
+    p = rpx.adapters.Delta(strength=0.2)
     raw = init(p, {"w": normal(3, 2)})
     assert penalty(p, raw) == 0
     raw["w"]["@delta"]["x"] = normal(3, 2, seed=1)

@@ -254,7 +254,7 @@ def test_typed_and_legacy_keys_give_the_same_values(w, p):
 
 def test_two_stages_of_one_kind_draw_uncorrelated_noise(key):
     first, w = rpx.VarNoise(1.0, where="w"), np.zeros(SIZE, np.float32)
-    one, both = applied(first, w, key), applied(first >> rpx.Scale(1.0) >> rpx.VarNoise(1.0), w, key)
+    one, both = applied(first, w, key), applied(first >> rpx.numbers.Scale(1.0) >> rpx.VarNoise(1.0), w, key)
     assert within(correlation(one, both - one), 0, 1 / np.sqrt(SIZE))
 
 
@@ -305,7 +305,7 @@ def test_neighbours_of_one_distribution_draw_once_as_one_stage_of_it(key, w, p, 
 
 @pytest.mark.parametrize("first", [rpx.VarNoise(1.0, where="w"), rpx.WeightDropout(0.5, where="w")], ids=repr)
 def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, w, first):
-    between, tree = rpx.Scale(2.0, where="other"), {"w": w, "other": w}
+    between, tree = rpx.numbers.Scale(2.0, where="other"), {"w": w, "other": w}
     with_it, without = first >> between >> first, first >> first
     got = with_it.apply(with_it.init(tree), key)["w"]
     np.testing.assert_array_equal(got, without.apply(tree, key)["w"])
@@ -313,13 +313,18 @@ def test_a_stage_of_another_array_between_two_neighbours_changes_no_draw(key, w,
 
 @pytest.mark.parametrize(
     "between",
-    [rpx.Scale(2.0), rpx.Cast("float32"), rpx.WeightDropout(0.0), rpx.VarNoise(0.0) >> rpx.WeightDropout(0.0)],
+    [
+        rpx.numbers.Scale(2.0),
+        rpx.quantized.Cast("float32"),
+        rpx.WeightDropout(0.0),
+        rpx.VarNoise(0.0) >> rpx.WeightDropout(0.0),
+    ],
     ids=repr,
 )
 def test_a_stage_of_the_array_between_two_neighbours_keeps_their_draws_apart(key, between):
     alone, zeros = rpx.VarNoise(1.0), np.zeros((SIZE // 100, 100), np.float32)
     both, one = applied(alone >> between >> rpx.VarNoise(1.0), zeros, key), applied(alone, zeros, key)
-    factor = 2.0 if between == rpx.Scale(2.0) else 1.0
+    factor = 2.0 if between == rpx.numbers.Scale(2.0) else 1.0
     assert within(correlation(one, both - factor * one), 0, 1 / np.sqrt(SIZE))
 
 
@@ -360,7 +365,7 @@ def test_a_subclass_keeps_its_override(key, w):
     ],
 )
 def test_a_traced_value_gives_the_draws_of_the_known_one(key, w, compose):
-    behind = rpx.Scale(1.0, where="w") >> rpx.VarNoise(0.3)
+    behind = rpx.numbers.Scale(1.0, where="w") >> rpx.VarNoise(0.3)
     raw = behind.init({"w": w})
     # `vmap` traces the value too, and uses programs of other tests where `jit` would compile each chain.
     (traced,) = jax.vmap(lambda value: (compose(value) >> behind).apply(raw, key)["w"])(np.array([0.25], np.float32))
@@ -399,13 +404,17 @@ def test_weight_dropouts_in_a_row_have_the_distribution_of_the_product(key):
 
 
 def test_a_cast_to_bfloat16_and_back_rounds():
-    got = (rpx.Cast("bfloat16") >> rpx.Cast("float32")).apply({"w": jnp.array([1 + 2**-7, 1 + 2**-10])})["w"]
+    got = (rpx.quantized.Cast("bfloat16") >> rpx.quantized.Cast("float32")).apply(
+        {"w": jnp.array([1 + 2**-7, 1 + 2**-10])}
+    )["w"]
     assert got.dtype == jnp.float32
     np.testing.assert_array_equal(got, [1 + 2**-7, 1])
 
 
 def test_float8_after_bfloat16_rounds_twice():
-    p = rpx.Cast("bfloat16") >> rpx.Cast("float8_e4m3fn")  # halfway between 1 and 1.125, after the first
+    p = rpx.quantized.Cast("bfloat16") >> rpx.quantized.Cast(
+        "float8_e4m3fn"
+    )  # halfway between 1 and 1.125, after the first
     assert float(p.apply({"w": jnp.array([1.0625 + 1e-6])})["w"][0]) == 1.0
 
 
@@ -425,8 +434,8 @@ def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
         pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0", marks=pytest.mark.thorough),
         pytest.param(rpx.Freeze(), id="freeze", marks=pytest.mark.thorough),
         pytest.param(rpx.Positive(), id="positive", marks=pytest.mark.thorough),
-        pytest.param(rpx.Cast("float32"), id="cast", marks=pytest.mark.thorough),
-        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.Cast("float32"), id="three"),
+        pytest.param(rpx.quantized.Cast("float32"), id="cast", marks=pytest.mark.thorough),
+        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.quantized.Cast("float32"), id="three"),
         pytest.param(rpx.WeightDropout(0.0), id="weight_dropout"),
     ],
 )
@@ -451,7 +460,7 @@ def positive(w, noise):
         pytest.param(rpx.WeightNorm(), weight_normed, id="weight_norm"),
         pytest.param(rpx.Positive(), positive, id="positive"),
         pytest.param(rpx.Freeze(), np.add, id="freeze"),
-        pytest.param(rpx.Cast("float32"), np.add, id="cast"),
+        pytest.param(rpx.quantized.Cast("float32"), np.add, id="cast"),
         pytest.param(rpx.WeightDropout(0.0), np.add, id="weight_dropout"),
     ],
 )
@@ -461,7 +470,7 @@ def test_draws_do_not_change_when_a_stage_is_added_after(key, w, noise, after, e
 
 
 def test_draws_do_not_change_when_the_weight_is_cast_to_half_precision_before(key, w, noise):
-    got = applied(rpx.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
+    got = applied(rpx.quantized.Cast("bfloat16") >> rpx.VarNoise(1.0), w, key)
     expected = w.astype(jnp.bfloat16).astype(np.float32) + noise
     np.testing.assert_allclose(got.astype(np.float32), expected, rtol=2**-8)
 

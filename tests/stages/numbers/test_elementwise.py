@@ -68,7 +68,7 @@ def test_positive_numbers_are_members_and_zero_is_one_of_the_square(name):
 
 @pytest.mark.parametrize(("low", "high"), [(-1, 3), (0, 1e-20), (1e3, 1e4)])
 def test_bounded_is_the_logistic_function_between_the_bounds(low, high):
-    p, x = rpx.Bounded(low, high), np.array([-200, -10, -1, 0, 0.5, 10, 200], np.float32)
+    p, x = rpx.numbers.Bounded(low, high), np.array([-200, -10, -1, 0, 0.5, 10, 200], np.float32)
     expected = low + (high - low) * special.expit(x.astype(float))
     size = max(abs(low), abs(high))
     np.testing.assert_allclose(read(p, raw_of("bounded", x)), expected, rtol=0, atol=3e-7 * size)
@@ -81,14 +81,14 @@ def test_bounded_is_the_logistic_function_between_the_bounds(low, high):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
 def test_bounded_starts_at_the_bound_from_beyond_it_by_word(dtype):
-    p = rpx.Bounded(-1, 3, outside="project")
+    p = rpx.numbers.Bounded(-1, 3, outside="project")
     got = projected(p, np.array([-1, 3, -50, 50], dtype))
     np.testing.assert_allclose(np.asarray(got, float), [-1, 3, -1, 3], atol=8 * float(jnp.finfo(dtype).eps))
     assert np.isfinite(started(p, np.array([-1, 3, -1, 3], dtype)).astype(float)).all()
 
 
 def test_numbers_between_the_bounds_are_members():
-    p = rpx.Bounded(-1, 3)
+    p = rpx.numbers.Bounded(-1, 3)
     numbers = np.array([[-1.0, 3.0], [0.0, 3.001], [-1.001, 0.0]], np.float32)
     assert [bool(contained(p, w)) for w in numbers] == [True, False, False]
     assert p.contains(np.array([3.1], np.float32), 0.03)
@@ -96,7 +96,7 @@ def test_numbers_between_the_bounds_are_members():
 
 
 def test_bounds_may_be_traced():
-    w = jax.jit(lambda low, high, raw: rpx.Bounded(low, high).apply(raw)["w"])(
+    w = jax.jit(lambda low, high, raw: rpx.numbers.Bounded(low, high).apply(raw)["w"])(
         -1.0, 3.0, raw_of("bounded", np.zeros(2))
     )
     np.testing.assert_array_equal(w, [1, 1])
@@ -149,13 +149,13 @@ def test_samples_of_the_simplex_are_uniform(key):
 
 
 def test_scale_multiplies_and_starts_at_the_quotient():
-    p, w = rpx.Scale(-0.25), normal(5, 4)
+    p, w = rpx.numbers.Scale(-0.25), normal(5, 4)
     np.testing.assert_array_equal(started(p, w), -4 * w)
     np.testing.assert_array_equal(read(p, raw_of("scale", w)), -0.25 * w)
 
 
 def test_scales_in_a_row_multiply_one_after_the_other_however_they_are_composed():
-    a, b, c = (rpx.Scale(factor) for factor in (0.1, 0.2, 0.3))
+    a, b, c = (rpx.numbers.Scale(factor) for factor in (0.1, 0.2, 0.3))
     p, w = (a >> b) >> c, normal(5, 4)
     assert p == a >> (b >> c)
     assert list(p) == [a, b, c]
@@ -166,10 +166,10 @@ def test_scales_in_a_row_multiply_one_after_the_other_however_they_are_composed(
 
 def test_a_traced_factor_has_a_gradient():
     def loss(c, raw):
-        p = rpx.Scale(c) >> rpx.Scale(2.0)
+        p = rpx.numbers.Scale(c) >> rpx.numbers.Scale(2.0)
         return jnp.sum(p.apply(raw)["w"])
 
-    raw = (rpx.Scale(1.0) >> rpx.VarNoise(0.0) >> rpx.Scale(1.0)).init({"w": np.ones(3, np.float32)})
+    raw = (rpx.numbers.Scale(1.0) >> rpx.VarNoise(0.0) >> rpx.numbers.Scale(1.0)).init({"w": np.ones(3, np.float32)})
     assert float(jax.jit(jax.grad(loss))(3.0, raw)) == 6
 
 
@@ -211,7 +211,7 @@ def test_elementwise_compares_and_travels_by_its_functions():
         ValueError,
         "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only "
         "numbers, strings, stages and functions of jax have a form in JSON. Use a regular expression or "
-        "`rpx.selected` as `where`, or keep this stage in code.",
+        "`rpx.stage.selected` as `where`, or keep this stage in code.",
     ):
         own.to_json()
 
@@ -225,7 +225,7 @@ def test_elementwise_compares_and_travels_by_its_functions():
         (rpx.Positive(), [-1.0, 0.0, 1e-39, 1e-6, 1.0, 2.0, 30.0], 3),
         (rpx.Positive("exp"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
         (rpx.Positive("square"), [-1.0, 0.0, 1e-39, 1e-6, 0.5, 1.0, 2.0], 3),
-        (rpx.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
+        (rpx.numbers.Bounded(-1, 3), [-9.0, -1.0, 3.0, 9.0, -0.999, 1.0, 2.999], 4),
         (rpx.numbers.Simplex(), [0.0, -3.0, 0.1, 0.1, 0.2, 0.2, 0.4], 2),
         (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), [-1.0, 1.0, 0.0, -0.9, 0.1, 0.9, 0.99], 2),
         (rpx.numbers.Elementwise(jnp.square, jnp.sqrt), [0.0, 1e-6, 0.1, 0.2, 0.5, 1.0, 2.0], 1),

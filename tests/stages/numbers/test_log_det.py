@@ -33,13 +33,13 @@ CASES = {
     "softplus": (rpx.Positive(), np.exp(normal(4)), lambda w: w),
     "exp": (rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
     "square": (rpx.Positive("square"), np.exp(normal(4)), lambda w: w),
-    "bounded": (rpx.Bounded(-2, 3), np.tanh(normal(4)), lambda w: w),
+    "bounded": (rpx.numbers.Bounded(-2, 3), np.tanh(normal(4)), lambda w: w),
     "own functions": (rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh), normal(4), lambda w: w),
-    "scale": (rpx.Scale(-0.5), normal(4), lambda w: w),
+    "scale": (rpx.numbers.Scale(-0.5), normal(4), lambda w: w),
     "triangular": (rpx.matrices.Triangular(), np.tril(normal(3, 3)), lower),
     "definite": (rpx.matrices.PositiveDefinite(), SQUARE, lower),
-    "scale >> positive": (rpx.Scale(3.0) >> rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
-    "positive >> scale": (rpx.Positive("exp") >> rpx.Scale(3.0), np.exp(normal(4)), lambda w: w),
+    "scale >> positive": (rpx.numbers.Scale(3.0) >> rpx.Positive("exp"), np.exp(normal(4)), lambda w: w),
+    "positive >> scale": (rpx.Positive("exp") >> rpx.numbers.Scale(3.0), np.exp(normal(4)), lambda w: w),
     "positive >> noise": (rpx.Positive("exp") >> rpx.VarNoise(0.1), np.exp(normal(4)), lambda w: w),
     "freeze of another": (rpx.Freeze(where="v") >> rpx.Positive("exp", where="w"), np.exp(normal(4)), lambda w: w),
 }
@@ -66,7 +66,7 @@ def test_a_volume_is_that_of_the_jacobian(name):
 
 def test_a_factor_scales_both_parts_of_complex_numbers():
     w = normal(4) + 1j * normal(4, seed=1)
-    p = rpx.Scale(-0.5)
+    p = rpx.numbers.Scale(-0.5)
     assert p.log_det(p.init({"w": w.astype(np.complex64)})) == pytest.approx(8 * np.log(0.5), rel=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_frozen_values_do_not_count():
 
 def test_small_slopes_have_logarithms():
     x = np.array([-300.0, 300.0], np.float32)
-    for p, want in ((rpx.Positive(), -300.0), (rpx.Bounded(0, 1), -600.0)):
+    for p, want in ((rpx.Positive(), -300.0), (rpx.numbers.Bounded(0, 1), -600.0)):
         raw = {"w": {f"@{p.kind}": {"x": x}}}
         np.testing.assert_allclose(jax.jit(p.log_det)(raw), want, rtol=1e-6)
 
@@ -152,9 +152,9 @@ def test_gradients_are_those_of_the_formula():
 
 ELEMENTWISE = {
     "positive": rpx.Positive("exp"),
-    "bounded": rpx.Bounded(-2, 3),
+    "bounded": rpx.numbers.Bounded(-2, 3),
     "own functions": rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
-    "scale": rpx.Scale(-0.5),
+    "scale": rpx.numbers.Scale(-0.5),
 }
 WITH_DEPENDENT_ENTRIES = {
     "simplex": rpx.numbers.Simplex(),
@@ -230,15 +230,15 @@ def test_no_volume_counts_entries_that_follow_from_others(a):
 
 
 def test_stacked_matrices_follow_from_fewer_numbers_too_and_matrices_of_one_entry_do_not():
-    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.Scale(2.0), (2, 3, 3))
+    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.numbers.Scale(2.0), (2, 3, 3))
     with pytest.raises(ValueError, match="all free"):
         jax.eval_shape(p.log_det, raw)
-    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.Scale(2.0), (2, 1, 1))
+    p, raw = on_w(rpx.matrices.Symmetric(stacked=0) >> rpx.numbers.Scale(2.0), (2, 1, 1))
     np.testing.assert_allclose(p.log_det(raw), 2 * np.log(2), rtol=1e-6)
 
 
 def test_a_stage_on_frozen_entries_does_not_count():
-    p = rpx.Freeze(where="a") >> rpx.matrices.Symmetric(where="a") >> rpx.Scale(2.0)
+    p = rpx.Freeze(where="a") >> rpx.matrices.Symmetric(where="a") >> rpx.numbers.Scale(2.0)
     raw = init(p, {"a": normal(3, 3), "b": normal(5)})
     np.testing.assert_allclose(jax.jit(p.log_det)(raw), 5 * np.log(2), rtol=1e-6)
 
@@ -279,7 +279,7 @@ class Many(Polar):
 
 
 def test_a_bijection_of_two_values_comes_before_another_stage():
-    p = rpx.Positive("exp", where="w") >> Polar(where="w") >> rpx.Scale(2.0, where="w")
+    p = rpx.Positive("exp", where="w") >> Polar(where="w") >> rpx.numbers.Scale(2.0, where="w")
     raw = init(p, {"w": normal(2, 3)})
     node = raw["w"]["@scale"]["x"]["@polar"]
     want = 2 * np.sum(node["radius"]["@positive"]["x"]) + 6 * np.log(2)  # the slope of the exponential, and the radius

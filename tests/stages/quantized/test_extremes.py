@@ -54,7 +54,7 @@ FITS = {
 }
 
 
-def stages(name, stage=rpx.Stored):
+def stages(name, stage=rpx.Quantized):
     """The format with each fit that it has."""
     row = rpx.quantized._formats.FORMATS[name]
     block = {} if row.block else {"block": 16}
@@ -78,7 +78,7 @@ def test_finite_numbers_stay_finite(case):
     def both(w):
         raws = {fit: p.init({"w": w}) for fit, p in stages(name)}
         found = {fit: (raws[fit], p.apply(raws[fit])["w"]) for fit, p in stages(name)}
-        return found, {fit: p.apply({"w": w})["w"] for fit, p in stages(name, rpx.Quantize)}
+        return found, {fit: p.apply({"w": w})["w"] for fit, p in stages(name, rpx.FakeQuantized)}
 
     stored, rounded = both(extremes(dtype))
     for fit, found in [*stored.items(), *rounded.items()]:
@@ -93,7 +93,7 @@ def test_what_is_rounded_is_near(dtype):
     largest = np.repeat(np.max(np.abs(wide.reshape(2, 16, -1)), axis=1), 16, axis=0)
     least = 4 * float(np.finfo(np.float32).tiny)  # XLA takes numbers below for zeros
     bounds = {"int4": 1 / 14, "int8": 1 / 254, "uint4": 2 / 15, "nf4": 0.16, "float8_e4m3fn": 2**-4, "mxfp4": 0.26}
-    got = jax.jit(lambda w: {name: rpx.Quantize(name, block=16).apply({"w": w})["w"] for name in bounds})(w)
+    got = jax.jit(lambda w: {name: rpx.FakeQuantized(name, block=16).apply({"w": w})["w"] for name in bounds})(w)
     for name, bound in bounds.items():
         off = np.abs(np.asarray(got[name]).astype(np.float64) - wide)
         slack = 2 * float(jnp.finfo(dtype).eps) * largest + 8 * float(jnp.finfo(dtype).smallest_subnormal)
@@ -102,7 +102,7 @@ def test_what_is_rounded_is_near(dtype):
 
 @pytest.mark.parametrize("step", ["absmax", "learned"])
 def test_ternary_numbers_and_learned_steps_are_finite(step):
-    p = rpx.Quantize("ternary" if step == "absmax" else "int4", block=16, step=step)
+    p = rpx.FakeQuantized("ternary" if step == "absmax" else "int4", block=16, step=step)
     for dtype, got in effective(p, init(p, {dtype: extremes(dtype) for dtype in DTYPES})).items():
         assert np.all(np.isfinite(np.asarray(got).astype(np.float32))), dtype
 
@@ -116,8 +116,8 @@ def test_what_is_not_finite_is_not_hidden(value):
 
     @jax.jit
     def each(w):
-        ways = {name: rpx.Quantize(name) for name in names} | {
-            name: rpx.Quantize(name, fit=fit) for name, fit in fits.items()
+        ways = {name: rpx.FakeQuantized(name) for name in names} | {
+            name: rpx.FakeQuantized(name, fit=fit) for name, fit in fits.items()
         }
         return {name: p.apply({"w": w})["w"] for name, p in ways.items()}
 

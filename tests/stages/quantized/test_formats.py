@@ -18,7 +18,7 @@ def normal(*shape, seed=0, dtype=np.float32):
 def stored(p, w, key=None):
     """The fixed values of an array, and the array."""
     raw = init(p, {"w": jnp.asarray(w)}, key)
-    return jax.tree.map(np.asarray, raw["w"]["@stored"]["@fixed"]), np.asarray(effective(p, raw)["w"])
+    return jax.tree.map(np.asarray, raw["w"]["@quantized"]["@fixed"]), np.asarray(effective(p, raw)["w"])
 
 
 def bits_of(held, bits):
@@ -31,7 +31,7 @@ def bits_of(held, bits):
 @pytest.mark.parametrize("bits", mostly_thorough(range(2, 9), 2, 3, 7, 8))
 def test_whole_numbers_of_each_width_are_a_stream_of_bits(bits):
     w, top = normal(32, 4), 2 ** (bits - 1) - 1
-    held, got = stored(rpx.Stored(f"int{bits}", axis=-1), w)
+    held, got = stored(rpx.Quantized(f"int{bits}", axis=-1), w)
     scale = np.max(np.abs(w), axis=0) * np.float32(1 / top)
     want = np.clip(np.round(w / scale), -top - 1, top)
     assert (held["q"].dtype, held["q"].shape) == (np.int8, (4 * bits, 4))
@@ -42,7 +42,7 @@ def test_whole_numbers_of_each_width_are_a_stream_of_bits(bits):
 @pytest.mark.parametrize("bits", mostly_thorough(range(1, 9), 1, 4, 5, 8))
 def test_zeros_of_each_width_reach_from_the_least_to_the_largest(bits):
     w, top = normal(32, 4) + np.float32(0.5), 2**bits - 1
-    held, got = stored(rpx.Stored(f"uint{bits}", axis=-1), w)
+    held, got = stored(rpx.Quantized(f"uint{bits}", axis=-1), w)
     low, high = np.minimum(w.min(0), 0), np.maximum(w.max(0), 0)
     scale = (high - low) * np.float32(1 / top)
     zero = np.clip(np.round(-low / scale), 0, top)
@@ -54,7 +54,7 @@ def test_zeros_of_each_width_reach_from_the_least_to_the_largest(bits):
 
 def test_one_bit_is_the_sign():
     w = normal(16, 4)
-    held, got = stored(rpx.Stored("int1", axis=-1, fit="rms"), w)
+    held, got = stored(rpx.Quantized("int1", axis=-1, fit="rms"), w)
     assert held["q"].shape == (2, 4)
     np.testing.assert_allclose(got, np.sign(w) * np.sqrt(np.mean(w * w, axis=0)), rtol=1e-6)
 
@@ -76,17 +76,17 @@ def microscaled(w, block, top, dtype):
 def test_microscaled_numbers_are_those_of_the_specification(name, top, dtype):
     w = normal(64, 4) * 2.0 ** np.arange(-12, 12, 6, dtype=np.float32)
     want, powers = microscaled(w, 32, top, dtype)
-    held, got = stored(rpx.Stored(name), w)
+    held, got = stored(rpx.Quantized(name), w)
     np.testing.assert_array_equal(held["scale"], powers)
     np.testing.assert_array_equal(held["scale"].view(float8_e8m0fnu).astype(np.float32), 2.0 ** (powers - 127))
     np.testing.assert_array_equal(got, want)
-    zero = stored(rpx.Stored(name), np.zeros((32, 2), np.float32))
+    zero = stored(rpx.Quantized(name), np.zeros((32, 2), np.float32))
     assert not zero[1].any()
 
 
 def test_half_way_between_two_numbers_of_four_bits_the_even_code_is_taken():
     w = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5.0, 0.1])
-    held, got = stored(rpx.Stored("float4_e2m1fn"), w.astype(np.float32)[:, None])
+    held, got = stored(rpx.Quantized("float4_e2m1fn"), w.astype(np.float32)[:, None])
     want = w.astype(np.float32).astype(float4_e2m1fn)
     np.testing.assert_array_equal(got[:, 0], want.astype(np.float32))
     np.testing.assert_array_equal(bits_of(held["q"], 4)[:, 0], want.view(np.uint8))
@@ -100,7 +100,7 @@ def test_nvfp4_has_scales_of_eight_bits_in_units_of_one_number():
     codes = np.clip(scale / unit, 2**-6, 448).astype(float8_e4m3fn)
     both = (codes.astype(np.float32) * unit)[..., None]
     want = (np.clip(rows / both, -6, 6).astype(float4_e2m1fn).astype(np.float32) * both).reshape(4, 32).T
-    held, got = stored(rpx.Stored("nvfp4"), w)
+    held, got = stored(rpx.Quantized("nvfp4"), w)
     np.testing.assert_array_equal(held["scale"].view(np.uint8), codes.T.view(np.uint8))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
@@ -120,7 +120,7 @@ def test_companded_numbers_are_the_nearest():
     w = w.astype(np.float32)
     scale = np.max(np.abs(w), axis=0)
     codes = np.argmin(np.abs((w / scale)[..., None] - numbers.astype(np.float64)), axis=-1)
-    held, got = stored(rpx.Stored("dynamic8", axis=-1), w)
+    held, got = stored(rpx.Quantized("dynamic8", axis=-1), w)
     assert np.mean(held["q"] != codes) < 0.01  # half way between two, in the last bit of a quotient
     np.testing.assert_allclose(got, numbers[held["q"]] * scale, rtol=1e-6)
 
@@ -133,7 +133,7 @@ def test_scales_by_other_rules():
         ({"fit": "rms", "reach": 2.0}, 2 * square),
         ({"fit": "fixed", "reach": 3.0}, 3.0),
     ):
-        held, got = stored(rpx.Stored("int8", **how), w)
+        held, got = stored(rpx.Quantized("int8", **how), w)
         np.testing.assert_allclose(held["scale"], extent / 127, rtol=1e-6)
         np.testing.assert_allclose(got, np.clip(np.round(w * 127 / extent), -128, 127) * extent / 127, rtol=1e-5)
 
@@ -154,7 +154,7 @@ def test_the_number_of_the_largest_magnitude_is_the_lowest_code(name, low, top):
     w[:32, 0], w[:32, 1], w[:32, 2] = 0, -np.abs(w[:32, 1]), 0.25 * np.round(4 * w[:32, 2])
     w[3, 3], w[7, 3], w[3, 4], w[7, 4] = 5, -5, -5, 5  # of two, the first
     codes, scale = of_gguf(w, low, top)
-    held, got = stored(rpx.Stored(name), w)
+    held, got = stored(rpx.Quantized(name), w)
     bits = {-8: 4, -16: 5}[low]
     np.testing.assert_array_equal(bits_of(held["q"], bits), codes.astype(int) % 2**bits)
     np.testing.assert_array_equal(held["scale"].view(np.uint16), scale.view(np.uint16))
@@ -164,7 +164,7 @@ def test_the_number_of_the_largest_magnitude_is_the_lowest_code(name, low, top):
 @pytest.mark.parametrize("block", [(8, 2), (5, 3), (16, 4)])
 def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
     w = normal(16, 4)
-    p = rpx.Stored("int8", block=block)
+    p = rpx.Quantized("int8", block=block)
     held, got = stored(p, w)
     want = np.empty_like(w)
     for i in range(0, 16, block[0]):
@@ -181,9 +181,9 @@ def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
 )
 def test_rounding_with_a_key_has_no_bias(name):
     w = np.tile(normal(16, 1), (1, 4000))
-    p = rpx.Stored(name, axis=-1, rounding="stochastic")
+    p = rpx.Quantized(name, axis=-1, rounding="stochastic")
     _, got = stored(p, w, jax.random.key(0))
-    _, near = stored(rpx.Stored(name, axis=-1), w[:, :1])
+    _, near = stored(rpx.Quantized(name, axis=-1), w[:, :1])
     values = [np.unique(row) for row in got]
     assert max(map(len, values)) == 2  # the numbers around, and no other
     assert all(x in row for x, row in zip(near[:, 0], values, strict=True))
@@ -193,14 +193,14 @@ def test_rounding_with_a_key_has_no_bias(name):
 
 
 SIZES = [
-    (rpx.Stored("int3", block=64), 3.5),
-    (rpx.Stored("uint2", block=64), 3.0),
-    (rpx.Stored("mxfp8"), 8.25),
-    (rpx.Stored("mxfp4"), 4.25),
-    (rpx.Stored("nvfp4"), 4.5),
-    (rpx.Stored("nvfp4-pack"), 4.5),
-    (rpx.Stored("dynamic8", block=256), 8.125),
-    (rpx.Stored("int8", block=(128, 128)), 8.01),
+    (rpx.Quantized("int3", block=64), 3.5),
+    (rpx.Quantized("uint2", block=64), 3.0),
+    (rpx.Quantized("mxfp8"), 8.25),
+    (rpx.Quantized("mxfp4"), 4.25),
+    (rpx.Quantized("nvfp4"), 4.5),
+    (rpx.Quantized("nvfp4-pack"), 4.5),
+    (rpx.Quantized("dynamic8", block=256), 8.125),
+    (rpx.Quantized("int8", block=(128, 128)), 8.01),
 ]
 
 
@@ -211,18 +211,20 @@ def test_bits_for_each_weight(p, bits):
 
 
 def test_the_settings_are_kept_in_json():
-    p = rpx.Stored("uint4", block=(8, 2), fit="rms", reach=2.5, rounding="stochastic")
+    p = rpx.Quantized("uint4", block=(8, 2), fit="rms", reach=2.5, rounding="stochastic")
     assert rpx.from_json(p.to_json()) == p
-    old = '{"reparax": 1, "stages": [{"class": "reparax.Stored", "format": "nf4", "block": 64, "double_quant": true}]}'
-    assert rpx.from_json(old) == rpx.Stored("nf4", block=64, double_quant=True)
+    old = (
+        '{"reparax": 1, "stages": [{"class": "reparax.Quantized", "format": "nf4", "block": 64, "double_quant": true}]}'
+    )
+    assert rpx.from_json(old) == rpx.Quantized("nf4", block=64, double_quant=True)
 
 
 @pytest.mark.parametrize("stacked", mostly_thorough([(), (0,)], (0,)))
 def test_stored_entries_may_have_an_order_of_their_own(stacked):
     w = jnp.asarray(np.random.default_rng(6).standard_normal((2,) * len(stacked) + (16, 6)), jnp.float32)
-    plain, p = (rpx.Stored("int4", block=4, stacked=stacked, desc_act=desc_act) for desc_act in (False, True))
+    plain, p = (rpx.Quantized("int4", block=4, stacked=stacked, desc_act=desc_act) for desc_act in (False, True))
     raw = init(p, {"w": w})
-    held = raw["w"]["@stored"]["@fixed"]
+    held = raw["w"]["@quantized"]["@fixed"]
     _, want = stored(plain, w)
     np.testing.assert_array_equal(effective(p, raw)["w"], want)
     place = np.random.default_rng(7).permutation(16)

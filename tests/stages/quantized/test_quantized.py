@@ -60,7 +60,7 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(case):
     rows, back = blocks(np.asarray(w, np.float32))
     scale = np.max(np.abs(rows), axis=1, keepdims=True) * np.float32(1 / TOPS[name])
     want = back(grid(name, rows / scale) * scale)
-    got = np.asarray(effective(rpx.Quantize(name, **how), {"w": w})["w"])
+    got = np.asarray(effective(rpx.FakeQuantized(name, **how), {"w": w})["w"])
     # A number half way between two may go to either, by the last bit of a quotient.
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
@@ -77,7 +77,7 @@ HOW = ({}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4})
 def test_stored_numbers_are_the_rounded_ones_bit_for_bit(case, dtype):
     name, how = case
     w = {"w": normal(64, 8, dtype=dtype) * 1e-3}
-    stored, rounded = rpx.Stored(name, **how), rpx.Quantize(name, **how)
+    stored, rounded = rpx.Quantized(name, **how), rpx.FakeQuantized(name, **how)
     got, want = stored.apply(stored.init(w))["w"], rounded.apply(w)["w"]
     assert got.dtype == want.dtype == dtype
     assert jnp.array_equal(got, want)
@@ -87,17 +87,19 @@ def test_stored_numbers_are_the_rounded_ones_bit_for_bit(case, dtype):
 def test_a_compiled_loss_reads_the_weights_that_apply_gives():
     x = normal(64, 128, seed=3)
     layers = {"0": normal(128, 128) / 12, "1": normal(128, 128, seed=1) / 12}
-    raws = {name: init(rpx.Stored(name, axis=-1), layers) for name in ("int2", "int3", "int4", "int5", "int6", "int8")}
+    raws = {
+        name: init(rpx.Quantized(name, axis=-1), layers) for name in ("int2", "int3", "int4", "int5", "int6", "int8")
+    }
 
     def loss(layers, tanh):
         return (tanh(tanh(x @ layers["0"]) @ layers["1"]) ** 2).mean()
 
     @jax.jit
     def compiled(raws):
-        return {name: loss(rpx.Stored(name, axis=-1).apply(raw), jnp.tanh) for name, raw in raws.items()}
+        return {name: loss(rpx.Quantized(name, axis=-1).apply(raw), jnp.tanh) for name, raw in raws.items()}
 
     for name, got in compiled(raws).items():
-        want = loss(jax.tree.map(np.asarray, effective(rpx.Stored(name, axis=-1), raws[name])), np.tanh)
+        want = loss(jax.tree.map(np.asarray, effective(rpx.Quantized(name, axis=-1), raws[name])), np.tanh)
         np.testing.assert_allclose(got, want, rtol=1e-4, err_msg=name)
 
 
@@ -112,21 +114,21 @@ def test_a_compiled_loss_reads_the_weights_that_apply_gives():
 )
 def test_scales_that_are_rounded_too(name, dtype):
     w = {"w": normal(64, 8, dtype=dtype)}
-    stored = rpx.Stored(name, block=16, double_quant=True)
+    stored = rpx.Quantized(name, block=16, double_quant=True)
     raw = init(stored, w)
-    fixed = raw["w"]["@stored"]["@fixed"]
+    fixed = raw["w"]["@quantized"]["@fixed"]
     assert (fixed["scale"].dtype, fixed["scale"].shape) == (jnp.int8, (4, 8))
     assert (fixed["unit"].dtype, fixed["unit"].shape) == (dtype, (1, 8))
     got = effective(stored, raw)["w"]
-    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, block=16, double_quant=True), w)["w"])
-    single = effective(rpx.Quantize(name, block=16), w)["w"]
+    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, block=16, double_quant=True), w)["w"])
+    single = effective(rpx.FakeQuantized(name, block=16), w)["w"]
     off, error = (np.mean(np.abs(np.asarray(x, np.float32) - np.asarray(w["w"], np.float32))) for x in (got, single))
     assert off < 1.02 * error
 
 
 def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
-    p, w = rpx.Quantize("gguf:q4_k"), {"w": normal(256, 8)}
-    got, stored = np.asarray(p.apply(w)["w"]), rpx.Stored("gguf:q4_k")
+    p, w = rpx.FakeQuantized("gguf:q4_k"), {"w": normal(256, 8)}
+    got, stored = np.asarray(p.apply(w)["w"]), rpx.Quantized("gguf:q4_k")
     np.testing.assert_array_equal(got, effective(p, w)["w"])
     np.testing.assert_array_equal(got, effective(stored, init(stored, w))["w"])
     assert np.max(np.abs(got - np.asarray(w["w"]))) < np.ptp(w["w"]) / 15  # a step of four bits
@@ -134,7 +136,7 @@ def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
 
 @pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
 def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how):
-    trained, stored = rpx.Quantize(name, **how), rpx.Stored(name, **how)
+    trained, stored = rpx.FakeQuantized(name, **how), rpx.Quantized(name, **how)
     raw = init(trained, {"w": normal(64, 96)})
     folded = fold(trained, raw)
     np.testing.assert_array_equal(effective(stored, init(stored, raw))["w"], folded["w"])
@@ -144,7 +146,7 @@ def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how)
 
 def test_two_numbers_of_four_bits_share_a_byte():
     w = jnp.array([[1.0, -7.0], [7.0, 2.0], [-3.0, 0.0], [5.0, -1.0]])
-    fixed = init(rpx.Stored("int4"), {"w": w})["w"]["@stored"]["@fixed"]
+    fixed = init(rpx.Quantized("int4"), {"w": w})["w"]["@quantized"]["@fixed"]
     assert (fixed["q"].dtype, fixed["q"].shape) == (jnp.int8, (2, 2))
     low, high = np.asarray(fixed["q"]) & 15, (np.asarray(fixed["q"]) >> 4) & 15
     signed = np.where(np.stack([low, high], 1) > 7, np.stack([low, high], 1).astype(int) - 16, np.stack([low, high], 1))
@@ -155,20 +157,20 @@ def test_two_numbers_of_four_bits_share_a_byte():
 @pytest.mark.parametrize(
     ("p", "dtype", "most"),
     [
-        (rpx.Stored("int8", block=256), np.float32, 1.02),
-        (rpx.Stored("float8_e4m3fn", block=256), np.float32, 1.02),
-        (rpx.Stored("int4", block=64), jnp.bfloat16, 0.532),
-        (rpx.Stored("int4", block=128), np.float32, 0.532),
-        (rpx.Stored("int4", block=64, double_quant=True), np.float32, 0.52),
-        (rpx.Stored("nf4", block=64, double_quant=True), np.float32, 0.52),
-        (rpx.Stored("nf4", block=64, double_quant=True), jnp.bfloat16, 0.52),
+        (rpx.Quantized("int8", block=256), np.float32, 1.02),
+        (rpx.Quantized("float8_e4m3fn", block=256), np.float32, 1.02),
+        (rpx.Quantized("int4", block=64), jnp.bfloat16, 0.532),
+        (rpx.Quantized("int4", block=128), np.float32, 0.532),
+        (rpx.Quantized("int4", block=64, double_quant=True), np.float32, 0.52),
+        (rpx.Quantized("nf4", block=64, double_quant=True), np.float32, 0.52),
+        (rpx.Quantized("nf4", block=64, double_quant=True), jnp.bfloat16, 0.52),
     ],
 )
 def test_bytes_in_memory_and_in_a_file(p, dtype, most):
     from safetensors.numpy import save
 
     raw = init(p, {"w": np.ones((1024, 256), dtype)})
-    arrays = dict(raw["w"]["@stored"]["@fixed"])
+    arrays = dict(raw["w"]["@quantized"]["@fixed"])
     size = 1024 * 256
     assert sum(x.nbytes for x in arrays.values()) / size <= most
     if dtype == np.float32 and "float8" not in p.format:
@@ -179,9 +181,9 @@ def test_zeros_and_tiny_weights_stay_what_they_are():
     zeros = {np.dtype(dtype).name: np.zeros((8, 2), dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
     w = np.asarray(normal(8, 2, dtype=np.float16)) * np.float16(1e-5)
     for name in FORMATS:
-        for dtype, zero in effective(rpx.Quantize(name, block=4), zeros).items():
+        for dtype, zero in effective(rpx.FakeQuantized(name, block=4), zeros).items():
             assert not np.asarray(zero).any(), (name, dtype)
-        got = np.asarray(effective(rpx.Quantize(name, axis=-1), {"w": w})["w"])
+        got = np.asarray(effective(rpx.FakeQuantized(name, axis=-1), {"w": w})["w"])
         assert np.max(np.abs(got - w)) < 0.5 * np.max(np.abs(w)), name
 
 
@@ -189,42 +191,42 @@ def test_ternary_is_the_sign_of_what_is_large_times_the_mean():
     w = normal(64, 8)
     scale = np.mean(np.abs(w))
     want = np.clip(np.round(np.asarray(w) / scale), -1, 1) * scale
-    p = rpx.Quantize("ternary")
+    p = rpx.FakeQuantized("ternary")
     np.testing.assert_allclose(effective(p, {"w": w})["w"], want, rtol=1e-6)
     np.testing.assert_array_equal(effective(p, {"w": jnp.asarray(want)})["w"], want.astype(np.float32))
-    each = effective(rpx.Quantize("ternary", axis=-1), {"w": w})["w"]
+    each = effective(rpx.FakeQuantized("ternary", axis=-1), {"w": w})["w"]
     assert all(len(np.unique(np.abs(column))) <= 2 for column in np.asarray(each).T)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "ternary"])
 def test_the_gradient_is_that_of_the_identity(name):
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    np.testing.assert_array_equal(pulled(rpx.Quantize(name), {"w": w}, upstream), upstream)
+    np.testing.assert_array_equal(pulled(rpx.FakeQuantized(name), {"w": w}, upstream), upstream)
 
 
 def test_rounding_leaves_the_raw_tree_alone_and_stored_numbers_do_not_train():
     params = {"kernel": normal(8, 6), "bias": normal(6)}
-    p = rpx.Quantize("int8")
+    p = rpx.FakeQuantized("int8")
     assert p.init(params) is not None
     assert jax.tree.structure(p.init(params)) == jax.tree.structure(params)
     np.testing.assert_array_equal(effective(p, params)["bias"], params["bias"])
-    free, fixed = rpx.partition(init(rpx.Stored("int8"), params))
+    free, fixed = rpx.partition(init(rpx.Quantized("int8"), params))
     assert [x.shape for x in jax.tree.leaves(free)] == [(6,)]
     assert {x.dtype for x in jax.tree.leaves(fixed)} == {jnp.dtype(np.int8), jnp.dtype(np.float32)}
 
 
 def test_a_learned_step_has_the_gradients_of_the_paper():
     w, upstream = normal(8, 6), normal(8, 6, seed=1)
-    p = rpx.Quantize("int4", axis=-1, step="learned")
+    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
     raw = init(p, {"w": w})
-    step = np.asarray(raw["w"]["@quantize"]["step"])
+    step = np.asarray(raw["w"]["@fake_quantized"]["step"])
     np.testing.assert_allclose(step, np.max(np.abs(w), axis=0, keepdims=True) / 7, rtol=1e-6)
     np.testing.assert_allclose(
-        effective(p, raw)["w"], effective(rpx.Quantize("int4", axis=-1), {"w": w})["w"], rtol=1e-6
+        effective(p, raw)["w"], effective(rpx.FakeQuantized("int4", axis=-1), {"w": w})["w"], rtol=1e-6
     )
-    raw["w"]["@quantize"]["step"] = np.float32(0.4) * step  # so that some are cut off
-    grads = pulled(p, raw, upstream)["@quantize"]
-    units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@quantize"]["step"], np.float64)
+    raw["w"]["@fake_quantized"]["step"] = np.float32(0.4) * step  # so that some are cut off
+    grads = pulled(p, raw, upstream)["@fake_quantized"]
+    units = np.asarray(w, np.float64) / np.asarray(raw["w"]["@fake_quantized"]["step"], np.float64)
     inside = (np.round(units) >= -8) & (np.round(units) <= 7)
     slope = np.where(inside, np.round(units) - units, np.clip(np.round(units), -8, 7))
     assert 0 < np.mean(inside) < 1
@@ -236,18 +238,18 @@ def test_a_learned_step_has_the_gradients_of_the_paper():
 def test_a_learned_step_starts_where_weights_on_a_grid_stay():
     codes = np.random.default_rng(0).integers(-8, 6, (16, 4))
     w = {"w": jnp.asarray(0.37 * codes, jnp.float32)}
-    p = rpx.Quantize("int4", axis=-1, step="learned")
+    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
     np.testing.assert_allclose(effective(p, init(p, w))["w"], w["w"], rtol=1e-6)
 
 
 def test_a_learned_step_is_the_finest_that_fits():
-    raw = init(rpx.Quantize("int8", axis=-1, step="learned"), {"w": np.eye(4, dtype=np.float32)})
-    np.testing.assert_allclose(raw["w"]["@quantize"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
+    raw = init(rpx.FakeQuantized("int8", axis=-1, step="learned"), {"w": np.eye(4, dtype=np.float32)})
+    np.testing.assert_allclose(raw["w"]["@fake_quantized"]["step"], np.full((1, 4), 1 / 127), rtol=1e-6)
 
 
 def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
-    p = rpx.Quantize("nf4", block=2, double_quant=True)
+    p = rpx.FakeQuantized("nf4", block=2, double_quant=True)
     once = effective(p, {"w": w})["w"]
     np.testing.assert_array_equal(effective(p, {"w": once})["w"], once)
     assert np.max(np.abs(np.asarray(once) - np.asarray(w))[2:]) < 0.01
@@ -259,35 +261,38 @@ def test_rounded_scales_keep_small_blocks_and_twice_is_once():
 def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     w = jax.device_put(normal(16, 32), NamedSharding(mesh, P("x", "y")))
-    p = rpx.Stored(name, axis=-1)
+    p = rpx.Quantized(name, axis=-1)
     with jax.set_mesh(mesh):
         got = jax.jit(lambda w: p.apply(p.init({"w": w}))["w"])(w)
-    np.testing.assert_array_equal(got, effective(rpx.Quantize(name, axis=-1), {"w": normal(16, 32)})["w"])
+    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, axis=-1), {"w": normal(16, 32)})["w"])
 
 
 @pytest.mark.parametrize(
     ("p", "sizes"),
     [
-        (rpx.Stored("int8", axis=-1), {"q": P("x", "y"), "scale": P(None, "y")}),
-        (rpx.Stored("int4", block=4), {"q": P("x", "y"), "scale": P("x", "y")}),
-        (rpx.Stored("nf4", block=8, double_quant=True), {"q": P("x", "y"), "scale": P("x", "y"), "unit": P(None, "y")}),
+        (rpx.Quantized("int8", axis=-1), {"q": P("x", "y"), "scale": P(None, "y")}),
+        (rpx.Quantized("int4", block=4), {"q": P("x", "y"), "scale": P("x", "y")}),
+        (
+            rpx.Quantized("nf4", block=8, double_quant=True),
+            {"q": P("x", "y"), "scale": P("x", "y"), "unit": P(None, "y")},
+        ),
     ],
 )
 def test_stored_arrays_lie_as_their_weights_do(p, sizes):
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     got = p.shardings({"w": P("x", "y")}, mesh, like={"w": jnp.ones((64, 32))})
-    assert {name: s.spec for name, s in got["w"]["@stored"]["@fixed"].items()} == sizes
+    assert {name: s.spec for name, s in got["w"]["@quantized"]["@fixed"].items()} == sizes
 
 
 @pytest.mark.thorough
 def test_adapters_on_a_stored_base_lie_as_their_weights_do():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
-    p = rpx.Stored("nf4", block=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
+    p = rpx.Quantized("nf4", block=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
     like = {"w": normal(64, 32)}
     got = p.shardings({"w": P("x", "y")}, mesh, like=like)["w"]["@weight_norm"]
     lora = got["v"]["@lora"]
     assert (got["g"].spec, lora["a"].spec, lora["b"].spec) == (P(None, "y"), P("x", None), P(None, "y"))
-    assert {s.spec for s in lora["@fixed"]["w"]["@stored"]["@fixed"].values()} == {P("x", "y")}
+    assert {s.spec for s in lora["@fixed"]["w"]["@quantized"]["@fixed"].values()} == {P("x", "y")}
     plain = p.init(like, jax.random.key(0))
     raw = jax.tree.map(jax.device_put, plain, p.shardings({"w": P("x", "y")}, mesh, like=like))
     np.testing.assert_allclose(jax.jit(p.apply)(raw)["w"], p.apply(plain)["w"], rtol=1e-6, atol=1e-6)
@@ -295,10 +300,10 @@ def test_adapters_on_a_stored_base_lie_as_their_weights_do():
 
 def test_stored_experts_and_convolutions():
     conv, experts = normal(3, 3, 8, 4), normal(2, 8, 4)
-    p = rpx.Stored("int4", axis=(0, 1, 3), block=4)
-    raw = init(p, {"conv": conv})["conv"]["@stored"]["@fixed"]
+    p = rpx.Quantized("int4", axis=(0, 1, 3), block=4)
+    raw = init(p, {"conv": conv})["conv"]["@quantized"]["@fixed"]
     assert (raw["q"].shape, raw["scale"].shape) == ((3, 3, 4, 4), (3, 3, 2, 4))
-    stacked, alone = rpx.Stored("int8", axis=-1, stacked=0), rpx.Stored("int8", axis=-1)
+    stacked, alone = rpx.Quantized("int8", axis=-1, stacked=0), rpx.Quantized("int8", axis=-1)
     got = np.asarray(effective(stacked, init(stacked, {"experts": experts}))["experts"])
     for i in range(2):
         want = effective(alone, init(alone, {"e": np.asarray(experts)[i]}))["e"]

@@ -138,7 +138,7 @@ def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
 
 def test_parts_are_main_values_to_masks_of_weight_decay():
     raw = init(rpx.WeightNorm() >> rpx.shared.Pack("equinox.lstm"), cells()["equinox.lstm"])
-    labels = rpx.labels(raw, main=True, aux=False)
+    labels = rpx.training.param_labels(raw, main=True, aux=False)
     assert labels["weight_ih"]["@pack"]["input_f"] == {"@weight_norm": {"g": False, "v": True}}
     assert labels["bias"]["@pack"]["bias_f"] is True
 
@@ -147,11 +147,11 @@ def test_singular_vectors_of_a_block_and_of_its_parts_advance_in_update():
     split = rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))})
     for p in (rpx.SpectralNorm() >> split, split >> rpx.SpectralNorm()):
         raw = jax.tree.map(np.asarray, init(p, {"wi": WI, "wh": WH}))
-        doubled = jax.tree.map(lambda x, label: 2 * x if label == "free" else x, raw, rpx.labels(raw))
+        doubled = jax.tree.map(lambda x, label: 2 * x if label == "free" else x, raw, rpx.training.param_labels(raw))
         moved = rpx.combine(*[rpx.partition(tree)[i] for i, tree in enumerate((jax.tree.map(np.cos, doubled), raw))])
         advanced = jax.tree.map(np.asarray, jax.jit(p.update)(moved))
         changed = jax.tree.map(lambda x, y: bool((x != y).any()), advanced, moved)
-        assert changed == rpx.labels(raw, main=False, aux=False, fixed=True)
+        assert changed == rpx.training.param_labels(raw, main=False, aux=False, fixed=True)
 
 
 def test_blocks_are_made_in_the_modules_of_equinox_and_the_states_of_nnx():

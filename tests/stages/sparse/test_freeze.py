@@ -68,10 +68,10 @@ def test_frozen_weights_that_were_folded_are_computed_no_more():
 
 
 CODES = {
-    "all that trains": rpx.Freeze() >> rpx.Stored("nf4", block=64) >> rpx.LoRA(2),
-    "the base by its path": rpx.Freeze(where=".*kernel") >> rpx.Stored("nf4", block=64) >> rpx.LoRA(2),
-    "all": rpx.Freeze() >> rpx.Stored("int8", axis=-1),
-    "codes by their path": rpx.Freeze(where=".*kernel") >> rpx.Stored("int8", axis=-1),
+    "all that trains": rpx.Freeze() >> rpx.Quantized("nf4", block=64) >> rpx.LoRA(2),
+    "the base by its path": rpx.Freeze(where=".*kernel") >> rpx.Quantized("nf4", block=64) >> rpx.LoRA(2),
+    "all": rpx.Freeze() >> rpx.Quantized("int8", axis=-1),
+    "codes by their path": rpx.Freeze(where=".*kernel") >> rpx.Quantized("int8", axis=-1),
 }
 
 
@@ -86,9 +86,9 @@ def test_codes_are_fixed_already_so_there_is_nothing_to_freeze(p):
 
 
 def test_freeze_leaves_codes_alone_and_freezes_what_is_beside_them():
-    p, params = rpx.Freeze() >> rpx.Stored("int8", axis=-1), {"dense": LAYER}
+    p, params = rpx.Freeze() >> rpx.Quantized("int8", axis=-1), {"dense": LAYER}
     like = jax.eval_shape(p.init, params)["dense"]
-    assert set(like["kernel"]) == {"@stored"}
+    assert set(like["kernel"]) == {"@quantized"}
     assert set(like["bias"]) == {"@freeze"}
 
 
@@ -103,7 +103,7 @@ ERRORS = {
         "Freeze().init selects nothing: the tree holds no array. Pass the model's parameters.",
     ),
     "a path": (
-        lambda: (rpx.Freeze(where="kernl") >> rpx.Stored("int8", where="kernel")).init(LAYER),
+        lambda: (rpx.Freeze(where="kernl") >> rpx.Quantized("int8", where="kernel")).init(LAYER),
         "Freeze(where='kernl').init selects nothing: no path matches 'kernl' as a whole. The nearest of 2 paths are "
         "'kernel', 'bias'. Correct the expression; `.*` matches any text.",
     ),

@@ -13,7 +13,7 @@ from compiled import fold, init, pulled, read, update
 from errors import table
 
 import reparax as rpx
-from reparax.stages.sparse import _amount
+from reparax.stages.sparse import _pruning
 
 
 def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
@@ -46,18 +46,18 @@ def mask_of(raw, kind):
 @pytest.mark.parametrize(
     ("p", "count"),
     [
-        (rpx.MagnitudePrune(0), 0),
-        pytest.param(rpx.MagnitudePrune(0.0), 0, marks=pytest.mark.thorough),
-        (rpx.MagnitudePrune(0.5), 15),
-        pytest.param(rpx.MagnitudePrune(0.52), 16, marks=pytest.mark.thorough),
-        (rpx.MagnitudePrune(0.95), 28),
-        pytest.param(rpx.MagnitudePrune(0.99), 30, marks=pytest.mark.thorough),
-        (rpx.MagnitudePrune(1.0), 30),
-        pytest.param(rpx.MagnitudePrune(count=0), 0, marks=pytest.mark.thorough),
-        pytest.param(rpx.MagnitudePrune(count=1), 1, marks=pytest.mark.thorough),
-        (rpx.MagnitudePrune(count=7), 7),
-        (rpx.MagnitudePrune(count=30), 30),
-        (rpx.MagnitudePrune((0.5, 0.5)), 23),
+        (rpx.MagnitudePruning(0), 0),
+        pytest.param(rpx.MagnitudePruning(0.0), 0, marks=pytest.mark.thorough),
+        (rpx.MagnitudePruning(0.5), 15),
+        pytest.param(rpx.MagnitudePruning(0.52), 16, marks=pytest.mark.thorough),
+        (rpx.MagnitudePruning(0.95), 28),
+        pytest.param(rpx.MagnitudePruning(0.99), 30, marks=pytest.mark.thorough),
+        (rpx.MagnitudePruning(1.0), 30),
+        pytest.param(rpx.MagnitudePruning(count=0), 0, marks=pytest.mark.thorough),
+        pytest.param(rpx.MagnitudePruning(count=1), 1, marks=pytest.mark.thorough),
+        (rpx.MagnitudePruning(count=7), 7),
+        (rpx.MagnitudePruning(count=30), 30),
+        (rpx.MagnitudePruning((0.5, 0.5)), 23),
     ],
     ids=str,
 )
@@ -70,14 +70,14 @@ def test_magnitude_pruning_takes_the_smallest_weights(p, count):
 
 @functools.partial(jax.jit, static_argnums=1)
 def left_by_a_traced_share(share, size):
-    return _amount.count_left(rpx.MagnitudePrune((share, 0.5)), size)
+    return _pruning.count_left(rpx.MagnitudePruning((share, 0.5)), size)
 
 
 @pytest.mark.parametrize("size", [35, 45, 1000, 4097**2, 2**31 - 1])
 @pytest.mark.parametrize("share", [0.0, 1e-9, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.99])
 def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(share, size):
     left = size - round(share * size)
-    assert _amount.count_left(rpx.MagnitudePrune((share, 0.5)), size) == left - round(0.5 * left)
+    assert _pruning.count_left(rpx.MagnitudePruning((share, 0.5)), size) == left - round(0.5 * left)
     # The float32 number in units of 2^-31, exactly multiplied; Python rounds fractions as it does floats.
     units = Fraction(round(Fraction(float(np.float32(share))) * 2**31), 2**31)
     left = size - round(units * size)
@@ -86,14 +86,14 @@ def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(shar
 
 @pytest.mark.parametrize(("size", "share", "pruned"), [(45, 0.7, 31), (1000, 0.3, 300), (4097**2, 0.99, 16617555)])
 def test_a_schedule_prunes_as_many_weights_as_a_number(size, share, pruned):
-    assert size - _amount.count_left(rpx.MagnitudePrune(share), size) == pruned
-    assert size - jax.jit(lambda share: _amount.count_left(rpx.MagnitudePrune(share), size))(share) == pruned
+    assert size - _pruning.count_left(rpx.MagnitudePruning(share), size) == pruned
+    assert size - jax.jit(lambda share: _pruning.count_left(rpx.MagnitudePruning(share), size))(share) == pruned
 
 
 def test_of_equal_weights_the_first_stay():
     w = np.array([[1, -1, 2], [1, 1, -1]], np.float32)
     for count in (1, 2, 3, 4):
-        np.testing.assert_array_equal(rpx.MagnitudePrune(count=count).project(w), without_smallest(w, count))
+        np.testing.assert_array_equal(rpx.MagnitudePruning(count=count).project(w), without_smallest(w, count))
 
 
 @pytest.mark.parametrize(
@@ -106,38 +106,38 @@ def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     norms = np.max(np.abs(w), others) if order == np.inf else np.sum(np.abs(w.astype(float)) ** score, others)
     kept = norms > np.sort(norms)[1]  # half of four, or a third of six, but two
     expected = w * np.expand_dims(kept, others)
-    p = rpx.MagnitudePrune(axis=axis, order=order, count=2)
+    p = rpx.MagnitudePruning(axis=axis, order=order, count=2)
     (got,) = projected(p, [w])
     np.testing.assert_array_equal(got, expected)
-    mask = jax.eval_shape(p.init, {"w": w})["w"]["@magnitude_prune"]["@fixed"]["mask"]
+    mask = jax.eval_shape(p.init, {"w": w})["w"]["@magnitude_pruning"]["@fixed"]["mask"]
     assert mask.shape == np.expand_dims(norms, others).shape
 
 
 def test_masked_weights_get_no_gradient_and_a_mask_that_has_decayed_still_holds():
-    p, w = rpx.MagnitudePrune(0.5), normal(4, 4)
+    p, w = rpx.MagnitudePruning(0.5), normal(4, 4)
     raw = init(p, {"w": w})
-    raw["w"]["@magnitude_prune"]["@fixed"]["mask"] *= 0.9
+    raw["w"]["@magnitude_pruning"]["@fixed"]["mask"] *= 0.9
     np.testing.assert_array_equal(read(p, raw), without_smallest(w, 8))
-    slopes = jax.tree.map(np.asarray, pulled(p, raw, np.ones_like(w))["@magnitude_prune"])
+    slopes = jax.tree.map(np.asarray, pulled(p, raw, np.ones_like(w))["@magnitude_pruning"])
     np.testing.assert_array_equal(slopes["w"], without_smallest(w, 8) != 0)
     assert not np.any(slopes["@fixed"]["mask"])
 
 
 def test_an_update_prunes_what_earlier_stages_give_now():
-    p, w = rpx.WeightNorm() >> rpx.MagnitudePrune(0.5), normal(6, 4)
+    p, w = rpx.WeightNorm() >> rpx.MagnitudePruning(0.5), normal(6, 4)
     raw = jax.tree.map(np.array, init(p, {"w": w}))
-    raw["w"]["@magnitude_prune"]["w"]["@weight_norm"]["g"] *= np.float32([[9, 1, 1, 9]])
+    raw["w"]["@magnitude_pruning"]["w"]["@weight_norm"]["g"] *= np.float32([[9, 1, 1, 9]])
     scaled = w * np.array([9, 1, 1, 9], np.float32)
     kept = without_smallest(w, 12) != 0
     np.testing.assert_allclose(read(p, raw), scaled * kept, rtol=1e-5)
     after = update(p, raw)
     np.testing.assert_allclose(read(p, after), without_smallest(scaled, 12), rtol=1e-5)
-    held, new = (tree["w"]["@magnitude_prune"]["w"]["@weight_norm"]["v"] for tree in (raw, after))
+    held, new = (tree["w"]["@magnitude_pruning"]["w"]["@weight_norm"]["v"] for tree in (raw, after))
     np.testing.assert_array_equal(held, new)
 
 
 def test_weight_norm_of_a_pruned_direction_keeps_the_length_and_the_mask():
-    p, w = rpx.MagnitudePrune(0.5) >> rpx.WeightNorm(), normal(6, 4)
+    p, w = rpx.MagnitudePruning(0.5) >> rpx.WeightNorm(), normal(6, 4)
     got = np.asarray(read(p, init(p, {"w": w})))
     np.testing.assert_allclose(np.linalg.norm(got, axis=0), np.linalg.norm(w, axis=0), rtol=1e-6)
     np.testing.assert_array_equal(got == 0, without_smallest(w, 12) == 0)
@@ -145,14 +145,14 @@ def test_weight_norm_of_a_pruned_direction_keeps_the_length_and_the_mask():
 
 def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():
     w = normal(6, 4)
-    pruned = rpx.MagnitudePrune(0.9).init({"w": w})
-    np.testing.assert_array_equal(rpx.MagnitudePrune(0.5).update(pruned)["w"]["@magnitude_prune"]["w"], w)
-    np.testing.assert_array_equal(read(rpx.MagnitudePrune(0.9), rpx.MagnitudePrune(0.0).update(pruned)), w)
+    pruned = rpx.MagnitudePruning(0.9).init({"w": w})
+    np.testing.assert_array_equal(rpx.MagnitudePruning(0.5).update(pruned)["w"]["@magnitude_pruning"]["w"], w)
+    np.testing.assert_array_equal(read(rpx.MagnitudePruning(0.9), rpx.MagnitudePruning(0.0).update(pruned)), w)
 
 
 def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
     w = normal(8, 4)
-    for kind in (rpx.MagnitudePrune, rpx.sparse.GlobalPrune):
+    for kind in (rpx.MagnitudePruning, rpx.sparse.GlobalMagnitudePruning):
         for p, left in ((kind((0.5, 0.5, 0.25)), 6), (kind(0.5) >> kind(count=8), 16)):
             assert np.count_nonzero(read(p, init(p, {"w": w}))) == left
 
@@ -164,14 +164,14 @@ def test_a_cubic_schedule_compiles_once_and_follows_the_paper():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def step_of(raw, step):
-        return rpx.MagnitudePrune((schedule(step), 0.0)).update(raw)
+        return rpx.MagnitudePruning((schedule(step), 0.0)).update(raw)
 
-    raw = rpx.MagnitudePrune(0.0).init({"w": w})
+    raw = rpx.MagnitudePruning(0.0).init({"w": w})
     for step in (0, 2, 3, 7, 11, 12, 40):
         raw = step_of(raw, step)
         # Zhu and Gupta 2017, equation 1.
         share = 0.9 - 0.9 * (1 - np.clip((step - 2) / 10, 0, 1)) ** 3
-        assert np.sum(np.asarray(mask_of(raw, "magnitude_prune"))) == 500 - round(share * 500)
+        assert np.sum(np.asarray(mask_of(raw, "magnitude_pruning"))) == 500 - round(share * 500)
 
 
 # ---- all arrays together
@@ -183,7 +183,7 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
         "b": {"kernel": normal(4, 3, seed=1, scale=3, dtype=jnp.bfloat16)},
         "c": {"kernel": normal(3, 3, seed=2, scale=0.1)},
     }
-    p = rpx.sparse.GlobalPrune(0.5)
+    p = rpx.sparse.GlobalMagnitudePruning(0.5)
     got = fold(p, init(p, params))
     kernels = [np.asarray(params[name]["kernel"], np.float32) for name in "abc"]
     flat = without_smallest(np.concatenate([w.reshape(-1) for w in kernels]), 26)  # half of 51, rounded to even
@@ -194,13 +194,13 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
 
 
 def test_global_pruning_ranks_factors_that_share_a_path():
-    p = rpx.sparse.GlobalPrune(0.5) >> rpx.LowRank(2)
+    p = rpx.sparse.GlobalMagnitudePruning(0.5) >> rpx.LowRank(2)
     w = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     raw = init(p, {"w": w})
     factors = jax.tree.map(np.asarray, init(rpx.LowRank(2), {"w": w})["w"]["@low_rank"])
     sizes = np.sort(np.abs(np.concatenate([np.ravel(factors["u"]), np.ravel(factors["v"])])))
     for name, factor in factors.items():
-        node = raw["w"]["@low_rank"][name]["@global_prune"]
+        node = raw["w"]["@low_rank"][name]["@global_magnitude_pruning"]
         np.testing.assert_array_equal(node["@fixed"]["mask"], np.abs(factor) >= sizes[7])
         np.testing.assert_array_equal(node["w"], factor)
     pruned = [np.where(np.abs(factors[name]) >= sizes[7], factors[name], 0) for name in ("u", "v")]
@@ -208,9 +208,9 @@ def test_global_pruning_ranks_factors_that_share_a_path():
 
 
 def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
-    p = rpx.Scale(2.0, where="a") >> rpx.sparse.GlobalPrune(0.5)
+    p = rpx.numbers.Scale(2.0, where="a") >> rpx.sparse.GlobalMagnitudePruning(0.5)
     raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
-    raw["a"]["@global_prune"]["w"]["@scale"]["x"] *= 10
+    raw["a"]["@global_magnitude_pruning"]["w"]["@scale"]["x"] *= 10
     got = fold(p, update(p, raw))
     np.testing.assert_array_equal(got["a"], [[10, 20]])
     np.testing.assert_array_equal(got["c"], [[0, 0]])
@@ -233,22 +233,22 @@ def test_a_mask_keeps_the_zeros_of_the_weight():
 )
 def test_n_of_every_m_weights_stay(axis, n, m):
     arrays = [normal(4, 6, 8), normal(4, 6, 8, dtype=np.float16), rotated(4, 6, 8), np.ones((4, 6, 8), np.float32)]
-    for w, got in zip(arrays, projected(rpx.sparse.NofM(n, m, along=axis), arrays), strict=True):
+    for w, got in zip(arrays, projected(rpx.sparse.NByM(n, m, along=axis), arrays), strict=True):
         groups = np.moveaxis(w, axis, -1).reshape(-1, m)
         expected = np.stack([without_smallest(group, m - n) for group in groups])
         np.testing.assert_array_equal(np.moveaxis(np.asarray(got), axis, -1).reshape(-1, m), expected)
 
 
 def test_an_update_of_n_of_m_makes_the_mask_anew():
-    p = rpx.sparse.NofM(1, 2)
+    p = rpx.sparse.NByM(1, 2)
     raw = init(p, {"w": np.float32([[1, 2]])})
-    raw["w"]["@nof_m"]["w"] = np.float32([[3, 2]])
+    raw["w"]["@n_by_m"]["w"] = np.float32([[3, 2]])
     np.testing.assert_array_equal(read(p, update(p, raw)), [[3, 0]])
 
 
 def test_random_pruning_takes_a_given_number_at_random(key):
     w = normal(40, 50)
-    draw = jax.jit(jax.vmap(lambda k: mask_of(rpx.sparse.RandomPrune(0.3).init({"w": w}, k), "random_prune")))
+    draw = jax.jit(jax.vmap(lambda k: mask_of(rpx.sparse.RandomPruning(0.3).init({"w": w}, k), "random_pruning")))
     masks = np.asarray(draw(jax.random.split(key, 50)))
     np.testing.assert_array_equal(masks.sum((1, 2)), np.full(50, 1400))
     # Each place is kept a binomial number of times; so is the count over the places of any row.
@@ -259,15 +259,15 @@ def test_random_pruning_takes_a_given_number_at_random(key):
 
 def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest():
     w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
-    p = rpx.sparse.RandomPrune(count=1, axis=-1)
+    p = rpx.sparse.RandomPruning(count=1, axis=-1)
     np.testing.assert_array_equal(read(p, init(p, {"w": w}, jax.random.key(3))), w)
     mask = np.asarray(
-        mask_of(init(rpx.sparse.RandomPrune(count=2, axis=-1), {"w": w}, jax.random.key(0)), "random_prune")
+        mask_of(init(rpx.sparse.RandomPruning(count=2, axis=-1), {"w": w}, jax.random.key(0)), "random_pruning")
     )
     assert {(0, 0), (1, 1)} == {(float(column.min()), float(column.max())) for column in mask.T}
-    np.testing.assert_array_equal(rpx.sparse.RandomPrune(0.5).project(w), rpx.MagnitudePrune(0.5).project(w))
+    np.testing.assert_array_equal(rpx.sparse.RandomPruning(0.5).project(w), rpx.MagnitudePruning(0.5).project(w))
     with_zeros = normal(6, 4) * np.array([1, 0, 1, 1], np.float32)
-    assert [bool(rpx.sparse.RandomPrune(count=count).contains(with_zeros)) for count in (6, 7)] == [True, False]
+    assert [bool(rpx.sparse.RandomPruning(count=count).contains(with_zeros)) for count in (6, 7)] == [True, False]
 
 
 # ---- errors

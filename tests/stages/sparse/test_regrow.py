@@ -221,7 +221,7 @@ class Remembers(rpx.Reparametrization):
 
 
 def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
-    p = Remembers(where="w") >> rpx.Scale(3.0, where="w")
+    p = Remembers(where="w") >> rpx.numbers.Scale(3.0, where="w")
     raw = p.init({"w": jnp.ones(2), "f": jnp.tanh, "n": jnp.ones(2, int)})
     got = p.update(raw, jax.random.key(0), {"w": jnp.array([1.0, 2.0]), "f": None, "n": None})
     values = got["w"]["@scale"]["x"]["@remembers"]["@fixed"]
@@ -291,7 +291,9 @@ class Halved(rpx.Perturbation):
         return w / 2
 
 
-@pytest.mark.parametrize("first", [rpx.Cast("bfloat16"), Halved(), rpx.norms.MaxNorm(1.0)], ids=lambda p: p.kind)
+@pytest.mark.parametrize(
+    "first", [rpx.quantized.Cast("bfloat16"), Halved(), rpx.norms.MaxNorm(1.0)], ids=lambda p: p.kind
+)
 @pytest.mark.parametrize(
     ("later", "name"),
     [(rpx.sparse.SET(0.5), "set/w"), (rpx.sparse.RigL(0.5), "rigl/w"), (rpx.Orthogonal(), "orthogonal/x")],
@@ -316,17 +318,22 @@ def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_
 
 @pytest.mark.parametrize(
     "p",
-    [rpx.MagnitudePrune(0.5), rpx.MagnitudePrune(0.5, axis=-1), rpx.sparse.NofM(2, 4), rpx.sparse.GlobalPrune(0.5)],
+    [
+        rpx.MagnitudePruning(0.5),
+        rpx.MagnitudePruning(0.5, axis=-1),
+        rpx.sparse.NByM(2, 4),
+        rpx.sparse.GlobalMagnitudePruning(0.5),
+    ],
     ids=lambda p: repr(p),
 )
 def test_a_mask_keeps_its_dtype_where_the_weights_are_cast(p):
-    p = rpx.Cast("bfloat16") >> p
+    p = rpx.quantized.Cast("bfloat16") >> p
     before, after = jax.eval_shape(lambda params: (p.init(params), p.update(p.init(params))), {"w": normal(4, 4)})
     assert before == after
 
 
 @pytest.mark.parametrize(
-    "p", [rpx.sparse.RigL(0.5), rpx.sparse.SET(0.5), rpx.sparse.RandomPrune(0.5)], ids=lambda p: p.kind
+    "p", [rpx.sparse.RigL(0.5), rpx.sparse.SET(0.5), rpx.sparse.RandomPruning(0.5)], ids=lambda p: p.kind
 )
 def test_the_first_mask_is_drawn_where_all_weights_are_zero_too(p):
     masks = [mask_of(init(p, {"w": np.zeros((8, 8), np.float32)}, jax.random.key(i)), p.kind) for i in range(20)]

@@ -3,11 +3,11 @@
 Earlier stages in the chain that store or freeze numbers act on the base; all others act on the difference.
 """
 
-from reparax.stages.adapters._cayley_neumann import CayleyNeumann as CayleyNeumann
-from reparax.stages.adapters._delta import Delta as Delta
-from reparax.stages.adapters._gain import Gain as Gain
-from reparax.stages.adapters._hadamard import Hadamard as Hadamard
+from reparax.stages.adapters._adapters import CayleyNeumann as CayleyNeumann
+from reparax.stages.adapters._adapters import Delta as Delta
+from reparax.stages.adapters._adapters import Gain as Gain
+from reparax.stages.adapters._adapters import Hadamard as Hadamard
+from reparax.stages.adapters._adapters import Rotated as Rotated
+from reparax.stages.adapters._adapters import TrainableSlices as TrainableSlices
 from reparax.stages.adapters._lora import LoRA as LoRA
-from reparax.stages.adapters._rotated import Rotated as Rotated
-from reparax.stages.adapters._slices import Slices as Slices
-from reparax.stages.adapters._vera import VeRA as VeRA
+from reparax.stages.adapters._lora import VeRA as VeRA

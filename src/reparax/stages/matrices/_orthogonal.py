@@ -1,11 +1,13 @@
-"""Matrices with orthonormal columns or rows."""
+"""Orthogonal matrices, and maps to them about a base."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.scipy.linalg import expm
 
 from reparax.core.constraint import Constraint
 from reparax.core.fields import argument
@@ -13,8 +15,46 @@ from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import one_of
 from reparax.numerics.arithmetic import widened
-from reparax.numerics.linalg import adjoint, not_square_error, polar, product, without_reflection
-from reparax.stages.matrices._base_maps import cayley, exponential, householder
+from reparax.numerics.linalg import adjoint, identity, not_square_error, polar, product, without_reflection
+
+
+def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
+    """``x`` as a skew matrix that rotates within the columns of the base, and the part orthogonal to them."""
+    along = product(adjoint(base), x)
+    return along - adjoint(along), x - product(base, along)
+
+
+def cayley(base: Array, x: Array) -> Array:
+    r""":math:`(I - A/2)^{-1} (I + A/2) B`; by block elimination only a k x k system is solved."""
+    skew, across = _split_by_base(base, x)
+    schur, numerator = identity(skew) - skew / 2, 2 * base
+    if base.shape[-2] != base.shape[-1]:  # otherwise nothing is orthogonal to the base
+        schur, numerator = schur + product(adjoint(across), across) / 4, numerator + across
+    return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
+
+
+def exponential(base: Array, x: Array) -> Array:
+    r""":math:`e^A B`, by the 2k x 2k matrix of A on the columns of ``base`` and the part orthogonal to them."""
+    skew, across = _split_by_base(base, x)
+    if base.shape[-2] == base.shape[-1]:
+        return product(base, expm(skew))
+    eye = identity(skew)
+    turning = jnp.block([[skew, -product(adjoint(across), across)], [eye, jnp.zeros_like(eye)]])
+    return product(jnp.concatenate([base, across], axis=-1), expm(turning)[..., : base.shape[-1]])
+
+
+def householder(base: Array, x: Array) -> Array:
+    r""":math:`-H_1 \cdots H_k B`, where :math:`H_j` reflects along :math:`b_j` plus a part of :math:`x_j`.
+
+    That part is orthogonal to b_1, ..., b_j. At ``x = 0`` the reflections negate each column of the base, hence the
+    sign. Their product is :math:`I - V T V^H` with a triangular T, whose inverse follows from :math:`V^H V`.
+    """
+    vectors = base + x - product(base, jnp.triu(product(adjoint(base), x)))
+    gram = product(adjoint(vectors), vectors)
+    inverse = jnp.triu(gram) - identity(gram) * gram / 2
+    weights = jax.lax.linalg.triangular_solve(inverse, product(adjoint(vectors), base), left_side=True)
+    return product(vectors, weights) - base
+
 
 _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 

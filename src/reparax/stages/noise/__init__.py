@@ -1,13 +1,12 @@
-"""Noise on weights, drawn from a key in each step: Gaussian noise, dropout, weights with a distribution; and casts.
+"""Noise on weights, drawn from a key in each step: Gaussian noise, dropout, and weights with a distribution.
 
 A draw depends on the key and on the array's path. Consecutive noise stages on one array are merged, so ``apply`` draws
 once for all of them.
 """
 
-from reparax.stages.noise._cast import Cast as Cast
-from reparax.stages.noise._gaussian import Gaussian as Gaussian
-from reparax.stages.noise._hard_concrete import HardConcrete as HardConcrete
-from reparax.stages.noise._ivon import ivon as ivon
-from reparax.stages.noise._stages import VarNoise as VarNoise
-from reparax.stages.noise._stages import WeightDropout as WeightDropout
-from reparax.stages.noise._variational_dropout import VariationalDropout as VariationalDropout
+from reparax.stages.noise._distributions import Gaussian as Gaussian
+from reparax.stages.noise._distributions import HardConcrete as HardConcrete
+from reparax.stages.noise._distributions import VariationalDropout as VariationalDropout
+from reparax.stages.noise._distributions import ivon as ivon
+from reparax.stages.noise._noise import VarNoise as VarNoise
+from reparax.stages.noise._noise import WeightDropout as WeightDropout

@@ -1,8 +1,9 @@
-"""Quantized weights: stored in few bits, or rounded during training.
+"""Weights in fewer bits: quantized, rounded during training, or cast to another dtype.
 
-A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Stored`` and ``Quantize``
-round with the same formula.
+A format is a row of a table: the numbers of its codes, and where scales and zeros lie. ``Quantized`` and
+``FakeQuantized`` round with the same formula.
 """
 
-from reparax.stages.quantized._quantize import Quantize as Quantize
-from reparax.stages.quantized._stored import Stored as Stored
+from reparax.stages.quantized._quantized import Cast as Cast
+from reparax.stages.quantized._quantized import FakeQuantized as FakeQuantized
+from reparax.stages.quantized._quantized import Quantized as Quantized

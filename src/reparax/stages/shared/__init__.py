@@ -3,10 +3,10 @@
 A layout is data: it lists which rows of which array hold which gate. One reader and one writer handle all layouts.
 """
 
-from reparax.stages.shared._block import Concat as Concat
+from reparax.stages.shared._cells import Concat as Concat
+from reparax.stages.shared._cells import convert as convert
 from reparax.stages.shared._cells import gates as gates
-from reparax.stages.shared._convert import convert as convert
-from reparax.stages.shared._cudnn import CudnnLSTM as CudnnLSTM
+from reparax.stages.shared._pack import CudnnLSTM as CudnnLSTM
 from reparax.stages.shared._pack import Pack as Pack
 from reparax.stages.shared._pack import Split as Split
 from reparax.stages.shared._tie import Tie as Tie

@@ -1,10 +1,10 @@
 """Masked, pruned and frozen weights; a mask is a fixed value, which ``update`` may change."""
 
-from reparax.stages.sparse._freeze import Freeze as Freeze
-from reparax.stages.sparse._global_prune import GlobalPrune as GlobalPrune
-from reparax.stages.sparse._mask import Mask as Mask
-from reparax.stages.sparse._mask import NofM as NofM
-from reparax.stages.sparse._prune import MagnitudePrune as MagnitudePrune
-from reparax.stages.sparse._prune import RandomPrune as RandomPrune
-from reparax.stages.sparse._regrow import SET as SET
-from reparax.stages.sparse._regrow import RigL as RigL
+from reparax.stages.sparse._masks import Freeze as Freeze
+from reparax.stages.sparse._masks import Mask as Mask
+from reparax.stages.sparse._masks import NByM as NByM
+from reparax.stages.sparse._pruning import SET as SET
+from reparax.stages.sparse._pruning import GlobalMagnitudePruning as GlobalMagnitudePruning
+from reparax.stages.sparse._pruning import MagnitudePruning as MagnitudePruning
+from reparax.stages.sparse._pruning import RandomPruning as RandomPruning
+from reparax.stages.sparse._pruning import RigL as RigL

@@ -1,0 +1,211 @@
+"""What models that hold a chain share: checks, errors, attributes, and the verbs of a chain as pure functions."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from reparax.core.bound import lineage_of
+from reparax.core.calls import call_name, needed_key
+from reparax.core.chain import Parametrization
+from reparax.core.fields import Static
+from reparax.core.paths import PyTree
+from reparax.numerics.arithmetic import is_array
+from reparax.training import partition
+
+BY_HAND = "by hand"
+"""Says that whoever trains calls ``update``."""
+
+
+def check_arguments(who: str, model: Any, p: Any, kind: type[Any] | None = None, name: str = "") -> Parametrization:
+    """``p``, if it is a chain and ``model`` is a model of ``kind``, the library's class, which users call ``name``."""
+    if not isinstance(p, Parametrization) or isinstance(model, Static):
+        got = "a chain first" if isinstance(model, Static) else f"{type(p).__name__} second"
+        raise TypeError(f"{who} takes a model and then a chain, but got {got}. Write `{who}(model, rpx.WeightNorm())`.")
+    if kind is not None and not isinstance(model, kind):
+        got = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__} first"
+        raise TypeError(f"{who} takes an instance of `{name}`, but got {got}. Write `{who}(Model(...), p)`.")
+    return p
+
+
+def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: str | None = None) -> bool:
+    """Whether a call of the model advances the values of ``p`` that do not train.
+
+    Args:
+      who: The wrapper.
+      p: The chain.
+      updates: What its user says of it.
+      call: How to advance them by hand.
+      why: Why no call of the model can; None if it can.
+
+    Raises:
+      ValueError: If they must be advanced by hand, and the user does not say so.
+    """
+    if updates not in (None, BY_HAND):
+        raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
+    if p.moves_weights:
+        why = "which may move weights too, so the optimizer must know when"
+    if updates is None and p.advances and why is not None:
+        raise ValueError(
+            f"{call_name(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
+            f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
+        )
+    return updates is None and p.advances
+
+
+def advanced(p: Parametrization, raw: PyTree) -> PyTree:
+    """The raw tree after one training step, without a gradient through what has advanced."""
+    return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if _has_gradient(x) else x, raw))
+
+
+def _has_gradient(x: Any) -> bool:
+    """Whether a leaf is an array of floating or complex numbers."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
+    """The error for a call of a chain that draws, without a stream to draw from."""
+    return ValueError(
+        f"{call_name(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
+        f"{what}. Give one, `{give}`, or evaluate with {mean}."
+    )
+
+
+def start_key(p: Parametrization, key: Any, give: str) -> Any:
+    """The key of a start; None if nothing is random, and an error if there is none."""
+    if p.random_start and key is None:
+        raise ValueError(f"{call_name(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+    return key if p.random_start else None
+
+
+def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
+    """The raw tree, if ``p`` has made it."""
+    lineage_of(p, raw)
+    return raw
+
+
+def find_attribute(
+    owner: Any, held: Any, name: str, own: Callable[[str], Any], read: Callable[[str], Any], run: Callable[..., Any]
+) -> Any:
+    """What ``owner.name`` is, where ``owner`` has no such name of its own, and ``held`` is the raw model.
+
+    Args:
+      owner: The wrapped model.
+      held: The raw one; None before there is one.
+      name: The name.
+      own: Gives an attribute that ``held`` has itself.
+      read: Gives a property of the effective model.
+      run: Calls the method of a name, with its arguments.
+    """
+    attributes, shared = {} if held is None else vars(held), getattr(type(held), name, None)
+    if name.startswith("_") or (name not in attributes and shared is None):
+        raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
+    if name in attributes:
+        return own(name)
+    if isinstance(inspect.getattr_static(type(held), name), staticmethod | classmethod):
+        return shared  # reads no arrays, so it needs no draw
+    if isinstance(shared, property):
+        return read(name)
+    return functools.partial(run, name) if callable(shared) else shared
+
+
+class Functions:
+    """The verbs of a chain as pure functions of what a library calls variables, which are its first arguments.
+
+    A library says how many arguments these are, and how they hold a raw tree, or plain parameters.
+    """
+
+    p: Any
+    _count: ClassVar[int] = 1
+    _start: ClassVar[str] = ""
+    """How to start with a key."""
+    _alone: ClassVar[tuple[str, str, str]]
+    """What lacks the values that do not train, where these would be, and what to do."""
+
+    def _get(self, *variables: Any) -> PyTree:
+        """The raw tree in variables, or the parameters in plain ones."""
+        raise NotImplementedError
+
+    def _set(self, raw: PyTree, *variables: Any) -> Any:
+        """Variables with this raw tree."""
+        raise NotImplementedError
+
+    def _set_plain(self, params: PyTree, *variables: Any) -> Any:
+        """Variables of the plain model with these parameters."""
+        raise NotImplementedError
+
+    def _has_fixed(self, *variables: Any) -> bool:
+        """Whether there is a place for values that do not train."""
+        raise NotImplementedError
+
+    def _key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
+        """Variables, and the key behind them."""
+        return arguments[: self._count], (*arguments[self._count :], key)[0]
+
+    def start(self, *arguments: Any, key: Any = None) -> Any:
+        """Variables of the plain model as raw variables."""
+        variables, key = self._key(arguments, key)
+        return self._set(self.p.init(self._get(*variables), start_key(self.p, key, self._start)), *variables)
+
+    def raw(self, *variables: Any) -> PyTree:
+        """The raw tree in variables."""
+        return self._get(*variables)
+
+    def replace(self, *variables_and_raw: Any) -> Any:
+        """These variables with another raw tree."""
+        *variables, raw = variables_and_raw
+        return self._set(require_made_by(self.p, raw), *variables)
+
+    def effective(self, *arguments: Any, key: Any = None) -> Any:
+        """Variables of the plain model, of one draw."""
+        variables, key = self._key(arguments, key)
+        raw, key = self._get(*variables), needed_key(self.p, key)
+        try:
+            return self._set_plain(self.p.apply(raw, key), *variables)
+        except ValueError as error:
+            fixed = any(value.fixed for stage in self.p for value in stage.raw_values.values())
+            if self._has_fixed(*variables) or not fixed:
+                raise
+            given, missing, write = self._alone
+            raise ValueError(
+                f"{call_name(self.p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do "
+                f"not train are. {write}"
+            ) from error
+
+    def fold(self, *variables: Any) -> Any:
+        """Variables of the plain model, without noise."""
+        return self.deterministic.effective(*variables)
+
+    def update(self, *arguments: Any, key: Any = None, grads: PyTree = None) -> Any:
+        """These variables with fixed values advanced by one training step."""
+        variables, key = self._key(arguments, key)
+        return self._set(self.p.update(self._get(*variables), key, grads), *variables)
+
+    @property
+    def deterministic(self) -> Any:
+        """The same model without noise, to evaluate."""
+        raise NotImplementedError
+
+
+def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The free and the fixed values of a raw tree of dicts, each without the places of the other."""
+    free, fixed = partition(raw)
+    return _prune(free, also_empty=True) or {}, _prune(fixed, also_empty=False) or {}
+
+
+def join_collections(free: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw tree that :func:`split_collections` made two of."""
+    both = {name: join_collections(free[name], fixed[name]) for name in free if name in fixed}
+    return {**free, **fixed, **both}
+
+
+def _prune(tree: PyTree, *, also_empty: bool) -> Any:
+    """``tree`` without what holds no value; ``also_empty`` keeps places that hold none of their own."""
+    if not isinstance(tree, Mapping):
+        return tree if jax.tree.leaves(tree) else None
+    kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}
+    kept = {name: x for name, x in kept.items() if x is not None}
+    return kept if kept or (also_empty and not tree) else None

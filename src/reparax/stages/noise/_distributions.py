@@ -1,0 +1,518 @@
+"""Distributions over weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from reparax.core import random
+from reparax.core.axes import EACH, Axes, check_slices, other_axes
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.keys import split_key
+from reparax.core.leaf import Reparametrization
+from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
+from reparax.core.usage import shows_usage
+from reparax.core.values import Values, aux, fixed, main
+from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, one_of
+from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
+from reparax.numerics.inlined import inlined
+
+
+class Gaussian(Reparametrization):
+    r"""Weights with a normal distribution: :math:`w = \mu + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
+
+    Raw values: ``mean`` (main), :math:`\mu`, like ``w``; ``rho`` (auxiliary), real, with
+    :math:`\sigma = \log(1 + e^\rho)`, one for each weight or for each index of ``axis``, in float32 for half-precision
+    weights. ``init`` gives ``mean = w`` exactly; ``p.deterministic`` and ``fold`` use the mean. The penalty is the
+    Kullback-Leibler divergence from the prior,
+
+    .. math:: KL(N(\mu, \sigma^2) \,\|\, N(0, s^2)) =
+       \sum \log \frac{s}{\sigma} + \frac{\sigma^2 + \mu^2}{2 s^2} - \frac{1}{2}
+
+    so the loss of Bayes by backprop over ``n`` examples is ``mean_loss + p.penalty(raw) / n``. For complex weights
+    :math:`E|\varepsilon|^2 = 1`: the real and imaginary parts each have half the variance.
+
+    With ``noise="factorized"`` it is the layer of NoisyNet, as in Rainbow: a matrix has :math:`\varepsilon_{ij} =
+    f(a_i) \, f(b_j)`, and a vector, such as a bias, :math:`\varepsilon_j = f(b_j)`, with normal numbers a and b and
+    :math:`f(x) = \mathrm{sign}(x) \sqrt{|x|}`. Entries do not correlate; their variance is :math:`\sqrt{2 / \pi}` in a
+    vector and :math:`2 / \pi` in a matrix, in units of :math:`\sigma^2`. Each array draws independently; in the paper a
+    bias shares b with its kernel, which changes neither the mean nor the variance of an output. Normal numbers are not
+    truncated, as in the paper and dopamine; dqn_zoo truncates them at 2. This noise has no penalty, as its divergence
+    is not the one above.
+
+    Args:
+      std: The initial :math:`\sigma`, a positive number, or one for each array, as for :class:`Perturbation`.
+      prior: The standard deviation :math:`s` of the prior: a positive number, possibly traced, or one for each array.
+      axis: The axes with one standard deviation per index, by number or by name. Default: ``"each"``, one for each
+        weight. None, which would be one for the whole array, is refused.
+      noise: ``"independent"``, a number for each weight, or ``"factorized"``, one for each row and each column. Arrays
+        of three or more axes have no rows and columns: leave them out with ``where``, or give ``stacked``.
+      where: Which arrays to act on. Default: every floating or complex parameter, including biases.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``std``, ``prior`` or ``axis`` has the wrong type.
+      ValueError: If ``std``, ``prior`` or ``axis`` is out of range, or if ``noise`` is not one of the words above.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Gaussian(std=0.1)
+      >>> raw = p.init({"w": jnp.ones(3)})
+      >>> p.apply(raw, jax.random.key(0))["w"]
+      Array([1.0412296, 0.9433075, 0.9766247], dtype=float32)
+      >>> p.fold(raw)["w"]
+      Array([1., 1., 1.], dtype=float32)
+      >>> head = {"head": {"kernel": jnp.ones((64, 6)), "bias": jnp.zeros(6)}}
+      >>> p = rpx.Gaussian(0.5 / 64**0.5, noise="factorized", where="head/.*")  # the start of NoisyNet for 64 inputs
+      >>> raw = p.init(head)
+      >>> p.apply(raw, jax.random.key(0))["head"]["kernel"].shape
+      (64, 6)
+
+    References:
+      Graves, *Practical Variational Inference for Neural Networks*, 2011; Blundell, Cornebise, Kavukcuoglu and
+      Wierstra, *Weight Uncertainty in Neural Networks*, 2015; Fortunato et al., *Noisy Networks for Exploration*, 2018.
+    """
+
+    std: Number = argument(per_array(check_positive_number), default=0.01)
+    prior: Number = argument(per_array(check_positive_number), default=1.0)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
+    noise: str = argument(one_of("independent", "factorized"), default="independent", kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
+    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if self.noise == "independent" or w.ndim in (1, 2):
+            return None
+        return (
+            f"expected a matrix or a vector for factorized noise, got shape {w.shape}. Leave it out with `where`, or "
+            f"give the axes along which matrices are stacked (stacked=0)."
+        )
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        shared_axes = other_axes(self.axis, w)
+        shape = [1 if i in shared_axes else size for i, size in enumerate(w.shape)]
+        dtype = widened(w).real.dtype
+        return {"mean": w, "rho": jnp.full(shape, softplus_inverse(scalar(self.std, jnp.zeros((), dtype))), dtype)}
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        mean = widened(values["mean"])
+        std = jax.nn.softplus(values["rho"]).astype(mean.real.dtype)
+        return (mean + std.astype(mean.dtype) * self._draw_noise(key, mean)).astype(values["mean"].dtype)
+
+    def _draw_noise(self, key: Array, like: Array) -> Array:
+        """Noise of variance 1: independent, or the products of numbers for rows and for columns."""
+        if self.noise == "independent":
+            return random.normal(key, like)
+        if like.ndim == 1:
+            return _signed_root(random.normal(key, like))
+        row_key, column_key = split_key(key, (2,))
+        rows, columns = jnp.zeros(like.shape[0], like.dtype), jnp.zeros(like.shape[1], like.dtype)
+        return (
+            _signed_root(random.normal(row_key, rows))[:, None] * _signed_root(random.normal(column_key, columns))[None]
+        )
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return values["mean"]
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        if self.noise == "factorized":
+            raise ValueError(
+                "expected independent noise, got noise='factorized', whose divergence from the prior is not known. "
+                "Leave the penalty out of the loss, or noise='factorized' out of the stage."
+            )
+        return _divergence(values["mean"], values["rho"], scalar(self.prior, values["rho"]))
+
+
+def _signed_root(x: Array) -> Array:
+    """The square root of the size of each number, with its sign."""
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x)).astype(x.dtype)
+
+
+@inlined
+def _divergence(mean: Array, rho: Array, prior: Array) -> Array:
+    """The Kullback-Leibler divergence from the normal distribution around zero."""
+    rho = jnp.broadcast_to(rho, mean.shape)
+    std = jax.nn.softplus(rho)
+    log_std = jnp.where(rho < -20, rho, jnp.log(jnp.where(rho < -20, jnp.ones_like(std), std)))
+    parts = 2 if jnp.iscomplexobj(mean) else 1
+    squares = jnp.square(std / prior) + jnp.square(jnp.abs(mean) / prior)
+    return jnp.sum(parts * (squares - 1) / 2 - parts * (log_std - jnp.log(prior)))
+
+
+PAIR = {"mean", "rho"}
+
+
+class IvonState(NamedTuple):
+    """What :func:`ivon` keeps between steps.
+
+    Attributes:
+      steps: The number of steps so far.
+      momentum: The moving average of gradients, for each array.
+      hessian: The estimate h of the diagonal of the Hessian.
+      start: The initial mean of h + d for each array, which sets the length of steps.
+    """
+
+    steps: Array
+    momentum: PyTree
+    hessian: PyTree
+    start: PyTree
+
+
+@shows_usage
+def ivon(
+    learning_rate: Any,
+    ess: Any,
+    *,
+    beta1: float = 0.9,
+    beta2: float = 0.99999,
+    weight_decay: Any = 1e-4,
+    clip_radius: float = float("inf"),
+) -> Transformation:
+    r"""An optax transformation for raw values of :class:`Gaussian` that finds :math:`\sigma` too: IVON.
+
+    It takes the gradients of one sample, or their mean over several, and writes means and standard deviations:
+
+    .. math:: \hat h &= \lambda \, (h + d) \, \sigma \varepsilon \, g, \quad m \leftarrow \beta_1 m + (1 - \beta_1) g \\
+       h &\leftarrow \beta_2 h + (1 - \beta_2) \hat h + \tfrac{1}{2} (1 - \beta_2)^2 \frac{(h - \hat h)^2}{h + d} \\
+       \mu &\leftarrow \mu - \alpha (h_0 + d) \frac{m / (1 - \beta_1^t) + d \mu}{h + d}, \qquad
+       \sigma = \frac{1}{\sqrt{\lambda (h + d)}}
+
+    Here g is the gradient of the mean loss of a batch at the weights :math:`\mu + \sigma \varepsilon`. The product of
+    noise and gradient is not drawn again: it is :math:`\sigma` times the gradient with respect to :math:`\sigma`, which
+    a step computes anyway. So it is right with :func:`local` too, and over several keys or devices. The loss has no
+    ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets where h starts:
+    :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
+
+    Write ``rpx.optimizer(rpx.noise.ivon(...))`` if the raw tree has fixed values.
+
+    Args:
+      learning_rate: :math:`\alpha`: a number, or a schedule, a function of the number of steps.
+      ess: :math:`\lambda`, the effective sample size: the number of training examples, or less for more noise.
+      beta1: The decay of the moving average of gradients.
+      beta2: The decay of the moving average of the Hessian.
+      weight_decay: d.
+      clip_radius: The largest magnitude of a step over :math:`\alpha (h_0 + d)`.
+
+    Raises:
+      ValueError: If a value that trains is not the mean or the ``rho`` of a ``Gaussian`` with a standard deviation for
+        each weight, or if ``std`` of ``Gaussian`` is so large that no positive h corresponds to it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> p, tx = rpx.Gaussian(0.1), rpx.noise.ivon(0.1, ess=100, weight_decay=1e-3)
+      >>> raw = p.init({"w": jnp.zeros(2)})
+      >>> state = tx.init(raw)
+      >>> for key in jax.random.split(jax.random.key(0), 100):
+      ...     grads = jax.grad(lambda raw: jnp.sum((p.apply(raw, key)["w"] - 1) ** 2) / 2)(raw)
+      ...     updates, state = tx.update(grads, state, raw)
+      ...     raw = optax.apply_updates(raw, updates)
+      >>> bool(jnp.allclose(p.fold(raw)["w"], 1, atol=0.1))
+      True
+
+    References:
+      Shen, Daheim, Cong, Nickl, Marconi, Bazan, Yokota, Gurevych, Cremers, Khan and Möllenhoff, *Variational Learning
+      is Effective for Large Deep Networks*, 2024.
+    """
+    check_positive_number(ess, "ivon", "ess")
+    for name, value in {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}.items():
+        check_number(value, "ivon", name)
+    numbers = _Numbers(ess, beta1, beta2, weight_decay, clip_radius)
+
+    def init(params: PyTree) -> IvonState:
+        pairs = _pairs_by_path(params)
+        hessian = {path: numbers.hessian_of(_std_of(pair["rho"])) for path, pair in pairs.items()}
+        for path, h in hessian.items():
+            if not isinstance(h, Tracer) and not bool(jnp.all(h > 0)):
+                raise ValueError(
+                    f"ivon got standard deviations up to {float(jnp.max(_std_of(pairs[path]['rho']))):.3g} at "
+                    f"{path!r}, but the prior has {(ess * weight_decay) ** -0.5:.3g} = 1 / sqrt(ess * weight_decay), "
+                    f"and they must be less. Give Gaussian a smaller `std`."
+                )
+        momentum = {path: jnp.zeros_like(h) for path, h in hessian.items()}
+        start = {path: jnp.mean(h) + weight_decay for path, h in hessian.items()}
+        return IvonState(jnp.zeros((), jnp.int32), momentum, hessian, start)
+
+    def update(updates: PyTree, state: IvonState, params: PyTree = None, **extra: Any) -> tuple[PyTree, IvonState]:
+        del extra
+        if params is None:
+            raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
+        pairs, grads, count = _pairs_by_path(params), _pairs_by_path(updates), state.steps + 1
+        rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
+        new_pairs, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+        for path, pair in pairs.items():
+            moments = state.momentum[path], state.hessian[path]
+            step = jnp.asarray(rate, moments[0].dtype) * state.start[path]
+            new_pairs[path], momentum[path], hessian[path] = numbers.step(pair, grads[path], *moments, step, count)
+        return _replace_pairs(updates, new_pairs), IvonState(count, momentum, hessian, state.start)
+
+    return Transformation(init, update)
+
+
+class _Numbers(NamedTuple):
+    """The numbers of an optimizer, and its formulas for one array."""
+
+    ess: Any
+    beta1: float
+    beta2: float
+    decay: Any
+    clip: float
+
+    def hessian_of(self, std: Array) -> Array:
+        """The Hessian at which this is the standard deviation."""
+        return 1 / (self.ess * std**2) - self.decay
+
+    def step(
+        self, pair: Mapping[str, Array], grads: Mapping[str, Array], m: Array, h: Array, step: Array, count: Array
+    ) -> tuple[dict[str, Array], Array, Array]:
+        """Updates of both values, and the new momentum and Hessian."""
+        mean, rho, grad = widened(pair["mean"]), pair["rho"], widened(grads["mean"])
+        # The derivative of sigma with respect to rho is a sigmoid, and that of the weight with respect to sigma noise.
+        noise_by_grad = _std_of(rho) * grads["rho"] / jax.nn.sigmoid(rho)
+        m = self.beta1 * m + (1 - self.beta1) * grad
+        estimate, gap = self.ess * (h + self.decay) * noise_by_grad, 1 - self.beta2
+        h = self.beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + self.decay)
+        unbiased = m / (1 - jnp.asarray(self.beta1, m.dtype) ** count.astype(m.dtype))
+        direction = jnp.clip((unbiased + self.decay * mean) / (h + self.decay), -self.clip, self.clip)
+        std = jax.lax.rsqrt(self.ess * (h + self.decay))
+        return {"mean": (-step * direction).astype(pair["mean"].dtype), "rho": softplus_inverse(std) - rho}, m, h
+
+
+def _std_of(rho: Array) -> Array:
+    """The standard deviation of a raw value, ``softplus(rho)``."""
+    return jax.nn.softplus(rho)
+
+
+def _is_pair(x: Any) -> bool:
+    """Whether a node holds the mean and the standard deviation of one array."""
+    return isinstance(x, Mapping) and set(x) == PAIR
+
+
+def _pairs_by_path(tree: PyTree) -> dict[str, Any]:
+    """The raw values of each array, by its path."""
+    names, nodes, _ = flatten_with_names(tree, _is_pair)
+    pairs = {_plain_path(name): node for name, node in zip(names, nodes, strict=True) if node is not None}
+    for path, node in pairs.items():
+        if not _is_pair(node) or jnp.shape(node["mean"]) != jnp.shape(node["rho"]):
+            raise ValueError(
+                f"ivon moves the `mean` and the `rho` of each weight of a Gaussian stage, but {path!r} is something "
+                f"else. Make all weights that train `Gaussian(std)`, the last stage of the chain, with axis='each'."
+            )
+    return pairs
+
+
+def _replace_pairs(tree: PyTree, new_pairs: Mapping[str, Any]) -> PyTree:
+    """The tree with these values in place of the pairs at their paths."""
+    names, nodes, treedef = flatten_with_names(tree, _is_pair)
+    return treedef.unflatten([new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
+
+
+def _plain_path(names: Names) -> str:
+    """A path without the sign of markers, which in a state would stand for raw values."""
+    return path_text(names).replace("@", "")
+
+
+TINY = 1e-8
+K1, K2, K3 = 0.63576, 1.87320, 1.48695
+"""The constants of the paper's approximation of the divergence."""
+
+
+class VariationalDropout(Reparametrization):
+    r"""Sparse variational dropout: :math:`w = m (\theta + \sigma \varepsilon)`, :math:`\alpha = \sigma^2 / \theta^2`.
+
+    Raw values: ``theta`` (main), like ``w``; ``log_var`` (auxiliary), :math:`\log \sigma^2`, one for each weight, in
+    float32 for half-precision weights; ``mask`` (fixed), m, real, 0 where a weight is pruned. ``init`` is exact, with
+    ``theta = w``; ``p.deterministic`` and ``fold`` use :math:`m \theta`. ``update`` permanently prunes weights that are
+    mostly noise, those with :math:`\log \alpha` above ``threshold``. The penalty is the paper's approximation of the
+    divergence from the log-uniform prior,
+
+    .. math:: \sum k_1 (1 - \mathrm{sigm}(k_2 + k_3 \log \alpha)) + \tfrac{1}{2} \log(1 + 1 / \alpha)
+
+    Add it to the mean loss over ``n`` examples as ``p.penalty(raw) / n``.
+
+    Args:
+      std: The initial :math:`\sigma`, a positive number.
+      threshold: The :math:`\log \alpha` above which a weight is pruned; 3 is a dropout rate of 0.95.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``std`` or ``threshold`` has the wrong type.
+      ValueError: If ``std`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.noise.VariationalDropout(std=0.1)
+      >>> raw = p.update(p.init({"w": jnp.array([[1.0, 0.001]])}))
+      >>> p.fold(raw)["w"]
+      Array([[1., 0.]], dtype=float32)
+
+    References:
+      Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015; Molchanov,
+      Ashukha and Vetrov, *Variational Dropout Sparsifies Deep Neural Networks*, 2017.
+    """
+
+    std: Number = argument(per_array(check_positive_number), default=0.01)
+    threshold: float = argument(check_known_number, default=3.0, kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    dtypes: ClassVar[Any] = jnp.floating
+    min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = True
+    raw_values: ClassVar[Values] = {"theta": main(aligned=True), "log_var": aux(), "mask": fixed()}
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        dtype = widened(w).dtype
+        log_var = jnp.broadcast_to(2 * jnp.log(scalar(self.std, jnp.zeros((), dtype))), w.shape)
+        return {"theta": w, "log_var": log_var, "mask": jnp.ones_like(w)}
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        theta = widened(values["theta"])
+        std = jnp.exp(values["log_var"] / 2).astype(theta.dtype)
+        return _zero_pruned(values, theta + std * random.normal(key, theta)).astype(values["theta"].dtype)
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return _zero_pruned(values, values["theta"])
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        mask = values["mask"]
+        return {"mask": jnp.where(_log_alpha(values) > self.threshold, jnp.zeros_like(mask), mask)}
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        log_alpha = _log_alpha(values)
+        entries = K1 * jax.nn.sigmoid(-K2 - K3 * log_alpha) + jax.nn.softplus(-log_alpha) / 2
+        return jnp.sum(_zero_pruned(values, entries))
+
+
+def _zero_pruned(values: dict[str, Array], x: Array) -> Array:
+    """``x``, and zero for weights that have been pruned."""
+    return jnp.where(values["mask"] != 0, x, jnp.zeros_like(x))
+
+
+def _log_alpha(values: dict[str, Array]) -> Array:
+    r""":math:`\log \alpha = \log \sigma^2 - \log \theta^2`, the variance as a share of the square of the mean."""
+    theta = widened(values["theta"])
+    return values["log_var"].astype(theta.dtype) - jnp.log(jnp.square(theta) + TINY)
+
+
+LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
+LARGEST = 0.68
+NODES, SHARES = np.polynomial.legendre.leggauss(16)
+
+
+def _check_rate(value: Any, who: str, name: str) -> float:
+    """A probability above 0 and below ``LARGEST``; a gate with a larger one would be closed by ``update``."""
+    rate = check_known_number(value, who, name)
+    if not 0 < rate < LARGEST:
+        raise ValueError(
+            f"{who} got {name}={rate}, but takes a probability above 0 and below {LARGEST}: `update` closes gates with "
+            f"a larger one."
+        )
+    return rate
+
+
+class HardConcrete(Reparametrization):
+    r"""Weights with random gates that can be exactly zero, for L0 regularization: :math:`w = m \, z \, x`.
+
+    .. math:: z = \min(1, \max(0, 1.2 \, s - 0.1)), \quad
+       s = \mathrm{sigm}\left(\tfrac{3}{2} \left(\log \tfrac{u}{1 - u} + \log \alpha\right)\right), \quad
+       u \sim U(0, 1)
+
+    Raw values: ``w`` (main), x, like ``w``; ``log_alpha`` (auxiliary), one for each gate, of size 1 along axes that
+    share a gate, in float32 for half-precision weights; ``mask`` (fixed), m, of the same shape, 1 where a gate is open.
+    ``p.deterministic`` and ``fold`` use the mean :math:`m \, E[z] \, x`, and ``init`` inverts it, up to rounding.
+    ``update`` permanently closes the gates that the paper closes at test time, those with
+    :math:`\mathrm{sigm}(\log \alpha) < 1 / 12`; ``fold`` has zeros there. The penalty is the expected number of nonzero
+    weights: :math:`\sum P(z > 0)`, each gate counted once per weight.
+
+    Args:
+      rate: The initial probability :math:`P(z = 0)` that a gate is closed, as for :class:`WeightDropout`, below 0.68;
+        ``update`` closes gates above that.
+      axis: The axes with one gate per index, by number or by name, as for :class:`WeightNorm`: ``0`` prunes inputs
+        of a kernel ``(in, out)``. Default: ``"each"``, one gate for each weight.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``rate`` or ``axis`` has the wrong type.
+      ValueError: If ``rate`` or ``axis`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.noise.HardConcrete(0.2, axis=0)
+      >>> raw = p.init({"w": jnp.ones((4, 2))})
+      >>> p.penalty(raw).round(3)
+      Array(6.4, dtype=float32)
+      >>> p.apply(raw, jax.random.key(3))["w"].shape
+      (4, 2)
+
+    References:
+      Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
+    """
+
+    rate: Number = argument(per_array(_check_rate), default=0.1)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
+
+    stochastic: ClassVar[bool] = True
+    min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "log_alpha": aux(), "mask": fixed()}
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        shape = tuple(1 if i in self._shared(w) else size for i, size in enumerate(w.shape))
+        start = math.log1p(-self.rate) - math.log(self.rate) + TEMPERATURE * math.log(-LOW / HIGH)
+        log_alpha = jnp.full(shape, start, x.real.dtype)
+        return {
+            "w": (x / _mean_gate(log_alpha)).astype(w.dtype),
+            "log_alpha": log_alpha,
+            "mask": jnp.ones_like(log_alpha),
+        }
+
+    def apply_leaf(self, values: dict[str, Array], key: Array) -> Array:
+        x = widened(values["w"])
+        u = random.uniform(key, x, self._shared(x))
+        logit = jnp.log(jnp.maximum(u, jnp.finfo(u.dtype).tiny)) - jnp.log1p(-u)
+        s = jax.nn.sigmoid((logit.astype(values["log_alpha"].dtype) + values["log_alpha"]) / TEMPERATURE)
+        return self._apply_gate(values, jnp.clip(LOW + (HIGH - LOW) * s, 0, 1))
+
+    def mean_leaf(self, values: dict[str, Array]) -> Array:
+        return self._apply_gate(values, _mean_gate(values["log_alpha"]))
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        is_closed = LOW + (HIGH - LOW) * jax.nn.sigmoid(values["log_alpha"]) <= 0
+        return {"mask": jnp.where(is_closed, jnp.zeros_like(values["mask"]), values["mask"])}
+
+    def penalty_leaf(self, values: dict[str, Array]) -> Array:
+        log_alpha = values["log_alpha"]
+        shift = TEMPERATURE * math.log(-LOW / HIGH)
+        share = jnp.where(values["mask"] != 0, jax.nn.sigmoid(log_alpha - shift), jnp.zeros_like(log_alpha))
+        return jnp.sum(share) * (values["w"].size // max(share.size, 1))
+
+    def _shared(self, w: Array) -> tuple[int, ...]:
+        """The axes along which weights share one gate."""
+        return other_axes(self.axis, w)
+
+    def _apply_gate(self, values: dict[str, Array], gate: Array) -> Array:
+        """The weights times their gates, and zero where the mask is."""
+        x = widened(values["w"])
+        alive = jnp.where(values["mask"] != 0, gate, jnp.zeros_like(gate))
+        return (alive.astype(x.real.dtype) * x).astype(values["w"].dtype)
+
+
+def _mean_gate(log_alpha: Array) -> Array:
+    """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
+    total = jnp.zeros_like(log_alpha)
+    for node, share in zip(NODES, SHARES, strict=True):
+        x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)
+        total = total + float(share) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
+    return total

@@ -1,0 +1,226 @@
+"""Noise and dropout of weights."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core import random
+from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Perturbation
+from reparax.numerics.arguments import check_number, one_of, optional
+from reparax.numerics.arithmetic import scalar, widened
+from reparax.numerics.lengths import norm
+
+
+class _Drawn(Perturbation):
+    """A perturbation in two steps: a draw, which reads only the array's type, and its effect on the array.
+
+    Consecutive ones on an array can draw once.
+
+    Attributes:
+      shared: The settings that the draw depends on, besides the type of the array.
+    """
+
+    draws_by_type: ClassVar[bool] = True
+    shared: ClassVar[Any] = ()
+
+    @abstractmethod
+    def draw(self, like: Array, key: Array) -> Array:
+        """A draw for an array of the type of ``like``; a batch of draws for a batch of keys."""
+
+    @abstractmethod
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        """The effective array, of the shape and dtype of ``w``."""
+
+    @abstractmethod
+    def merged_with(self, later: Any) -> Any:
+        """A single stage with the same distribution as this one followed by ``later``, or None if there is none.
+
+        Only the class that defines this method merges its noises; subclasses do not inherit it.
+        """
+
+    def apply_leaf(self, w: Array, key: Array) -> Array:
+        return self.perturb(w, self.draw(w, key))
+
+
+def _check_std(value: Any, who: str, name: str) -> Any:
+    """A standard deviation, which is finite if it is known."""
+    std = check_number(value, who, name)
+    if isinstance(std, float) and not math.isfinite(std):
+        raise ValueError(f"{who} got {name}={std}, but a standard deviation is a finite number.")
+    return std
+
+
+def _check_rate(value: Any, who: str, name: str) -> Any:
+    """The share of weights to drop, which is at least 0 and less than 1 if it is known."""
+    rate = check_number(value, who, name)
+    if isinstance(rate, float) and not 0 <= rate < 1:
+        raise ValueError(
+            f"{who} got {name}={rate}, but a rate is at least 0 and less than 1. "
+            f"It is the share of weights to drop, not to keep."
+        )
+    return rate
+
+
+class VarNoise(_Drawn):
+    r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
+
+    The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
+    :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
+    added to half-precision arrays in float32. A negative :math:`\sigma` gives the mirrored noise for the same key.
+
+    With ``relative``, the standard deviation is :math:`\sigma` times the size of the weights: their largest magnitude
+    (``"max"``), their standard deviation (``"std"``) or their Euclidean norm (``"norm"``), of the whole array or for
+    each index of ``axis``. Gradients treat this size as a constant.
+
+    The draw of an array does not depend on other arrays. Under ``jax.jit`` it is the same up to rounding: within four
+    units in the last place of the larger of weight and noise.
+
+    Args:
+      std: Standard deviation, a number or a traced scalar.
+      relative: None, ``"max"``, ``"std"`` or ``"norm"``: the unit of the standard deviation.
+      axis: With ``relative``, the axes with one size per index, by number or by name, as for :class:`WeightNorm`.
+        Default: one size for the whole array.
+      where: Which arrays to act on. Default: every floating or complex array that is a parameter, including biases.
+      stacked: As for :class:`Perturbation`. Only ``relative`` depends on it, as entries are independent otherwise.
+
+    Raises:
+      TypeError: If ``std`` or ``axis`` has the wrong type.
+      ValueError: If ``std`` or ``axis`` is out of range, or if ``relative`` is not one of the words above.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.VarNoise(0.075)
+      >>> p.apply({"w": jnp.ones(3)}, jax.random.key(0))["w"]
+      Array([0.95527065, 1.0161126 , 0.992114  ], dtype=float32)
+      >>> def scheduled(step):  # from step 20000 on, on kernels of the decoder only; call it in the training step
+      ...     return rpx.VarNoise({"decoder/.*kernel": jnp.where(step < 20000, 0.0, 0.075)})
+      >>> scheduled(30000)
+      VarNoise({'decoder/.*kernel': 0.075})
+
+    References:
+      Graves, *Practical Variational Inference for Neural Networks*, 2011.
+    """
+
+    std: Number = argument(per_array(_check_std))
+    relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
+    axis: Axes | None = argument(check_features, default=None, kw_only=True)
+
+    straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
+    entrywise: ClassVar[Any] = property(lambda self: self.relative is None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axis is not None and self.relative is None:
+            raise ValueError(
+                f"{type(self).__name__} got axis={self.axis!r} without relative, but `axis` applies only to relative "
+                f"noise. Give relative='max', 'std' or 'norm', or leave axis out."
+            )
+
+    def draw(self, like: Array, key: Array) -> Array:
+        return random.normal(key, widened(like))
+
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        x = widened(w)
+        std = scalar(self.std, x)
+        if self.relative is not None:
+            std = std * map_stacked(find_axes(self.stacked, None), self._size)(jax.lax.stop_gradient(x))
+        return (x + std * drawn).astype(w.dtype)
+
+    def merged_with(self, later: Any) -> Any:
+        can_merge = self.relative is None and later.relative is None
+        return replace(self, std=_root_of_squares(self.std, later.std)) if can_merge else None
+
+    def _size(self, x: Array) -> Array:
+        """The unit of the standard deviation, in a shape that broadcasts."""
+        axes = other_axes(self.axis, x)
+        match self.relative:
+            case "max":
+                size = jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0)
+            case "std":
+                size = jnp.std(x, axis=axes, keepdims=True)
+            case _:
+                size = norm(x, axes)
+        return size.astype(x.dtype)
+
+
+class WeightDropout(_Drawn):
+    r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
+
+    The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
+    ``broadcast`` on one array draw once: the keep probabilities multiply.
+
+    Args:
+      rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (its range
+        is not checked).
+      broadcast: Axes along which entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
+        columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
+        :class:`WeightNorm`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Perturbation`; ``broadcast`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``rate`` or ``broadcast`` has the wrong type.
+      ValueError: If ``rate`` or ``broadcast`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightDropout(0.5, broadcast=-1)
+      >>> p.apply({"w": jnp.ones((3, 2))}, jax.random.key(2))["w"]
+      Array([[2., 2.],
+             [2., 2.],
+             [0., 0.]], dtype=float32)
+
+    References:
+      Wan, Zeiler, Zhang, LeCun and Fergus, *Regularization of Neural Networks using DropConnect*, 2013; of recurrent
+      weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
+    """
+
+    rate: Number = argument(per_array(_check_rate))
+    broadcast: Axes = argument(check_axes, default=(), kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = property(lambda self: self.broadcast == ())
+    shared: ClassVar[Any] = property(lambda self: (self.broadcast, self.stacked))
+
+    def draw(self, like: Array, key: Array) -> Array:
+        return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))
+
+    def perturb(self, w: Array, drawn: Array) -> Array:
+        x, keep = widened(w), _keep_probability(self.rate)
+        return jnp.where(drawn < scalar(keep, drawn), x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
+
+    def merged_with(self, later: Any) -> Any:
+        if self.shared != later.shared:
+            return None
+        rates = self.rate, later.rate
+        if all(isinstance(rate, float) for rate in rates):
+            rate = min(1 - math.prod(1 - rate for rate in rates), math.nextafter(1, 0))
+        else:
+            rate = 1 - jnp.asarray(_keep_probability(self.rate)) * jnp.asarray(_keep_probability(later.rate))
+        return WeightDropout(rate, broadcast=self.broadcast, stacked=self.stacked)
+
+
+def _root_of_squares(a: Any, b: Any) -> Any:
+    """The root of the sum of squares, with gradient zero at zero; negative if both numbers are negative."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.hypot(a, b) * (-1 if a < 0 and b < 0 else 1)
+    total = jnp.square(a) + jnp.square(b)
+    root = jnp.where(total == 0, 0, jnp.sqrt(jnp.where(total == 0, 1, total)))
+    return jnp.where((jnp.asarray(a) < 0) & (jnp.asarray(b) < 0), -root, root)
+
+
+def _keep_probability(rate: Any) -> Any:
+    """The probability to keep a weight, in float32 or wider, so that it is rounded neither to 1 nor to 0."""
+    if isinstance(rate, float):
+        return 1 - rate
+    return 1 - rate.astype(rate.dtype if rate.dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,351 @@
+"""Lengths of weights: weight norm, weight standardization, a largest norm, spheres and the Poincaré ball."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import LAST, Axes, check_along, check_channels, count_from_front, last_to_number, other_axes
+from reparax.core.constraint import Constraint
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import OUTPUTS, VECTORS
+from reparax.core.values import Values, aux, main
+from reparax.numerics.arguments import check_flag, check_positive_number
+from reparax.numerics.arithmetic import scalar, widened
+from reparax.numerics.lengths import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
+
+
+class WeightNorm(Reparametrization):
+    r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
+
+    Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
+    half-precision weights and otherwise in the precision of ``w``. ``init`` gives ``v = w`` and
+    :math:`g = \lVert w \rVert`; it is exact for every ``w`` with a finite norm. For norms below 1e-28 or above 1e28,
+    whose squares do not fit into float32, ``v`` is ``w`` times a power of two. A slice of zeros gets ``g = 0`` and
+    ``v = 1``: it is reproduced exactly, and still trains.
+
+    Equivalents in other libraries, for the same array (a weight of torch has the shape ``(out, in)``):
+
+    ======================================  =============
+    flax ``feature_axes=-1`` (its default)  ``axis=-1``
+    flax ``feature_axes=None``              ``axis=None``
+    torch ``dim=0`` (its default)           ``axis=0``
+    torch ``dim=1``                         ``axis=1``
+    torch ``dim=None`` and ``dim=-1``       ``axis=None``
+    ======================================  =============
+
+    Args:
+      axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
+        convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
+        ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
+        ``"each"`` for one norm of each weight. Default: the last axis; with :meth:`~Parametrization.on`, the outputs.
+        By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
+        ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
+        of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
+      detach: Whether gradients treat :math:`\lVert v \rVert` as a constant, as in DoRA,
+        ``LoRA(8) >> WeightNorm(detach=True)``. The effective weight is the same, and its gradient is cheaper.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``axis`` or ``detach`` has the wrong type.
+      ValueError: If ``axis`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.WeightNorm()
+      >>> raw = p.init({"w": jnp.array([[3.0, 0.0], [4.0, 0.0]])})
+      >>> raw["w"]["@weight_norm"]["g"]
+      Array([[5., 0.]], dtype=float32)
+      >>> p.apply(raw)["w"]
+      Array([[3., 0.],
+             [4., 0.]], dtype=float32)
+
+    References:
+      Salimans and Kingma, *Weight Normalization*, 2016; Liu, Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA:
+      Weight-Decomposed Low-Rank Adaptation*, 2024.
+    """
+
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
+    detach: bool = argument(check_flag, default=False, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+    _last_of_any: ClassVar[bool] = True
+    straight_through: ClassVar[Any] = property(lambda self: self.detach)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        axes = other_axes(self.axis, w)
+        length = norm(widened(w), axes)
+        return {"g": length, "v": jnp.where(is_zero(w, axes), jnp.ones_like(w), scale_near_one(w, length))}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        g, v = values["g"], values["v"]
+        axes = other_axes(self.axis, v)
+        x, length = widened(v), g.astype(widened(v).real.dtype)
+        return (with_length_detached if self.detach else with_length)(x, length, axes).astype(v.dtype)
+
+
+class WeightStandardization(Constraint):
+    r"""Zero mean and unit variance: :math:`w = (v - \mu) / \sigma` over the inputs of each output channel.
+
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if ``w`` has mean 0 and variance 1, and
+    otherwise starts at the nearest such point, ``w`` standardized. A channel of equal numbers has no unique nearest
+    point; it starts at evenly spaced numbers. Half-precision arrays are computed in float32.
+
+    For a gain, add weight norm: ``WeightStandardization() >> WeightNorm()`` is the scaled weight standardization of
+    Brock et al., :math:`w = g (v - \mu) / (\sigma \sqrt{n})` for ``n`` inputs. Then ``init`` keeps the norm of each
+    channel, and is exact if its mean is 0; a channel of zeros stays zero, and still trains.
+
+    Args:
+      axis: The feature axes, with one mean and one variance per index: ``-1`` for a convolution's ``(height, width, in,
+        out)``. By number or by name. Default: the last axis of a matrix; arrays of more axes are refused.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``axis`` has the wrong type.
+      ValueError: If ``axis`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.norms.WeightStandardization()
+      >>> p.apply(p.init({"w": jnp.array([[1.0, 0.0], [5.0, 2.0]])}))["w"].round(3)
+      Array([[-1., -1.],
+             [ 1.,  1.]], dtype=float32)
+
+    References:
+      Qiao, Wang, Liu, Shen and Yuille, *Micro-Batch Training with Batch-Channel Normalization and Weight
+      Standardization*, 2019.
+      Brock, De and Smith, *Characterizing signal propagation to close the performance gap in unnormalized ResNets*,
+      2021.
+    """
+
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if self._count(w) == 1:
+            axis = None if self.axis is None else last_to_number(self.axis)
+            return (
+                f"expected several inputs for each index of axis {axis}, got one in shape {w.shape}. "
+                f"Leave it out with `where`, or use a separate stage for it."
+            )
+        return None
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        axes = other_axes(self.axis, w)
+        sizes = [size if axis in axes else 1 for axis, size in enumerate(w.shape)]
+        ramp = jnp.linspace(-1, 1, self._count(w), dtype=w.dtype).reshape(sizes)
+        if w.size == 0:
+            return {"v": w}
+        is_constant = jnp.all(w == jnp.max(w, axis=axes, keepdims=True), axis=axes, keepdims=True)
+        # Of the shape of w, as JAX selects only among arrays that lie on a mesh alike.
+        return {"v": jnp.where(is_constant & jnp.ones_like(w, bool), ramp + jnp.zeros_like(w), w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        v = values["v"]
+        x, axes = widened(v), other_axes(self.axis, v)
+        x = x / scale(x, axes).astype(x.dtype)
+        deviation = x - jnp.mean(x, axis=axes, keepdims=True)
+        return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)
+
+    def _count(self, w: Array) -> int:
+        """The number of inputs of a channel."""
+        return math.prod(w.shape[axis] for axis in other_axes(self.axis, w))
+
+
+class Sphere(Constraint):
+    r"""Vectors of a fixed norm: :math:`w = r \, v / \lVert v \rVert`.
+
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert = r`, and
+    otherwise starts at the nearest point of the sphere. A zero vector has no unique nearest point; it gets ``v = 1``.
+    Samples are uniform. Half-precision arrays are computed in float32.
+
+    Args:
+      radius: The norm :math:`r`, a number or a traced scalar.
+      along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
+        output of a dense kernel ``(in, out)``. None for the whole array. Default: the last axis of a vector or a
+        matrix; arrays of more axes are refused.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``radius`` or ``along`` has the wrong type.
+      ValueError: If ``radius`` or ``along`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.norms.Sphere()
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}))["w"]
+      Array([[0.6, 0.8],
+             [0. , 1. ]], dtype=float32)
+
+    References:
+      Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
+    """
+
+    radius: Number = argument(per_array(check_positive_number), default=1.0)
+    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": VECTORS}
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"v": jnp.where(is_zero(w, count_from_front(self.along, w)), jnp.ones_like(w), w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        v = values["v"]
+        x = widened(v)
+        return (scalar(self.radius, x) * unit(x, count_from_front(self.along, v))).astype(v.dtype)
+
+
+class MaxNorm(Constraint):
+    r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
+
+    Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
+    otherwise starts at the nearest point, ``w`` rescaled to norm ``c``. Inside the ball, training is that of plain
+    weights. Outside, the map is the inversion in the sphere: rescaling would pass no gradient to the norm, so weights
+    outside the ball could never come back. Half-precision arrays are computed in float32.
+
+    Args:
+      max: The largest norm :math:`c`, a number or a traced scalar.
+      axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
+        output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
+        attention kernel ``(in, heads, dim)``, ``0`` each row of an embedding. None bounds the norm of the whole array.
+        Default: the last axis of a matrix; arrays of more axes are refused.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``max`` or ``axis`` has the wrong type.
+      ValueError: If ``max`` or ``axis`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.norms.MaxNorm(1.0)
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 0.3], [4.0, 0.4]])}))["w"]
+      Array([[0.6, 0.3],
+             [0.8, 0.4]], dtype=float32)
+
+    References:
+      Hinton, Srivastava, Krizhevsky, Sutskever and Salakhutdinov, *Improving neural networks by preventing
+      co-adaptation of feature detectors*, 2012.
+    """
+
+    max: Number = argument(per_array(check_positive_number))
+    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        return {"v": (x * self._shrinkage(x)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = widened(values["v"])
+        return (x * jnp.square(self._shrinkage(x))).astype(values["v"].dtype)
+
+    def _shrinkage(self, x: Array) -> Array:
+        """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
+        length = norm(x, other_axes(self.axis, x))
+        largest = scalar(self.max, length)
+        beyond = length > largest
+        inside = jnp.ones_like(length)
+        return jnp.where(beyond, largest / jnp.where(beyond, length, inside), inside).astype(x.dtype)
+
+
+class PoincareBall(Constraint):
+    r"""Hyperbolic space as the Poincaré ball: :math:`w = \tanh(s) \, v / s` with :math:`s = \sqrt{c} \lVert v \rVert`.
+
+    This is the exponential map at the origin of the space of curvature :math:`-c`, the open ball of radius
+    :math:`1 / \sqrt{c}`. Raw value: ``v`` (main), like ``w``, a tangent vector at the origin. ``init`` gives its
+    logarithm :math:`v = \mathrm{artanh}(\sqrt{c} \lVert w \rVert) \, w / (\sqrt{c} \lVert w \rVert)`; it is exact in
+    the ball, up to a margin of four machine epsilons that keeps rounded points inside. A point outside the ball starts
+    at that margin, in the same direction. There the map is nearly flat along the radius, so the norm trains slowly.
+    Samples are wrapped normal: images of normal tangent vectors. Half-precision arrays are computed in float32.
+
+    Args:
+      curvature: :math:`c`, greater than 0, a number or a traced scalar.
+      along: The axes along which a point's coordinates lie, as for :class:`Sphere`.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``curvature`` or ``along`` has the wrong type.
+      ValueError: If ``curvature`` or ``along`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.norms.PoincareBall()
+      >>> raw = p.init({"w": jnp.array([[0.0, 0.5]])})
+      >>> raw
+      {'w': {'@poincare_ball': {'v': Array([[0.        , 0.54930615]], dtype=float32)}}}
+      >>> p.apply(raw)["w"]
+      Array([[0. , 0.5]], dtype=float32)
+
+    References:
+      Ganea, Bécigneul and Hofmann, *Hyperbolic Neural Networks*, 2018.
+      Nagano, Yamaguchi, Fujita and Koyama, *A Wrapped Normal Distribution on Hyperbolic Space*, 2019.
+    """
+
+    curvature: Number = argument(per_array(check_positive_number), default=1.0)
+    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"v": main(aligned=True)}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": OUTPUTS}
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        length = jnp.minimum(self._length(w), _limit(w))
+        direction = unit(widened(w), count_from_front(self.along, w))
+        root = jnp.sqrt(scalar(self.curvature, direction))
+        return {"v": (jnp.arctanh(length) / root * direction).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        v = values["v"]
+        length = self._length(v)
+        near = length < float(jnp.finfo(length.dtype).eps) ** 0.25  # here the quotient has no stable derivative
+        far = jnp.where(near, jnp.ones_like(length), length)
+        image = jnp.tanh(far)
+        # At the margin, keep the gradient of the map: with a zero gradient, no point could leave the margin again.
+        image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
+        return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
+        return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
+
+    def _length(self, w: Array) -> Array:
+        """The norm of each vector, in units of the ball's radius."""
+        length = norm(widened(w), count_from_front(self.along, w))
+        return jnp.sqrt(scalar(self.curvature, length)) * length
+
+
+def _limit(w: Array) -> float:
+    """The largest norm of a point that stays in the ball when its coordinates are rounded."""
+    return 1 - 4 * float(jnp.finfo(w.dtype).eps)

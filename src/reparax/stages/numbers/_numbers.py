@@ -1,0 +1,399 @@
+"""Stages on single numbers, and on those that sum to one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import LAST, Axis, check_one_along, position
+from reparax.core.constraint import Constraint, is_known
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.roles import VECTORS
+from reparax.core.values import Values, main
+from reparax.numerics.arguments import check_function, check_number, one_of
+from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
+from reparax.numerics.inlined import inlined
+
+Function = Callable[[Array], Array]
+
+
+class _Map(Constraint):
+    """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
+
+    raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
+    entrywise: ClassVar[Any] = True
+
+    @abstractmethod
+    def _forward(self, x: Array) -> Array:
+        """The weights of raw values."""
+
+    @abstractmethod
+    def _inverse(self, w: Array) -> Array:
+        """The raw values whose weights these are."""
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        if jnp.iscomplexobj(values["x"]):
+            raise ValueError(f"expected real numbers for log_det, got {values['x'].dtype}.")
+        _, slope = jax.jvp(self._forward, (values["x"],), (jnp.ones_like(values["x"]),))
+        return jnp.sum(self._log_slope(values["x"], slope))
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        """The logarithm of the derivative of the map, elementwise."""
+        del x
+        return jnp.log(jnp.abs(slope))
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": self._inverse(widened(w)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return self._forward(widened(values["x"])).astype(values["x"].dtype)
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return self.apply_leaf({"x": jax.random.normal(key, shape, dtype)})
+
+
+_POSITIVE: dict[str, tuple[Function, Function]] = {
+    "softplus": (jax.nn.softplus, softplus_inverse),
+    "exp": (jnp.exp, jnp.log),
+    "square": (jnp.square, jnp.sqrt),
+}
+
+
+class Positive(_Map):
+    r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
+    :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
+    error: they would start next to zero, where each map is flat, and never train. With ``outside="project"`` they start
+    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
+    computed in float32.
+
+    Args:
+      map: ``"softplus"``, ``"exp"`` or ``"square"``; only the square can be exactly zero.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      ValueError: If ``map`` is not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Positive(where=".*scale")
+      >>> raw = p.init({"scale": jnp.array([1.0, 20.0])})
+      >>> raw
+      {'scale': {'@positive': {'x': Array([ 0.54132485, 20.        ], dtype=float32)}}}
+      >>> p.apply(raw)
+      {'scale': Array([ 1., 20.], dtype=float32)}
+
+    References:
+      Dugas, Bengio, Bélisle, Nadeau and Garcia, *Incorporating Second-Order Functional Knowledge*, 2001.
+    """
+
+    map: str = argument(one_of("softplus", "exp", "square"), default="softplus")
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"x": self._inverse(jnp.maximum(widened(w), _least_number(w))).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        return widened(w) < _least_number(w)
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
+        x = widened(jnp.asarray(w))
+        if tolerance is None:
+            return jnp.all(x >= 0 if self.map == "square" else x > 0)
+        return jnp.all(x >= -tolerance * jnp.max(jnp.abs(x), initial=0.0))
+
+    def _forward(self, x: Array) -> Array:
+        return _POSITIVE[self.map][0](x)
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        # Logarithms in closed form, as the slope itself may underflow.
+        return {"softplus": jax.nn.log_sigmoid(x), "exp": x, "square": jnp.log(jnp.abs(slope))}[self.map]
+
+    def _inverse(self, w: Array) -> Array:
+        return _POSITIVE[self.map][1](w)
+
+
+def _least_number(w: Array) -> float:
+    """The smallest number that a dtype's arithmetic distinguishes from zero."""
+    return 2 * max(float(jnp.finfo(w.dtype).smallest_subnormal), float(jnp.finfo(widened(w).dtype).tiny))
+
+
+class Bounded(_Map):
+    r"""Numbers between two bounds: :math:`w = a + (b - a) / (1 + e^{-x})`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
+    between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
+    there, and they would never train. With ``outside="project"`` they start next to the bound. Half-precision arrays
+    are computed in float32.
+
+    Args:
+      low: The lower bound :math:`a`, a number or a traced scalar.
+      high: The upper bound :math:`b`, greater than ``low``, a number or a traced scalar.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``low`` or ``high`` has the wrong type.
+      ValueError: If ``low`` or ``high`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.numbers.Bounded(-1, 3)
+      >>> raw = p.init({"w": jnp.array([1.0, 2.0])})
+      >>> raw
+      {'w': {'@bounded': {'x': Array([0.       , 1.0986123], dtype=float32)}}}
+      >>> p.apply(raw)["w"].round(3)
+      Array([1., 2.], dtype=float32)
+
+    References:
+      Stan Development Team, *Stan Reference Manual*, constraint transforms, lower and upper bounded scalar.
+    """
+
+    low: Number = argument(check_number)
+    high: Number = argument(check_number)
+
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.low, self.high
+        if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
+            raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
+
+    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+        """Whether all numbers lie between the bounds, up to rounding.
+
+        Args:
+          w: An array.
+          tolerance: How far outside the numbers may be, in units of ``high - low``. Default: ten times the machine
+            epsilon.
+        """
+        w = jnp.asarray(w)
+        t = self._share(widened(w))
+        units = 10 * float(jnp.finfo(w.dtype).eps) if tolerance is None else tolerance
+        return jnp.all((t >= -units) & (t <= 1 + units))
+
+    def flat_leaf(self, w: Array) -> Array:
+        t = self._share(widened(w))
+        return (t <= 0) | (t >= 1)
+
+    def _forward(self, x: Array) -> Array:
+        low, high = scalar(self.low, x), scalar(self.high, x)
+        return low + (high - low) * jax.nn.sigmoid(x)
+
+    def _log_slope(self, x: Array, slope: Array) -> Array:
+        width = scalar(self.high, x) - scalar(self.low, x)
+        return jnp.log(width) + jax.nn.log_sigmoid(x) + jax.nn.log_sigmoid(-x)
+
+    def _inverse(self, w: Array) -> Array:
+        limits = jnp.finfo(w.dtype)
+        t = jnp.clip(self._share(w), float(limits.tiny), 1 - float(limits.epsneg))
+        return jnp.log(t) - jnp.log1p(-t)
+
+    def _share(self, w: Array) -> Array:
+        """The position between the bounds: 0 at ``low``, 1 at ``high``."""
+        low, high = scalar(self.low, w), scalar(self.high, w)
+        return (w - low) / (high - low)
+
+
+class Elementwise(_Map):
+    r"""A pair of functions of your own: :math:`w = f(x)`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
+    inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
+    is 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed as
+    float32.
+
+    Args:
+      forward: The elementwise function :math:`f`. Functions compare by identity, so define it once, by name: a new
+        ``lambda`` in each training step would compile again each time. ``to_json`` can write only functions of JAX.
+      inverse: Its right inverse.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``forward`` or ``inverse`` has the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh)
+      >>> p
+      Elementwise(jnp.tanh, jnp.arctanh)
+      >>> p.init({"w": jnp.array([0.0, 0.5])})
+      {'w': {'@elementwise': {'x': Array([0.        , 0.54930615], dtype=float32)}}}
+    """
+
+    forward: Function = argument(check_function)
+    inverse: Function = argument(check_function)
+
+    def _why_refused(self, w: Array) -> str | None:
+        why = super()._why_refused(w)  # first, as `refuse_leaf` would come before the error for NaN in `w` itself
+        if why is not None or not is_known(w):
+            return why
+        with jax.ensure_compile_time_eval():
+            if not jnp.any(jnp.isnan(self.inverse(widened(jnp.asarray(w))))):
+                return None
+        return "expected numbers that `inverse` takes, got some that it maps to NaN. Correct the array."
+
+    def flat_leaf(self, w: Array) -> Array:
+        x = self.inverse(widened(w))
+        y, pull = jax.vjp(self.forward, x)
+        (slope,) = pull(jnp.ones_like(y))
+        return (slope == 0) | jnp.isinf(x)
+
+    def _forward(self, x: Array) -> Array:
+        return self.forward(x)
+
+    def _inverse(self, w: Array) -> Array:
+        return self.inverse(w)
+
+
+def _check_factor(value: Any, who: str, name: str) -> Any:
+    """A number that is finite and not 0, if it is known."""
+    factor = check_number(value, who, name)
+    if isinstance(factor, float) and not 0 < abs(factor) < math.inf:
+        raise ValueError(f"{who} got {name}={factor}, but takes a finite number other than 0.")
+    return factor
+
+
+class Scale(Reparametrization):
+    r"""A constant multiple, such as the multipliers of muP: :math:`w = c \, x`.
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
+    are computed in float32.
+
+    Args:
+      factor: :math:`c`, a number other than 0 or a traced scalar.
+      where: Which arrays to act on. Default: every floating or complex parameter.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``factor`` has the wrong type.
+      ValueError: If ``factor`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.numbers.Scale(0.5).init({"w": jnp.ones(2)})
+      {'w': {'@scale': {'x': Array([2., 2.], dtype=float32)}}}
+
+    References:
+      Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
+    """
+
+    factor: Number = argument(per_array(_check_factor))
+
+    raw_values: ClassVar[Values] = {"x": main(aligned=True)}
+    entrywise: ClassVar[Any] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        x = widened(w)
+        return {"x": (x / scalar(self.factor, x)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = widened(values["x"])
+        return (scalar(self.factor, x) * x).astype(values["x"].dtype)
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        parts = 2 if jnp.iscomplexobj(x) else 1
+        return parts * x.size * jnp.log(jnp.abs(scalar(self.factor, x.real)))
+
+
+class Simplex(Constraint):
+    r"""Probabilities along an axis: :math:`w = e^x / \sum e^x` (softmax).
+
+    Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact if ``w`` is positive and sums to
+    1, and otherwise starts at the nearest point of the simplex. Zeros in that point are an error: the map is flat
+    there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    Half-precision arrays are computed in float32.
+
+    The model does not depend on :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
+    direction. ``log_det`` is therefore the log-determinant of the bijection from ``x`` to the point of the simplex and
+    r, plus the log-density of a standard normal r, for each sum: with it, ``log_prior(p.fold(raw)) + p.log_det(raw)``
+    is a density whose points of the simplex have the given prior.
+
+    Args:
+      along: The axis along which the numbers sum to 1. Default: the last axis of a vector or a matrix; arrays of more
+        axes are refused.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating parameters of one or more dimensions.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``along`` has the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.numbers.Simplex()
+      >>> p.init({"w": jnp.array([0.75, 0.25])})["w"]["@simplex"]["x"].round(2)
+      Array([-0.29, -1.39], dtype=float32)
+      >>> p.project(jnp.array([1.0, 1.0, -2.0]))
+      Array([0.5, 0.5, 0. ], dtype=float32)
+
+    References:
+      Duchi, Shalev-Shwartz, Singer and Chandra, *Efficient Projections onto the l1-Ball for Learning in High
+      Dimensions*, 2008.
+    """
+
+    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
+    overcomplete: ClassVar[bool] = True
+    min_ndim: ClassVar[int] = 1
+    by_roles: ClassVar[Any] = {"along": VECTORS}
+    dtypes: ClassVar[Any] = jnp.floating
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        nearest = self._project_along(w)
+        return {"x": jnp.log(jnp.maximum(nearest, float(jnp.finfo(nearest.dtype).tiny))).astype(w.dtype)}
+
+    def flat_leaf(self, w: Array) -> Array:
+        return self._project_along(w) <= 0
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = values["x"]
+        return jax.nn.softmax(widened(x), axis=position(self.along, x)).astype(x.dtype)
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        x, axis = values["x"], position(self.along, values["x"])
+        unread = jax.nn.logsumexp(x, axis=axis)
+        return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
+
+    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
+        return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
+
+    def _project_along(self, w: Array) -> Array:
+        """The nearest points of the simplex along the axis."""
+        axis = position(self.along, w)
+        nearest = _project_last_axis(jnp.moveaxis(widened(w), axis, -1), 4 * float(jnp.finfo(w.dtype).eps))
+        return jnp.moveaxis(nearest, -1, axis)
+
+
+@functools.partial(inlined, static_argnums=1)
+def _project_last_axis(w: Array, rounding: float) -> Array:
+    """The nearest point of the simplex along the last axis: positive parts, after a shift that makes them sum to 1."""
+    if w.size == 0:
+        return w
+    descending = -jnp.sort(-w, axis=-1)
+    counts = jnp.arange(1, w.shape[-1] + 1, dtype=w.dtype).reshape((1,) * (w.ndim - 1) + (-1,))
+    shifts = (jnp.cumsum(descending, axis=-1) - 1) / counts
+    support = jnp.sum(descending > shifts, axis=-1, keepdims=True)
+    shift = jnp.take_along_axis(shifts, support - 1, axis=-1)
+    # A shift within rounding would change small probabilities a lot, and softmax makes the sum 1 anyway.
+    return jnp.maximum(w - jnp.where(jnp.abs(shift) <= rounding, jnp.zeros_like(shift), shift), 0)

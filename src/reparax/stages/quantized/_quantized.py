@@ -1,0 +1,711 @@
+"""Weights of few bits: stored in codes, or rounded while they train."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import Axes, check_features, other_axes
+from reparax.core.constraint import is_known
+from reparax.core.fields import argument
+from reparax.core.leaf import Perturbation, Reparametrization
+from reparax.core.raw import OTHER_CHAIN
+from reparax.core.roles import UNCUT
+from reparax.core.values import OTHERS, Values, fixed, main
+from reparax.numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
+from reparax.numerics.arithmetic import widened
+from reparax.numerics.inlined import inlined
+from reparax.stages.quantized._formats import (
+    FORMATS,
+    ROUNDED,
+    Format,
+    Grid,
+    Scales,
+    bounds_of,
+    group_of_codes,
+    pack,
+    unpack,
+)
+
+FITS = ("absmax", "rms", "fixed")
+largest_of = functools.partial(jnp.max, initial=0.0)
+
+Entries = dict[str, Array]
+"""``scale`` of each entry, or its ``inverse``, and ``zero`` and ``offset`` where there are some."""
+
+
+@inlined
+def divide(x: Array, scale: Array) -> Array:
+    """``x`` in units of its scale; blocks of zeros have a scale of zero, and stay zero."""
+    return x / jnp.where(scale == 0, jnp.ones_like(scale), scale)
+
+
+@functools.partial(inlined, static_argnums=1)
+def divide_once(extent: Array, parts: float) -> Array:
+    """``extent / parts``, rounded once: XLA compiles a division by what it knows to a product with the inverse."""
+    return extent / jnp.where(extent == extent, jnp.full_like(extent, parts), extent)
+
+
+def clip_to_finite(x: Array, dtype: Any = None) -> Array:
+    """``x`` between the largest numbers of its dtype, or another one. NaN stays NaN."""
+    most = float(jnp.finfo(dtype or x.dtype).max)
+    return jnp.clip(x, -most, most)
+
+
+def to_units(x: Array, entries: Entries) -> Array:
+    """``x`` in units of its scales, from its zeros on."""
+    if "offset" in entries:
+        x = x + entries["offset"].astype(x.dtype)
+    if "inverse" in entries:
+        return x * entries["inverse"]
+    x = divide(x, entries["scale"].astype(x.dtype))
+    return x + entries["zero"].astype(x.dtype) if "zero" in entries else x
+
+
+def from_units(numbers: Array, entries: Entries) -> Array:
+    """The entries of ``numbers`` that are in units of their scales."""
+    scale = entries["scale"]
+    x = numbers.astype(scale.dtype)
+    if "zero" in entries:
+        x = x - entries["zero"].astype(scale.dtype)
+    x = x * scale
+    if "offset" in entries:
+        # As products are cut off first, XLA does not round the two operations once in some programs.
+        x = clip_to_finite(x) - entries["offset"]
+    return x
+
+
+def reach_of(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
+    """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
+    largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
+    if fit == "rms":
+        units, size = to_powers(x, blocks)
+        extent = size * jnp.sqrt(
+            blocks.reduce_blocks(jnp.sum, units * units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
+        )
+    else:
+        extent = largest if fit != "fixed" else jnp.ones_like(largest)
+    extent = extent if reach == 1 else reach * extent
+    return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
+
+
+def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
+    """``x`` in units of a power of two near the largest magnitude of its block, and these units.
+
+    Sums and squares of such numbers do not overflow, and are those of ``x``, bit for bit, where these do not either.
+    """
+    largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
+    _, exponent = jnp.frexp(largest)
+    size = jnp.where(largest > 0, jnp.ldexp(jnp.ones_like(largest), exponent - 1), 1)
+    return x / blocks.spread(size), size
+
+
+def range_of(x: Array, blocks: Grid, fit: str, reach: float, *, with_zero: bool) -> tuple[Array, Array]:
+    """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
+    if fit in ("rms", "fixed"):
+        size = reach_of(x, blocks, fit, reach)
+        return -size, size
+    low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
+    is_finite = jnp.isfinite(low) & jnp.isfinite(high)
+    if with_zero:  # so that zeros stay zeros
+        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+    low, high = (jnp.where(is_finite, clip_to_finite(reach * end), jnp.nan) for end in (low, high))
+    return low, high
+
+
+def faces_down(x: Array, blocks: Grid) -> Array:
+    """Whether the number of the largest magnitude is negative in each block, the first one of several."""
+    largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
+    place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
+    up, down = (
+        blocks.reduce_blocks(_least_place, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest)
+    )
+    return down < up
+
+
+def _least_place(place: Array, **how: Any) -> Array:
+    """The least of these places; the largest int32 if there are none."""
+    return jnp.min(place, initial=jnp.iinfo(jnp.int32).max, **how)
+
+
+def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
+    """The size of blocks: one whole number, or one for each axis."""
+    if isinstance(value, tuple | list) and value:
+        return tuple(check_positive_whole(size, who, name) for size in value)
+    return check_positive_whole(value, who, name)
+
+
+class Scaled(Reparametrization):
+    """The base of both stages: decides which entries share a scale, and how a scale is found and stored."""
+
+    format: str = argument(one_of(*FORMATS))
+    axis: Axes | None = argument(check_features, default=None, kw_only=True)
+    block: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
+    double_quant: bool = argument(check_flag, default=False, kw_only=True)
+    fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
+    reach: float = argument(check_known_positive, default=1.0, kw_only=True)
+
+    dtypes: ClassVar[Any] = jnp.floating
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = property(lambda self: {"axis": UNCUT} if isinstance(self._block, int) else {})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in FORMATS:
+            return
+        who, row = type(self).__name__, self._format
+        if self.double_quant and self._block is None:
+            raise ValueError(
+                f"{who} got double_quant=True without a block, but it rounds the scales of blocks. "
+                f"Give a block, or leave double_quant out."
+            )
+        if self.double_quant and (row.numbers.bits == 8 or row.scales):
+            which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
+            raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
+        if isinstance(self.block, tuple) and self.axis is not None:
+            raise ValueError(
+                f"{who} got axis={self.axis!r} and block={self.block}, which has a length for each axis already. Leave "
+                f"out axis, or give a single number as block."
+            )
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if w.ndim == 0:
+            return f"expected an array of one or more dimensions, got shape {w.shape}. Leave it out with `where`."
+        if isinstance(self._block, tuple):
+            if len(self._block) == w.ndim:
+                return None
+            return (
+                f"expected an array of {len(self._block)} dimensions, for block={self._block}, got shape {w.shape}. "
+                f"Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+            )
+        if self._block is None:
+            return None
+        if self.axis is None and w.ndim > 2:
+            return (
+                f"expected a matrix, got shape {w.shape}, whose blocks could lie along any axis. Give the axes along "
+                f"which matrices are stacked (stacked=0), name all axes but the one to cut with `axis`, or leave it "
+                f"out with `where`."
+            )
+        if self.axis is not None and len(other_axes(self.axis, w)) != 1:
+            return (
+                f"expected one axis that is not among axis={self.axis}, to cut into blocks, got shape {w.shape}. Name "
+                f"all axes but that one."
+            )
+        return None
+
+    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
+        if not isinstance(self._block, int):
+            return {}
+        return {"axis": (tuple(axis for axis in range(w.ndim) if axis != self._block_axis(w)), UNCUT)}
+
+    @property
+    def _format(self) -> Format:
+        """The row of the table of formats."""
+        return FORMATS[self.format]
+
+    @property
+    def _block(self) -> int | tuple[int, ...] | None:
+        """The block that is given, else that of the format; None if scales have axes of their own."""
+        return self._format.block if self.block is None and self.format in FORMATS else self.block
+
+    @property
+    def _scales(self) -> Scales | None:
+        """How scales are stored, if they are rounded."""
+        return ROUNDED if self.double_quant else self._format.scales
+
+    def _block_axis(self, w: Array) -> int:
+        """The axis along which blocks lie and codes share bytes: the last one without scales of its own.
+
+        Without ``axis`` it is the last but one, the inputs of kernels.
+        """
+        if self.axis is None:
+            return max(w.ndim - 2, 0)
+        return max(other_axes(self.axis, w), default=w.ndim - 1)
+
+    def _blocks(self, w: Array) -> Grid:
+        """The blocks of an array, none longer than it."""
+        if isinstance(self._block, tuple):
+            sizes = self._block
+        elif self._block is None:
+            axes_of_block = other_axes(self.axis, w)
+            sizes = tuple(n if i in axes_of_block else 1 for i, n in enumerate(w.shape))
+        else:
+            sizes = tuple(self._block if i == self._block_axis(w) else 1 for i in range(w.ndim))
+        return Grid(w.shape, tuple(min(size, max(n, 1)) for size, n in zip(sizes, w.shape, strict=True)))
+
+    def _values_of_scales(self, w: Array) -> dict[str, Array]:
+        """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
+        x, blocks = widened(w), self._blocks(w)
+        if self._format.zero == "zero":
+            numbers, (low, high) = self._format.numbers, range_of(x, blocks, self.fit, self.reach, with_zero=True)
+            values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
+            zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
+            return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
+        if self._scales is not None and self._scales.dtype == "exponent":
+            return self._power_values(reach_of(x, blocks, self.fit, self.reach), w.dtype)
+        values: dict[str, Array] = {}
+        for name, scale in self._ideal_scales(x).items():
+            values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, w.dtype)
+        return values
+
+    def _ideal_scales(self, x: Array) -> dict[str, Array]:
+        """The scales of blocks, and their offsets, before they are stored."""
+        row, blocks = self._format, self._blocks(x)
+        numbers = row.numbers
+        if row.zero == "offset":
+            low, high = range_of(x, blocks, self.fit, self.reach, with_zero=not row.early)
+            return {"scale": self._scale_of_range(low, high), "offset": -low}
+        scale = self._divide_extent(reach_of(x, blocks, self.fit, self.reach), abs(numbers.top))
+        return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+
+    def _scale_of_range(self, low: Array, high: Array) -> Array:
+        """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
+        numbers = self._format.numbers
+        return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+
+    def _divide_extent(self, extent: Array, parts: float) -> Array:
+        """The scale by which ``extent`` has so many parts."""
+        # XLA compiles a division by a constant to this product; written out, eager results are the same.
+        return divide_once(extent, parts) if self._format.early else extent * (1 / parts)
+
+    def _power_values(self, extent: Array, dtype: Any) -> dict[str, Array]:
+        """Scales that are powers of two, as their exponents. NaN has no exponent, so it is in the unit."""
+        shift = 127 - (_biased_exponent(jnp.full((), self._format.numbers.top)) - 127)
+        codes = jnp.clip(_biased_exponent(extent) - 127 + shift, 0, 254).astype(jnp.uint8)
+        unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
+        return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
+
+    def _scale_values(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
+        """The raw values that hold these scales, rounded if the format rounds them."""
+        if self._scales is None:
+            return {name: _narrow_scale(scale, dtype)}
+        if self._scales.dtype == "float16":
+            return {
+                name: clip_to_finite(scale, jnp.float16).astype(jnp.float16),
+                unit: jnp.ones((1,) * scale.ndim, dtype),
+            }
+        over = self._over_units(scale)
+        unit_value = _narrow_scale(over.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
+        codes = divide(scale, over.spread(widened(unit_value).astype(scale.dtype)))
+        if jnp.issubdtype(self._scales.dtype, jnp.integer):
+            codes = jnp.round(codes)
+        values = {
+            name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype),
+            unit: unit_value,
+        }
+        if not self._scales.divided:
+            return values
+        wide = widened(unit_value)
+        return {**values, unit: jnp.ones_like(unit_value), "per": divide(jnp.ones_like(wide), wide)}
+
+    def _over_units(self, scale: Array) -> Grid:
+        """Which scales share a unit."""
+        scales_per_unit = self._scales.shared if self._scales else 0
+        block_axis = self._block_axis(scale)
+        sizes = [n if scales_per_unit == 0 else 1 for n in scale.shape]
+        if scales_per_unit != 0:
+            n = scale.shape[block_axis]
+            sizes[block_axis] = n if scales_per_unit is None else min(scales_per_unit, n)
+        return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
+
+    def _read_scales(self, values: dict[str, Array], name: str, unit: str) -> Array:
+        """The scales of blocks."""
+        codes = values[name]
+        if self._scales is None:
+            return widened(codes)
+        units = widened(values[unit])
+        if self._scales.dtype == "exponent":
+            codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
+        scale = clip_to_finite(codes.astype(units.dtype) * self._over_units(codes).spread(units))
+        return scale / values["per"].astype(scale.dtype) if "per" in values else scale
+
+    def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
+        """The scale of each entry, with its zero and its offset where there are some."""
+        entries = {"scale": blocks.spread(self._read_scales(values, "scale", "unit"))}
+        if "zero" in values:
+            entries["zero"] = blocks.spread(widened(values["zero"]))
+        if "offset" in values:
+            entries["offset"] = blocks.spread(self._read_scales(values, "offset", "offset_unit"))
+        return entries
+
+    def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
+        """The codes of ``w``, and the raw values that hold its scales."""
+        values, x, blocks = self._values_of_scales(w), widened(w), self._blocks(w)
+        if self._format.early and key is None:
+            scales = self._ideal_scales(x)
+            scale = scales.pop("scale")
+            inverse = jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))
+            entries = {name: blocks.spread(numbers) for name, numbers in {**scales, "inverse": inverse}.items()}
+        else:
+            entries = self._entries(values, blocks)
+        noise = None if key is None else jax.random.uniform(key, x.shape, x.dtype)
+        return self._format.numbers.encode(to_units(x, entries), noise), values
+
+    def _decode(self, codes: Array, values: dict[str, Array]) -> Array:
+        """The array of ``codes``."""
+        entries = self._entries(values, self._blocks(codes))
+        x = from_units(self._format.numbers.decode(codes), entries)
+        x = jnp.take(x, values["order"], axis=self._block_axis(codes)) if "order" in values else x
+        dtype = values["unit" if self._scales else "scale"].dtype
+        return clip_to_finite(x, dtype).astype(dtype)  # the number for the largest magnitude may lie beyond it
+
+
+def _biased_exponent(x: Array) -> Array:
+    """The exponent of a positive number, plus 127."""
+    return (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) >> 23) & 255
+
+
+@functools.partial(inlined, static_argnums=1)
+def _narrow_scale(scale: Array, dtype: Any) -> Array:
+    """``scale`` in the dtype of the weights; the next number away from zero if the nearest is much too small."""
+    scale = clip_to_finite(scale, dtype)
+    near = scale.astype(dtype)
+    low = jnp.abs(near.astype(scale.dtype)) < jnp.abs(scale) * (1 - 2**-7)
+    return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)
+
+
+HALF_MOST = float(jnp.finfo(jnp.float16).max)
+
+
+class Quantized(Scaled):
+    r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
+
+    For inference, use ``Quantized("int8", axis=-1)``, on a trained model as ``Quantized("int8",
+    axis=-1).init(p.fold(raw))``. For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block=64) >>
+    LoRA(8)``: if an array has an adapter, only its base is stored in few bits.
+
+    ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
+    number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
+    array lives only while it is used. The codes have no gradient: pass only what trains to ``jax.grad``, with ``free,
+    fixed = rpx.partition(raw)``.
+
+    ============================  ==================================  ===========================================
+    format                        numbers                             bits per weight, with scales of float32
+    ============================  ==================================  ===========================================
+    ``"int8"``, ... ``"int2"``    -127 to 127, ... -1 to 1            8.13 by 256, ... 2.5 by 64
+    ``"int1"``                    -1 and 1                            1.25 by 128, with ``fit="rms"``
+    ``"uint8"``, ... ``"uint1"``  0 to 255, ... 0 to 1, less a zero   9 by 64, ... 2 by 64
+    ``"nf4"``                     16, as in QLoRA                     4.5 by 64, 4.16 with ``double_quant``
+    ``"float8_e4m3fn"``           4 bits of exponent                  8.13 by 256
+    ``"float8_e5m2"``             5 bits of exponent                  8.13 by 256
+    ``"float4_e2m1fn"``           0, 0.5, 1, 1.5, 2, 3, 4, 6; signs   4.13 by 256
+    ``"mxfp8"``                   those of float8_e4m3fn              8.25: scales are powers of two, by 32
+    ``"mxfp4"``                   those of float4_e2m1fn              4.25: scales are powers of two, by 32
+    ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
+    ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
+    ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256
+    ``"gguf:q4_0"``               -8 to 7; also q5_0, q8_0            4.5, 5.5, 8.5: scales are float16, by 32
+    ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
+    ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
+    ``"gguf:q6_k"``               those of int6                       6.63: scales are int8 in units, by 16
+    ============================  ==================================  ===========================================
+
+    Raw values, all fixed: ``q``, the codes, in int8, uint8 or float8; ``scale``, one for each block, in the dtype of
+    the weights; and, where the format or ``double_quant`` needs them, ``zero``, like ``scale``, and ``unit``, in the
+    dtype of the weights, which multiplies stored scales; ``offset`` and ``offset_unit`` are like these two; ``per``, in
+    float32, divides scales. Codes of fewer than eight bits share bytes along the cut axis: a stream of bits, the first
+    code in the lowest ones.
+
+    Codes and scales of q4_0, q4_1, q5_0, q5_1 and q8_0 are those that gguf writes, bit for bit: in q4_0 and q5_0, the
+    number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
+    from 6e-8 to 65504: a larger one is refused, or cut off if the weights are traced. In all formats, finite weights of
+    any magnitude give finite ones, and a block with a number that is not finite becomes NaN. Rounding a
+    second time may move the last bits of scales and, with ``fit="rms"``, the codes.
+
+    Args:
+      format: One of the formats above.
+      axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
+        with ``block``, all axes but the cut one.
+      block: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the cut
+        axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Or a length for each axis:
+        ``(128, 128)``. The last block may be shorter: with ``block=256``, a column of 64 weights has one scale.
+        Default: the block of the table for microscaled formats.
+      double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
+      fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
+        the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1.
+      reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
+      desc_act: Whether stored entries may have another order along the cut axis, as in files of GPTQ of that setting.
+        The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
+      rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
+        then needs a key.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases, scales, and
+        tables, which are named ``embedding`` or ``embeddings``.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``desc_act`` has the wrong type.
+      ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``rounding`` is not
+        one of the words above.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = rpx.Quantized("int8", axis=-1).init({"w": jnp.array([[1.0, 0.5], [-2.0, 0.5]])})
+      >>> raw["w"]["@quantized"]["@fixed"]["q"]
+      Array([[  64,  127],
+             [-127,  127]], dtype=int8)
+      >>> raw = rpx.Quantized("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
+      >>> sum(x.nbytes for x in jax.tree.leaves(raw)) / (1024 * 256)
+      0.51953125
+
+    References:
+      Dettmers, Lewis, Belkada and Zettlemoyer, *LLM.int8()*, 2022; Dettmers, Pagnoni, Holtzman and Zettlemoyer,
+      *QLoRA*, 2023; Micikevicius et al., *FP8 Formats for Deep Learning*, 2022; *OCP Microscaling Formats (MX)*,
+      version 1.0, 2023; Dettmers, Lewis, Shleifer and Zettlemoyer, *8-bit Optimizers via Block-wise Quantization*,
+      2022.
+    """
+
+    rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+    desc_act: bool = argument(check_flag, default=False, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
+    _takes_base: ClassVar[bool] = True
+    tables: ClassVar[bool] = False
+
+    @property
+    def _draws(self) -> bool:
+        return self.rounding == "stochastic"
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return super().refuse_leaf(w) or self._packing_error(w)
+
+    def _why_refused(self, w: Array) -> str | None:
+        return super()._why_refused(w) or self._scale_range_error(w)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._init_values(w, None)
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        return self._init_values(w, key)
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        scales, numbers = self._scales, self._format.numbers
+        codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
+        for name, dtype in {"q": numbers.dtype, **codes}.items():
+            if values[name].dtype != dtype:
+                found_dtype = values[name].dtype
+                raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
+        if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
+            raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
+        q = values["q"]
+        return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
+
+    def _init_values(self, w: Array, key: Array | None) -> dict[str, Array]:
+        """The raw values of ``w``, rounded by chance with a key."""
+        codes, values = self._codes_and_scales(w, key)
+        block_axis = self._block_axis(w)
+        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
+        return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
+
+    def _scale_range_error(self, w: Array) -> str | None:
+        """What is wrong with known numbers whose scales the format cannot hold, or None."""
+        if not self._format.early or not is_known(w):
+            return None
+        with jax.ensure_compile_time_eval():
+            scales = self._ideal_scales(widened(jnp.asarray(w)))
+            largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in scales.values())
+        if not HALF_MOST < largest < math.inf:
+            return None
+        return (
+            f"expected numbers whose scales are at most {HALF_MOST:g}, as {self.format} stores scales in float16, got "
+            f"{largest:.3g}. Store it as int8, or leave it out with `where`."
+        )
+
+    def _packing_error(self, w: Array) -> str | None:
+        """What is wrong with ``w`` if several codes share bytes, or None."""
+        block_axis, (many, size) = self._block_axis(w), group_of_codes(self._format.numbers.bits)
+        if w.shape[block_axis] % many == 0:
+            return None
+        share = "a byte" if size == 1 else f"{size} bytes"
+        return (
+            f"expected a multiple of {many} entries along axis {block_axis}, because {many} {self.format} numbers "
+            f"share {share}, got shape {w.shape}. Store it as int8, or leave it out with `where`."
+        )
+
+
+BITS = {f"int{bits}": bits for bits in range(2, 9)}
+"""The integer formats."""
+
+
+@jax.custom_jvp
+def straight_through(w: Array, rounded: Array) -> Array:
+    """``rounded``, with the gradient of ``w``, which has its shape and dtype."""
+    del w
+    return rounded
+
+
+@straight_through.defjvp
+def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The value is ``rounded``, the derivative that of ``w``."""
+    return primals[1], tangents[0]
+
+
+class FakeQuantized(Scaled):
+    r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
+
+    The raw value is the array itself, in its own place, so a checkpoint of the model can be loaded as it is. The
+    numbers equal those of :class:`Quantized`, bit for bit, so deploy the trained model with ``Quantized(f).init(raw)``,
+    where ``raw`` is the raw tree of this stage; ``Quantized`` has no ternary numbers and no learned steps. The gradient
+    is that of the identity (straight-through), and scales count as constants.
+
+    With ``step="learned"`` the step trains too (LSQ). Raw values are then ``w`` (main), like ``w``, and ``step``
+    (auxiliary), of the shape of the scales, in float32 for half-precision weights. ``init`` maps the largest magnitude
+    to the largest number; if the weights are multiples of a step already, it takes that step and is exact. Numbers
+    outside the range are clipped, and get no gradient. :math:`\partial w / \partial s` is :math:`q - x / s` inside the
+    range and the bound outside, times :math:`1 / \sqrt{n \, q_{max}}` for a step of n weights.
+
+    Args:
+      format: As for :class:`Quantized`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
+        b1.58.
+      axis, block, double_quant, fit, reach: As for :class:`Quantized`.
+      step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
+      where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``axis``, ``block``, ``double_quant`` or ``reach`` has the wrong type.
+      ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``step`` is
+        not one of the words above.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.FakeQuantized("int4").apply({"w": jnp.array([[0.1, 0.5, -0.7]])})
+      {'w': Array([[ 0.1,  0.5, -0.7]], dtype=float32)}
+      >>> rpx.FakeQuantized("ternary").apply({"w": jnp.array([[0.1, 0.5, -0.6]])})
+      {'w': Array([[ 0. ,  0.4, -0.4]], dtype=float32)}
+
+    References:
+      Bengio, Léonard and Courville, *Estimating or Propagating Gradients Through Stochastic Neurons*, 2013; Esser,
+      McKinstry, Bablani, Appuswamy and Modha, *Learned Step Size Quantization*, 2020; Ma, Wang, Ma, Wang, Wang, Huang,
+      Dong, Wang, Xue and Wei, *The Era of 1-bit LLMs*, 2024.
+    """
+
+    format: str = argument(one_of(*FORMATS, "ternary"))
+    step: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
+
+    raw_values: ClassVar[Values] = {"w": main()}
+    straight_through: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step == "learned" and (self.format not in BITS or self.double_quant):
+            twice = " and double_quant=True" if self.double_quant else ""
+            raise ValueError(
+                f"FakeQuantized got step='learned' with {self.format}{twice}, but learns steps only for int2 to int8, "
+                f"without double_quant. Use step='absmax'."
+            )
+
+    @property
+    def _bare(self) -> bool:
+        return self.step != "learned"
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"w": w, "step": self._step(w)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w = values["w"]
+        if self._bare:
+            return straight_through(w, self._round(jax.lax.stop_gradient(w)))
+        step = jnp.abs(values["step"])
+        x, size = widened(w), w.size // max(step.size, 1)
+        return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
+
+    def _round(self, w: Array) -> Array:
+        """The numbers of the format that are nearest to ``w``."""
+        if self.format != "ternary":
+            return self._decode(*self._codes_and_scales(w))
+        x = widened(w)
+        scale = self._blocks(x).spread(self._ternary_scale(jnp.abs(x)))
+        return (jnp.clip(jnp.round(divide(x, scale)), -1, 1) * scale).astype(w.dtype)
+
+    def _ternary_scale(self, sizes: Array) -> Array:
+        """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
+        blocks = self._blocks(sizes)
+        units, size = to_powers(sizes, blocks)
+        mean = size * (blocks.reduce_blocks(jnp.sum, units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(sizes), 0))
+        largest = blocks.reduce_blocks(largest_of, sizes, 0)
+        either = (sizes == 0) | (sizes == blocks.spread(largest))
+        return jnp.where(blocks.reduce_blocks(jnp.all, either, 1), largest, mean)
+
+    def _step(self, w: Array) -> Array:
+        """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
+        low, high = bounds_of(BITS[self.format])
+        x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
+        blocks = self._blocks(x)
+        largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
+
+        def try_parts(i: int, step: Array) -> Array:
+            parts = i + 1
+            units = divide(x, blocks.spread(largest / parts))
+            nearest = jnp.round(units)
+            fits = (jnp.abs(units - nearest) <= tolerance * parts) & (nearest >= low) & (nearest <= high)
+            return jnp.where(blocks.reduce_blocks(jnp.all, fits, 1), largest / parts, step)
+
+        return jax.lax.fori_loop(0, high + 1, try_parts, largest / high)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _round_to_step(x: Array, step: Array, bits: int, size: int) -> Array:
+    """``x`` rounded to integer multiples of ``step``; ``size`` numbers share each step."""
+    low, high = bounds_of(bits)
+    return jnp.clip(jnp.round(divide(x, step)), low, high) * step
+
+
+@_round_to_step.defjvp
+def _round_to_step_jvp(
+    bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]
+) -> tuple[Array, Array]:
+    """The derivative of LSQ: that of the identity inside of the range, and a slope for the step."""
+    (x, step), (dx, dstep) = primals, tangents
+    low, high = bounds_of(bits)
+    units = divide(x, step)
+    nearest = jnp.round(units)
+    inside = (low <= nearest) & (nearest <= high)
+    slope = jnp.where(inside, nearest - units, jnp.clip(nearest, low, high)) / math.sqrt(max(size, 1) * high)
+    return jnp.clip(nearest, low, high) * step, jnp.where(inside, dx, 0) + slope * dstep
+
+
+class Cast(Perturbation):
+    """Weights in another floating dtype: the optimizer works in the raw dtype, the model reads ``dtype``.
+
+    The raw tree is the model's own. Gradients have the raw dtype. Consecutive casts round one after the other:
+    ``Cast("bfloat16") >> Cast("float32")`` gives float32 with the precision of bfloat16.
+
+    Args:
+      dtype: A floating dtype, or its name.
+      where: Which arrays to act on. Default: every floating parameter.
+      stacked: As for :class:`Perturbation`.
+
+    Raises:
+      TypeError: If ``dtype`` has the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.quantized.Cast(jnp.bfloat16).apply({"w": jnp.ones(2)})
+      {'w': Array([1, 1], dtype=bfloat16)}
+    """
+
+    dtype: Any
+
+    dtypes: ClassVar[Any] = jnp.floating
+    stochastic: ClassVar[bool] = False
+    entrywise: ClassVar[Any] = True
+    changes_type: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            dtype = jnp.dtype(self.dtype or "None")  # numpy reads None as float64
+        except TypeError as error:
+            raise TypeError(f"Cast takes a floating dtype or its name, but got {self.dtype!r}.") from error
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"Cast takes a floating dtype or its name, but got {dtype.name!r}.")
+        object.__setattr__(self, "dtype", dtype.name)
+
+    def apply_leaf(self, w: Array, key: Array | None) -> Array:
+        del key
+        return w.astype(self.dtype)

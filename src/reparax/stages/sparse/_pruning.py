@@ -1,0 +1,462 @@
+"""Pruning: how many entries go and which, once, on a schedule, or with masks that regrow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from reparax.core.axes import EACH, Axes, check_slices, count_from_front, other_axes
+from reparax.core.constraint import Constraint, why_infinite
+from reparax.core.fields import Number, argument, per_array
+from reparax.core.joint import Joint
+from reparax.core.values import Values, fixed, main
+from reparax.numerics.arguments import check_number, check_whole, is_whole, optional
+from reparax.numerics.arithmetic import widened
+from reparax.numerics.lengths import scale
+from reparax.numerics.select import largest, largest_of_all
+from reparax.stages.sparse._masks import apply_mask, mask_values
+
+
+class Pruning(Protocol):
+    """A stage that prunes a share of the weights, or a number of them; the other one is None."""
+
+    @property
+    def sparsity(self) -> Any: ...
+    @property
+    def count(self) -> int | None: ...
+
+
+def check_shares(value: Any, who: str, name: str) -> Any:
+    """One share, or a tuple of several."""
+    several = tuple(value) if isinstance(value, tuple | list) else (value,)
+    shares = tuple(_check_share(share, who, name) for share in several)
+    return shares[0] if len(shares) == 1 else shares
+
+
+def _check_share(value: Any, who: str, name: str) -> Any:
+    """A share of the weights; an error for numbers that may mean a count: 1, and a traced integer."""
+    if is_whole(value) and value == 1:
+        raise ValueError(
+            f"{who} got {name}={value!r}, which may be all weights or one of them. For all, write {name}=1.0; for one, "
+            f"`{who}(count=1)`."
+        )
+    if isinstance(value, Tracer) and jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{who} takes a share of weights as {name}, but got a traced integer of dtype {value.dtype}. Make it a "
+            f"floating number, `jnp.float32(...)`; for a number of weights, write `{who}(count=...)`."
+        )
+    share = check_number(value, who, name)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError(
+            f"{who} got {name}={value}, but takes a share of weights from 0 to 1. For a number of weights, write "
+            f"`{who}(count=...)`."
+        )
+    return share
+
+
+def check_count(value: Any, who: str, name: str) -> int:
+    """A number of weights."""
+    if check_whole(value, who, name) < 0:
+        raise ValueError(f"{who} got {name}={value}, but takes a number of weights that is at least 0.")
+    return int(value)
+
+
+def require_one(stage: Pruning) -> None:
+    """Requires either a share or a number of weights."""
+    if (stage.sparsity is None) == (stage.count is None):
+        which = "neither" if stage.count is None else "both"
+        raise TypeError(
+            f"{type(stage).__name__} takes a share of the weights, sparsity=0.9, or a number of weights, count=90, but "
+            f"got {which}."
+        )
+
+
+def count_left(stage: Pruning, size: int) -> Any:
+    """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
+    if stage.count is not None:
+        return size - stage.count
+    remaining: Any = size
+    for share in stage.sparsity if isinstance(stage.sparsity, tuple) else (stage.sparsity,):
+        remaining = remaining - _round_share(share, remaining)
+    return remaining
+
+
+def _round_share(amount: Any, count: Any) -> Any:
+    """The share ``amount`` of ``count``, rounded to a whole number; halves go to the even one."""
+    if isinstance(amount, float) and isinstance(count, int):
+        return round(amount * count)
+    # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
+    units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
+    high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
+    integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
+    return (integer + (part + integer % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
+
+
+def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """The upper and lower 32 bits of a product of numbers of at most 32 bits."""
+    lower = (a & 0xFFFF) * (b & 0xFFFF)
+    middle = (a >> 16) * (b & 0xFFFF) + (lower >> 16)
+    crossed = (a & 0xFFFF) * (b >> 16) + (middle & 0xFFFF)
+    high = (a >> 16) * (b >> 16) + (middle >> 16) + (crossed >> 16)
+    return high, (crossed << 16) | (lower & 0xFFFF)
+
+
+def count_error(stage: Pruning, size: int) -> str | None:
+    """What is wrong with the number for an array of that many weights or slices, or None."""
+    if stage.count is None or stage.count <= size:
+        return None
+    return (
+        f"expected to prune at most {size}, the number of weights or slices, got count={stage.count}. "
+        f"Give a share, which fits arrays of every size, or narrow the stage with `where`."
+    )
+
+
+class _Prune(Constraint):
+    """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
+
+    sparsity: Number = argument(optional(per_array(check_shares)), default=None)
+    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
+    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one(self)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return count_error(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return apply_mask(values)
+
+    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
+        """The raw values of ``w``; the slices with the largest scores stay."""
+        return mask_values(w, largest(scores, count_left(self, scores.size)))
+
+
+def _check_order(value: Any, who: str, name: str) -> float:
+    """The order of a norm, greater than 0."""
+    order = check_number(value, who, name)
+    if not (isinstance(order, float) and order > 0):
+        raise ValueError(f"{who} got {name}={order}, but takes the order of a norm, greater than 0.")
+    return order
+
+
+class MagnitudePruning(_Prune):
+    r"""Weights with a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
+
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest such point; among equal
+    weights, those with lower index stay.
+
+    ``update`` computes the mask again, from the current weight. Call it in the steps that prune, with the sparsity of
+    that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
+    schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. No gradient passes to masked
+    entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
+    :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
+
+    A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
+    quarter. If you chain two stages instead, both shares are of all weights. To rank the weights of all arrays
+    together, use :class:`GlobalMagnitudePruning`.
+
+    Args:
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
+      axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
+        ``(in, out)``. Default: ``"each"``, single weights.
+      order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``sparsity``, ``axis``, ``count`` or ``order`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis``, ``count`` or ``order`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.MagnitudePruning(0.5)
+      >>> p.apply(p.init({"w": jnp.array([[3.0, 1.0], [-2.0, 0.5]])}))["w"]
+      Array([[ 3.,  0.],
+             [-2.,  0.]], dtype=float32)
+
+    References:
+      Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
+    """
+
+    order: float = argument(_check_order, default=2.0, kw_only=True)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, _slice_scores(w, self.axis, self.order))
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
+
+
+class RandomPruning(_Prune):
+    r"""Weights with a given sparsity: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
+
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
+    Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise it starts at a random such
+    point, while ``project`` gives the nearest. No gradient passes to masked entries.
+
+    Args:
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
+      axis: Prunes whole slices, one for each index of these feature axes. Default: ``"each"``, single weights.
+      count: Instead of a share, the number of weights, or slices, to set to zero in each array.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``sparsity``, ``axis`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis`` or ``count`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.sparse.RandomPruning(0.5)
+      >>> p.apply(p.init({"w": jnp.ones((2, 4))}, jax.random.key(0)))["w"]
+      Array([[1., 0., 1., 1.],
+             [0., 0., 0., 1.]], dtype=float32)
+
+    References:
+      Liu, Chen, Chen, Shen, Mocanu, Wang and Pechenizkiy, *The Unreasonable Effectiveness of Random Pruning*, 2022.
+    """
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, _slice_scores(w, self.axis, 2.0))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        scores = _slice_scores(w, self.axis, math.inf)
+        noise = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
+        return self._masking(w, noise - (scores == 0).astype(noise.dtype) / 2)  # zeros first, in random order
+
+
+def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
+    """The scores of slices: numbers that grow with their norm, of size 1 along the normed axes."""
+    x = jnp.abs(widened(w))
+    if axis == EACH:
+        return x
+    if order == math.inf:
+        return jnp.max(x, axis=other_axes(axis, w), keepdims=True)
+    return jnp.sum((x / scale(x, count_from_front(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)
+
+
+def _check_drop(value: Any, who: str, name: str) -> Any:
+    """A share from 0 to 1, if it is known."""
+    share = check_number(value, who, name)
+    if isinstance(share, float) and not 0 <= share <= 1:
+        raise ValueError(f"{who} got {name}={share}, but takes a share of the weights from 0 to 1.")
+    return share
+
+
+class _Regrow(Constraint):
+    """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
+
+    sparsity: Number = argument(optional(per_array(check_shares)), default=None)
+    drop: Number = argument(per_array(_check_drop), default=0.3)
+    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+    moves_weights: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one(self)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return count_error(self, w.size)
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return self._masking(w, jnp.abs(widened(w)))
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        noise = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
+        return self._masking(w, noise - (w == 0).astype(noise.dtype) / 2)  # zeros first
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return apply_mask(values)
+
+    def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
+        """The raw values of ``w``; the weights with the largest scores stay."""
+        mask = largest(scores, count_left(self, w.size))
+        return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
+
+    def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
+        """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
+        w, active = values["w"], values["mask"] != 0
+        size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
+        # NaN must not change the counts: such weights stay, and such scores rank last.
+        size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
+        scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
+        scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
+        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
+        n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
+        survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
+        grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
+        mask = (survivors | grown).astype(values["mask"].dtype)
+        return {"w": jnp.where(grown & ~active, jnp.zeros_like(w), w), "mask": mask}
+
+
+class RigL(_Regrow):
+    r"""Sparse training by gradient magnitude, at constant density: :math:`w = m \, x`.
+
+    Raw values: ``w`` (main), the :math:`x`; ``mask`` (fixed), real, zeros and ones. ``init`` draws the mask, and sets
+    masked weights to zero. Zeros are pruned first, so it is exact if ``w`` is already that sparse. ``project`` gives
+    the nearest such array.
+
+    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of smallest magnitude. It
+    regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
+    respect to the effective tree, so call it about once in a hundred steps, and stop after three quarters of the
+    training. Without ``grads`` the mask stays. The paper decays the share:
+    ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of regrown
+    weights to zero.
+
+    ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
+
+    Args:
+      sparsity: As for :class:`RandomPruning`.
+      drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
+        down to whole weights, in float32.
+      count: As for :class:`RandomPruning`.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.sparse.RigL(0.5, drop=0.5)
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
+      >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
+      >>> raw = p.update(raw, grads=grads)
+      >>> raw["w"]["@rigl"]["@fixed"]["mask"]
+      Array([[1., 0., 1., 0.]], dtype=float32)
+      >>> p.apply(raw)["w"]
+      Array([[3., 0., 0., 0.]], dtype=float32)
+
+    References:
+      Evci, Gale, Menick, Castro and Elsen, *Rigging the Lottery: Making All Tickets Winners*, 2020.
+    """
+
+    kind: ClassVar[str] = "rigl"
+
+    def update_leaf(self, values: dict[str, Array], grad: Array) -> dict[str, Array]:
+        return self._regrow(values, jnp.abs(widened(grad)))
+
+
+class SET(_Regrow):
+    r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
+
+    Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
+    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each update
+    needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
+
+    Args:
+      sparsity: As for :class:`RandomPruning`.
+      drop: As for :class:`RigL`; the paper's :math:`\zeta`.
+      count: As for :class:`RandomPruning`.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Raises:
+      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.sparse.SET(0.5, drop=0.5)
+      >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
+      >>> p.update(raw, jax.random.key(1))["w"]["@set"]["@fixed"]["mask"].sum()
+      Array(2., dtype=float32)
+
+    References:
+      Mocanu, Mocanu, Stone, Nguyen, Gibescu and Liotta, *Scalable training of artificial neural networks with adaptive
+      sparse connectivity inspired by network science*, 2018.
+    """
+
+    def update_leaf(self, values: dict[str, Array], key: Array) -> dict[str, Array]:
+        return self._regrow(values, jax.random.uniform(key, values["w"].shape))
+
+
+class GlobalMagnitudePruning(Joint):
+    r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
+
+    Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
+    and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
+
+    Args:
+      sparsity: The share of weights to set to zero, from 0 to 1, rounded to whole weights; a tuple of shares in turn,
+        each of what is left. A share may be a traced scalar. It is read in float32, so the number of weights may differ
+        by one for halves, and beyond 2^24 weights.
+      count: Instead of a share, the number of weights to set to zero in all arrays together.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: Not available, because all arrays share one ranking.
+
+    Raises:
+      TypeError: If ``sparsity`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity`` or ``count`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.sparse.GlobalMagnitudePruning(0.5)
+      >>> p.apply(p.init({"a": jnp.array([[1.0, 2.0, 3.0]]), "c": jnp.array([[4.0, 5.0, 6.0]])}))
+      {'a': Array([[0., 0., 0.]], dtype=float32), 'c': Array([[4., 5., 6.]], dtype=float32)}
+
+    References:
+      Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
+    """
+
+    arrays: ClassVar[None] = None
+    sparsity: Number = argument(optional(check_shares), default=None)
+    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_one(self)
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return why_infinite(w)
+
+    def init_leaves(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        values = {place: mask_values(w, jnp.ones_like(w, bool)) for place, w in arrays.items()}
+        return {place: values[place] | mask for place, mask in self.update_leaves(values).items()}
+
+    def apply_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
+        return {place: apply_mask(masked) for place, masked in values.items()}
+
+    def update_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
+        kept = self._find_largest([masked["w"] for masked in values.values()])
+        masks = ((place, kept[i].astype(masked["mask"].dtype)) for i, (place, masked) in enumerate(values.items()))
+        return {place: {"mask": mask} for place, mask in masks}
+
+    def _find_largest(self, weights: list[Array]) -> list[Array]:
+        """Which are the largest weights of all arrays; raises an error if there are too few weights."""
+        size = sum(w.size for w in weights)
+        if (wrong := count_error(self, size)) is not None:
+            raise ValueError(wrong)
+        return largest_of_all([jnp.abs(widened(w)).astype(float) for w in weights], count_left(self, size))

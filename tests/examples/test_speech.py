@@ -1,0 +1,188 @@
+"""The example of speech: what is said, features, recognizers, decoding and a step, at tiny sizes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import signal
+
+from examples.speech import decoding, features, training, voices
+from examples.speech.model import Recognizer
+from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """The networks are those of flax, whose biases have one axis. So is optax."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_groups_of_voices_have_no_speaker_in_common():
+    speakers = [[voice.partition("+")[2] for voice in group] for group in VOICES.values()]
+    assert sum(map(len, speakers)) == len(set().union(*speakers)) == 32
+    assert all(set(voices.ACCENTS) == {voice.partition("+")[0] for voice in group} for group in VOICES.values())
+
+
+def test_a_seed_says_the_same_each_time_and_another_seed_says_something_else():
+    one, again, other = (voices.utterances("digits", VOICES["training"], 2, seed) for seed in (1, 1, 2))
+    for mine, same, another in zip(one, again, other, strict=True):
+        np.testing.assert_array_equal(mine.samples, same.samples)
+        np.testing.assert_array_equal(mine.words, same.words)
+        assert mine.samples.shape != another.samples.shape
+        assert 3 <= len(mine.words) <= 7
+        assert 0.5 < len(mine.samples) / SAMPLES_PER_SECOND <= voices.SECONDS
+
+
+def test_faster_is_shorter_higher_is_higher_and_other_voices_sound_otherwise():
+    text, (first, second) = "nine nine nine", VOICES["unseen"][:2]
+    asked = [(text, first, 130, 30), (text, first, 220, 30), (text, first, 130, 70), (text, second, 130, 30)]
+    said = voices.speak(asked)
+    assert len(said[0]) > 1.4 * len(said[1])
+    assert pitch(said[2]) > 1.1 * pitch(said[0])
+    assert abs(said[0].std() - said[3].std()) > 1e-3
+
+
+def test_an_unknown_voice_a_missing_and_a_damaged_file_are_errors(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=r"The voice 'en-US\+nobody' is not one of espeakng-loader: expected"):
+        voices.speak([("one", "en-US+nobody", 170, 50)])
+    file = tmp_path / "m1"
+    monkeypatch.setattr("importlib.metadata.PackagePath.locate", lambda self: file)
+    with pytest.raises(RuntimeError, match=r"need .*m1, which is missing\. Install it again with: pip install"):
+        voices.check(["en-US+m1"])
+    file.write_bytes(b"language variant")
+    with pytest.raises(RuntimeError, match=r"m1, which is damaged: its sha256 is .*, and that of the package is"):
+        voices.check(["en-US+m1"])
+
+
+def test_a_speaker_that_fails_tells_why(monkeypatch):
+    monkeypatch.setattr(voices, "check", lambda names: None)
+    with pytest.raises(RuntimeError, match=r"failed to speak 1 sentences: 'xx\+m1' could not say 'one'"):
+        voices.speak([("one", "xx+m1", 170, 50)])
+
+
+def pitch(samples):
+    """Of a voice, in hertz: where the correlation with itself is largest, between 80 and 400 hertz."""
+    correlation = signal.correlate(samples, samples, mode="full", method="fft")[len(samples) - 1 :]
+    low, high = SAMPLES_PER_SECOND // 400, SAMPLES_PER_SECOND // 80
+    return SAMPLES_PER_SECOND / (low + np.argmax(correlation[low:high]))
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(voices, "PACKAGE", "a-package-that-nobody-has")
+    with pytest.raises(RuntimeError, match=r"not installed\. Install it with: pip install a-package-that-nobody-has"):
+        voices.check(VOICES["unseen"])
+
+
+def test_noise_has_the_asked_power():
+    speech = np.sin(np.arange(40000) / 7)
+    noise = voices.noisy(speech, 5.0, np.random.default_rng(0)) - speech * math.sqrt(2)
+    assert 10 * np.log10(np.mean(noise**2)) == pytest.approx(-5, abs=0.1)
+
+
+def test_log_mel_is_that_of_scipy():
+    samples = np.random.default_rng(0).normal(size=3000)
+    window = np.hanning(features.WINDOW)
+    _, _, spectra = signal.stft(
+        samples,
+        window=window,
+        nperseg=features.WINDOW,
+        noverlap=features.WINDOW - features.HOP,
+        boundary=None,
+        padded=False,
+    )
+    power = np.abs(spectra.T * window.sum()) ** 2  # scipy divides by the sum
+    mel = 2595 * np.log10(1 + np.array([60, SAMPLES_PER_SECOND / 2]) / 700)
+    edges = 700 * (10 ** (np.linspace(*mel, 42) / 2595) - 1)
+    hertz = np.fft.rfftfreq(features.WINDOW, 1 / SAMPLES_PER_SECOND)
+    bands = [np.interp(hertz, edges[i : i + 3], [0, 1, 0]) for i in range(40)]
+    np.testing.assert_allclose(features.log_mel(samples), np.log(power @ np.array(bands).T + 1e-3), rtol=1e-3)
+
+
+def test_a_tone_is_loudest_in_its_band():
+    tone = np.sin(2 * np.pi * 1000 * np.arange(4000) / SAMPLES_PER_SECOND)
+    loudest = np.asarray(features.log_mel(tone)).argmax(-1)
+    band = np.abs(features.band_edges()[1:-1] - 1000).argmin()
+    assert set(loudest.tolist()) == {band}
+
+
+def test_a_batch_has_frames_labels_and_their_padding():
+    drawn = np.random.default_rng(0)
+    spoken = [
+        Utterance(drawn.normal(size=size), np.array(words)) for size, words in ((5000, [0, 9, 3]), (9000, [1] * 7))
+    ]
+    batch = features.batch(spoken, (5, 20), seed=0)
+    lengths = [1 + (size - features.WINDOW) // features.HOP for size in (5000, 9000)]
+    np.testing.assert_array_equal((1 - batch.padding).sum(1), lengths)
+    assert batch.labels.tolist() == [[1, 10, 4, 0, 0, 0, 0], [2] * 7]
+    assert batch.label_padding.sum(1).tolist() == [4, 0]
+    real = batch.frames[0, : lengths[0]]
+    np.testing.assert_allclose(real.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(real.std(0), 1, atol=0.01)
+    assert not batch.frames[0, lengths[0] :].any()
+
+
+def brute_force(found, spoken):
+    """By all three moves at each word."""
+    if not found or not spoken:
+        return len(found) + len(spoken)
+    same = brute_force(found[1:], spoken[1:]) + (found[0] != spoken[0])
+    return min(same, 1 + brute_force(found[1:], spoken), 1 + brute_force(found, spoken[1:]))
+
+
+def test_wrong_words_of_known_strings():
+    assert decoding.distance("kitten", "sitting") == 3
+    assert decoding.distance("", "abc") == decoding.distance("abc", "") == 3
+    drawn = np.random.default_rng(0)
+    for _ in range(30):
+        found, spoken = (drawn.integers(3, size=drawn.integers(6)).tolist() for _ in range(2))
+        assert decoding.distance(found, spoken) == brute_force(found, spoken)
+    # One of four is replaced, and one too many; of five, one is left out.
+    assert decoding.word_error_rate(["1245", "7999"], ["134", "79999"][:2]) == pytest.approx(100 * 3 / 8)
+
+
+def test_greedy_decoding_merges_repetitions_and_drops_blanks_and_padding():
+    best = [[0, 3, 3, 0, 3, 1, 1, 2], [2, 2, 1, 1, 1, 1, 1, 1]]
+    scores = np.eye(4)[best]
+    assert decoding.greedy(scores, np.array([[0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]])) == [[3, 3, 1, 2], [2]]
+
+
+@functools.cache
+def data():
+    """Words that are tones, each of them 0.2 seconds long: the frames of eight utterances of three to five."""
+    drawn, time = np.random.default_rng(0), np.arange(4400) / SAMPLES_PER_SECOND
+    spoken = []
+    for _ in range(8):
+        words = drawn.integers(10, size=drawn.integers(3, 6))
+        tones = [np.sin(2 * np.pi * 200 * 1.4**word * time) * np.hanning(4400) for word in words]
+        spoken.append(Utterance(np.concatenate(tones), words))
+    return features.batch(spoken, (20, 20), seed=0)
+
+
+def network(body, layers=1):
+    return Recognizer(words=10, body=body, width=16, layers=layers)
+
+
+@pytest.mark.parametrize("body", ["lstm", "conformer"])
+def test_scores_do_not_depend_on_what_is_padding(body):
+    model, batch = network(body), data()
+    params = training.start(training.Setting("plain", model), batch, 0)
+    other = batch.frames + 5 * batch.padding[..., None]
+    scores = training.scores_of(model)
+    (one, padding), (two, _) = (scores(params, frames, batch.padding) for frames in (batch.frames, other))
+    np.testing.assert_allclose(one * (1 - padding[..., None]), two * (1 - padding[..., None]), atol=1e-4)
+    assert one.shape == (8, math.ceil(features.FRAMES / 4), 11)
+    assert float(jnp.min(optax.ctc_loss(one, padding, batch.labels, batch.label_padding))) < 100
+
+
+def test_from_its_first_step_on_noise_moves_the_loss_and_the_network_learns():
+    """One program takes both strengths."""
+    setting = training.Setting("noise", network("lstm"), rate=0.02, steps=30, start=28, batch=4)
+    without, noisy = ([loss for loss, _ in training.fit(setting, strength, data(), 0)] for strength in (0.0, 1.0))
+    np.testing.assert_allclose(noisy[: setting.start], without[: setting.start], rtol=1e-4)
+    assert abs(noisy[setting.start] - without[setting.start]) > 1e-3 * without[setting.start]
+    assert without[-1] < 0.8 * without[0]
