@@ -272,7 +272,7 @@ def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) 
             with locate_errors(bound.who):
                 given = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
                 key = bound.keys(drawn[j], types[j]["w"]) if drawn else None
-                new = own._update_at(bound, bound.read(effective.arrays), given, key)
+                new = bound.stage._update_at(bound, bound.read(effective.arrays), given, key)
             arrays |= _by_place(bound, new)
         tree = graft("update", tree, effective, effective.with_arrays(arrays), free=own.moves_weights)
     return tree

@@ -239,7 +239,7 @@ class Parametrization(Static, ABC):
     @property
     def random_start(self) -> bool:
         """Whether the start depends on a key, so that ``init`` needs one."""
-        return any(stage._own._draws for stage in self._parts)
+        return self._own._draws
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -491,6 +491,7 @@ class Chain(Parametrization):
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
+    random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
 
     def __post_init__(self) -> None:
         stages: Any = self.stages
@@ -583,6 +584,7 @@ class Mean(Parametrization):
     changes_type: ClassVar[Any] = _ask_stage("changes_type")
     straight_through: ClassVar[Any] = _ask_stage("straight_through")
     moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
+    random_start: ClassVar[Any] = _ask_stage("random_start")
     _own: ClassVar[Any] = _ask_stage("_own")
 
     def __post_init__(self) -> None:

@@ -190,7 +190,8 @@ def require_start(
     may stand with another.
     """
     start, back = formulas
-    require_names(start, "the values of", values, arrays)
+    advice = " Put a value that several arrays share with one of them." if is_shared else ""
+    require_names(start, "the values of", values, arrays, advice)
     all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
     for values_of_one in [all_values] if is_shared else values.values():
         require_named_arrays(start, values_of_one, stage.raw_values)
@@ -201,11 +202,10 @@ def require_start(
             require_type(back, effective[name], w)
 
 
-def require_names(method: str, what: str, result: Any, names: Mapping[str, Any]) -> None:
+def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
     """Requires a dict with these names."""
     if not isinstance(result, Mapping) or set(result) != set(names):
         names_got = list(result) if isinstance(result, Mapping) else type(result).__name__
-        advice = " Put a value that several arrays share with one of them." if method == "init_leaves" else ""
         raise ValueError(
             f"{method} must return a dict with {what} each of {list(names)}, but returns {names_got}.{advice}"
         )

@@ -140,9 +140,10 @@ class Joint(Leafwise):
             groups = self._groups(who, [leaf for leaf in leaves if leaf.visible and self._takes(method, leaf)])
         for group in groups:
             who_here = replace(who, at=", ".join(repr(leaf.path) for leaf in group.values())) if self.arrays else who
-            with locate_errors(who_here):
-                for leaf in group.values() if nodes else ():
+            for leaf in group.values() if nodes else ():
+                with locate_errors(who_here if self.arrays else replace(who, at=repr(leaf.path))):
                     self._require_values(tree.values_of(nodes[leaf.place]))
+            with locate_errors(who_here):
                 stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
                 if method == "init":
                     _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)

@@ -385,7 +385,7 @@ class Reparametrization(Leafwise):
         if self._bare:
             return {"w": _mean_array(self, bound.stacked, values["w"])}
         if key is None:
-            return {"w": call_once_per_type(_fitting_array, self, bound.stacked, values["w"])}
+            return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
@@ -479,7 +479,8 @@ class _Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
-        self.stage, self.who, self._raw, self._types = stage, Call(stage, method), tree, dict[Names, Any]()
+        self.stage, self.who, self._raw, self._types = stage, Call(stage, method), tree, dict[Any, Any]()
+        self._by_path = bool(stage._by_path)
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(str(self.who), stage.kind, nest(tree))
@@ -498,14 +499,13 @@ class _Found:
         """The type of an array; an error for values that the stage could not have made."""
         if not isinstance(leaf.content, Node):
             return type_of(leaf.content)
-        if leaf.place not in self._types:
-            with locate_errors(replace(self.who, at=repr(leaf.path))):
-                stage, stacked = self.stage._arranged(leaf.path, None, self.names[leaf.place])
-                self._types[leaf.place] = jax.eval_shape(
-                    lambda values: call_once_per_type(_fitting_array, stage, stacked, values),
-                    {name: type_of(x) for name, x in self._raw.values_of(leaf.content).items()},
-                )
-        return self._types[leaf.place]
+        names = self.names[leaf.place]
+        types = {name: type_of(x) for name, x in self._raw.values_of(leaf.content).items()}
+        group = names, leaf.path if self._by_path else None, *types.items()
+        with locate_errors(replace(self.who, at=repr(leaf.path))):
+            if group not in self._types:
+                self._types[group] = _type_that_fits(*self.stage._arranged(leaf.path, None, names), types)
+        return self._types[group]
 
     def _fits(self, leaf: Leaf) -> bool:
         """Whether the stage could have made the values at a leaf."""
@@ -553,28 +553,31 @@ def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -
 
 def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
-    like = jax.eval_shape(lambda values: _fitting_array(stage, stacked, values), dict(values))
+    like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
     effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
     require_type("apply_leaf", effective, like)
     return effective
 
 
-def _fitting_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
-    """The effective array, or its mean; an error for raw values that ``init`` would not give for such an array.
+def _type_that_fits(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
+    """The type of the array of raw values; an error for values that ``init`` would not give for such an array.
 
     Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
     """
-    types = {name: type_of(x) for name, x in values.items()}
+    aligned = [
+        types[name]
+        for name, declaration in stage.raw_values.items()
+        if declaration.main and declaration.aligned and name in types
+    ]
+    if aligned:
+        effective = aligned[0]
+    else:
+        effective = jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
     if not stage.changes_type and not has_symbols(types.values()):
-        aligned = [
-            types[name]
-            for name, declaration in stage.raw_values.items()
-            if declaration.main and declaration.aligned and name in types
-        ]
-        like = aligned[0] if aligned else jax.eval_shape(lambda values: _mean_array(stage, stacked, values), types)
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            require_fit(types, jax.eval_shape(lambda w: _start_values(stage, stacked, w, None), like))
-    return _mean_array(stage, stacked, values)
+            start = jax.eval_shape(lambda w: call_once_per_type(_start_values, stage, stacked, w, None), effective)
+            require_fit(types, start)
+    return effective
 
 
 def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:
