@@ -145,7 +145,7 @@ class Static:
 
     def __hash__(self) -> int:
         try:
-            return hash((type(self), *(getattr(self, field.name) for field in _fields_of(self) if field.compare)))
+            return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
             return hash((type(self), self._compared()))  # which names the field that holds an array
 

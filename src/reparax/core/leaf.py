@@ -334,10 +334,9 @@ class Reparametrization(Leafwise):
                     f"once, with the whole chain, and pass `raw`."
                 )
             place, node, who = leaf.place, leaf.content, replace(found.who, at=repr(leaf.path))
+            w = found.look(leaf)
             with locate_errors(who):
-                stage, stacked = self._arranged(
-                    leaf.path, found.look(leaf) if self._varied else None, found.names[place]
-                )
+                stage, stacked = found.arranged(leaf.path, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
         return bounds
@@ -480,7 +479,7 @@ class _Found:
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
         self.stage, self.who, self._raw, self._types = stage, Call(stage, method), tree, dict[Any, Any]()
-        self._by_path = bool(stage._by_path)
+        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(str(self.who), stage.kind, nest(tree))
@@ -504,7 +503,7 @@ class _Found:
         group = names, leaf.path if self._by_path else None, *types.items()
         with locate_errors(replace(self.who, at=repr(leaf.path))):
             if group not in self._types:
-                self._types[group] = _type_that_fits(*self.stage._arranged(leaf.path, None, names), types)
+                self._types[group] = _type_that_fits(*self.arranged(leaf.path, None, names), types)
         return self._types[group]
 
     def _fits(self, leaf: Leaf) -> bool:

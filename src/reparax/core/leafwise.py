@@ -241,6 +241,14 @@ class Leafwise(Parametrization):
         """The axis names of each array, if this stage needs any."""
         return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
 
+    @property
+    def _arranger(self) -> Callable[[str, Any, AxisNames | None], tuple[Self, AxisNumbers]]:
+        """:meth:`_arranged`, found out once for arrays on which the stage is the same."""
+        if self._varied or self._by_path or self._asks_names:
+            return self._arranged
+        stacked = find_axes(self.stacked, None)
+        return lambda path, w, names: (self, stacked)
+
     def _arranged(self, path: str, w: Any, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage with the numbers and axes of one array, and its stacked axes; if ``w`` is None, typical numbers.
 

@@ -130,7 +130,7 @@ def is_mark(name: object) -> bool:
 
 def holds_markers(x: object) -> bool:
     """Whether ``x`` is a marker dict."""
-    return isinstance(x, Mapping) and any(str(name).startswith("@") for name in x)
+    return isinstance(x, Mapping) and any([str(name).startswith("@") for name in x])
 
 
 def kind_of(mark: str) -> str:
@@ -353,7 +353,10 @@ class Flat:
 
     def root(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
-        return next(place[:n] for n in range(len(place), -1, -1) if place[:n] in self.frame.roots)
+        for n in range(len(place), -1, -1):
+            if place[:n] in self.frame.roots:
+                return place[:n]
+        raise KeyError(place)
 
     def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
         """The tree with other arrays."""
