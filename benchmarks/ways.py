@@ -33,7 +33,7 @@ WAYS = {
     "summary": ("training/_summary summary", "training/_summary _acting_stages", *PLAN),
     "owners": ("core/chain Parametrization.owners", *TIED),
     "to_peft": ("io/_peft_write to_peft", *PLAN),
-    "to_torch": ("io/_torch to_torch", "io/_torch make_plan", *PLAN),
+    "to_torch": ("io/_torch to_torch", "io/_torch _make_plan", *PLAN),
 }
 
 

@@ -435,3 +435,17 @@ def test_a_train_state_of_flax_holds_it() -> None:
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())
+
+
+def test_gradients_unlike_the_parameters_are_no_mistake_of_a_transformation_that_takes_such() -> None:
+    """The error of a step that fails for another reason stays what it is: what ours would advise fails too."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        if jax.tree.structure(params) != jax.tree.structure({"fast": updates, "slow": updates}):
+            raise ValueError("not a pair")
+        raise ArithmeticError("of its own")
+
+    raw = {"w": jnp.ones(2)}
+    tx = rpx.optimizer(optax.GradientTransformation(lambda params: (), update))
+    with pytest.raises(ArithmeticError, match="of its own"):
+        tx.update(raw, (), {"fast": raw, "slow": raw})

@@ -8,12 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from reparax.axes._labels import Labels
-from reparax.axes._members import Members
-from reparax.axes._operands import Operands
-from reparax.axes._rules import axes_of
-from reparax.axes._uses import Uses
-from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Origin, Origins, Source
+from reparax.axes._rules import Operands, axes_of
+from reparax.axes._uses import Members, Uses
+from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source
 from reparax.axes._zeros import AxisSum, Zeros, all_of
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, check_call, is_keys

@@ -1,92 +1,179 @@
 """What each kind of equation says of the axes of its operands and of its outputs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import prod
-from typing import Any
 
-from reparax.axes._operands import Axes, Operands
-from reparax.axes._values import Axis, origins
+from reparax.axes._values import Axis, Labelled, Labels, origins
 from reparax.programs import equations
-from reparax.programs.equations import View
+from reparax.programs.contractions import contraction_of
 from reparax.programs.jaxprs import type_of
 
+Axes = tuple[Axis, ...]
 
-def axes_of(view: View, operands: Operands) -> list[Axes]:
+
+class Operands:
+    """The values that an equation reads; labels are joined, divided and frozen on the way."""
+
+    def __init__(self, labels: Labels, view: equations.View, values: Sequence[Labelled], line: str) -> None:
+        """Takes the values of an equation.
+
+        Args:
+          labels: The labels of all axes.
+          view: The equation.
+          values: What it reads.
+          line: The equation and its source line, as the reason why axes have an order.
+        """
+        self.labels, self.line = labels, line
+        self.axes = [value.axes for value in values]
+        self.shapes: list[Sequence[int]] = [v.aval.shape for v in view.operands]
+
+    def new(self, of: Iterable[Axis] = ()) -> Axis:
+        """An axis with a label of its own."""
+        return Axis(self.labels.new(), origins(of), in_place=False)
+
+    def ordered(self, *axes: Axis) -> Axis:
+        """An axis whose order counts, made of axes whose order counts."""
+        for axis in axes:
+            self.labels.freeze(axis.label, self.line)
+        return Axis(self.labels.new(self.line), origins(axes), in_place=False)
+
+    def joined(self, axes: Sequence[Axis]) -> Axis:
+        """The axis that axes of several values are."""
+        for axis in axes[1:]:
+            self.labels.same(axes[0].label, axis.label)
+        return Axis.joined(axes)
+
+    def divided(self, axis: Axis, sizes: Sequence[int]) -> Sequence[int]:
+        """The labels of an axis that is read as several; an axis of size one has a label that no other has."""
+        long = [n for n in sizes if n != 1]
+        parts = iter(self.labels.divided(axis.label, long) if len(long) > 1 else [axis.label])
+        return [self.labels.new() if n == 1 else next(parts) for n in sizes]
+
+    def part(self, axis: Axis, n: int, start: int, stop: int, stride: int = 1) -> Axis:
+        """Some of the ``n`` indices of an axis: one of several equal blocks has the order that the others have."""
+        size = stop - start
+        if len(range(start, stop, stride)) == n:
+            return axis
+        if stride != 1 or size < 2 or n % size or start % size:
+            return self.ordered(axis)
+        blocks, inside = self.labels.divided(axis.label, (n // size, size))
+        self.labels.freeze(blocks, self.line)
+        return Axis(inside, axis.of, in_place=False)
+
+    def partly(self, kept: Iterable[bool]) -> Axes:
+        """The first operand's axes; those that are not kept lose indices, or get others."""
+        return tuple(a if keep else self.ordered(a) for a, keep in zip(self.axes[0], kept, strict=True))
+
+    def without(self, gone: Sequence[int]) -> Axes:
+        """The first operand's axes that are left; those that go may have any order."""
+        return tuple(axis for i, axis in enumerate(self.axes[0]) if i not in gone)
+
+    def elementwise(self, ordered: Sequence[int] = ()) -> Axes:
+        """The axes of all operands, but for numbers, which have none; along some the order counts."""
+        axes = map(self.joined, zip(*filter(None, self.axes), strict=True))
+        return tuple(self.ordered(axis) if i in ordered else axis for i, axis in enumerate(axes))
+
+
+def axes_of(view: equations.View, operands: Operands) -> list[Axes]:
     """The axes of each output of an equation.
 
-    An equation of which nothing is known allows no permutation of any axis.
+    An equation of which nothing is known allows no permutation of any axis that it reads or gives.
     """
-    rule = next((RULES[kind] for kind in type(view).__mro__ if kind in RULES), _axes_of_unknown)
-    return rule(view, operands)
+    found = _axes_of(view, operands)
+    if found is None:
+        operands.ordered(*(axis for axes in operands.axes for axis in axes))
+        return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
+    return found if isinstance(found, list) else [found for _ in view.eqn.outvars]
 
 
-def _axes_of_unknown(view: View, operands: Operands) -> list[Axes]:
-    """The order counts along all axes that an unknown equation reads or gives."""
-    operands.ordered(*(axis for axes in operands.axes for axis in axes))
-    return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
+def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
+    """The axes of all outputs, or of each; None if the equation is not known."""
+    axes, shape = (operands.axes[0], operands.shapes[0]) if operands.axes else ((), ())
+    match view:
+        case equations.Pointwise() | equations.ReadInStep() | equations.Vary() | equations.Named():
+            ranks = {len(axes) for axes in operands.axes if axes}
+            return operands.elementwise() if ranks <= {len(view.type.shape)} else None
+        case equations.Barrier():
+            return operands.axes
+        case equations.Reverse():
+            return operands.elementwise(view.dimensions)
+        case equations.Cumulative() | equations.Sort():
+            return operands.elementwise([view.axis])
+        case equations.Dot():
+            return _axes_of_product(view, operands)
+        case equations.RaggedDot():  # sizes say which rows meet which group: the order of rows and of groups counts
+            if view.group is not None:
+                operands.ordered(operands.axes[1][view.group])
+            operands.axes[0] = operands.partly(i != view.ragged for i in range(len(axes)))
+            operands.axes[2:] = [tuple(map(operands.ordered, each)) for each in operands.axes[2:]]
+            return _axes_of_product(view, operands)
+        case equations.Conv():
+            return _axes_of_convolution(view, operands) if view.batch_group_count == 1 else None
+        case equations.Gather():
+            return _axes_of_gather(view, operands)
+        case equations.ReduceIndex():  # an index says where an entry is, so the order counts along the axes that go
+            operands.ordered(*(axes[i] for i in view.axes))
+            return operands.without(view.axes)
+        case equations.Reduce():
+            return operands.without(view.axes)
+        case equations.ReduceWindow():
+            return operands.partly(view.keeps) if len(view.eqn.outvars) == 1 else None
+        case equations.TopK():
+            return operands.partly(i != view.axis for i in range(len(axes)))
+        case equations.Broadcast():  # a new axis, or one of size one that gets longer, has equal entries, so any order
+            places = [operands.new() for _ in view.shape]
+            for k, axis, n in zip(view.broadcast_dimensions, axes, shape, strict=True):
+                places[k] = axis if n == view.shape[k] else operands.new([axis])
+            return tuple(places)
+        case equations.Transpose():
+            return tuple(axes[i] for i in view.permutation)
+        case equations.Squeeze():
+            return operands.without(view.dimensions)
+        case equations.Reshape():
+            return _axes_of_reshape(view, operands)
+        case equations.Iota():  # along other axes all numbers are equal
+            return tuple(operands.ordered() if i == view.dimension else operands.new() for i in range(len(view.shape)))
+        case equations.Slice():
+            parts = zip(axes, shape, view.bounds, strict=True)
+            return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
+        case equations.SplitAxis():
+            before, n, behind = axes[: view.axis], shape[view.axis], axes[view.axis + 1 :]
+            stops = zip(accumulate(view.sizes), view.sizes, strict=True)
+            parts = [operands.part(axes[view.axis], n, stop - size, stop) for stop, size in stops]
+            return [(*before, part, *behind) for part in parts]
+        case equations.Concatenate():
+            return _axes_of_concatenate(view, operands)
+        case equations.Stack():
+            joined = operands.elementwise()
+            return (*joined[: view.axis], operands.ordered(), *joined[view.axis :])
+        case equations.Unstack():
+            operands.ordered(axes[view.axis])
+            return operands.without([view.axis])
+        case equations.Pad():
+            return operands.partly(not any(amounts) for amounts in view.padding)
+        case equations.DynamicSlice():
+            return operands.partly(size == n for size, n in zip(view.slice_sizes, shape, strict=True))
+        case equations.DynamicUpdateSlice():  # an axis that is replaced as a whole is that of the new part
+            pairs = zip(axes, operands.axes[1], shape, operands.shapes[1], strict=True)
+            return tuple(operands.joined((a, b)) if n == m else operands.ordered(a, b) for a, b, n, m in pairs)
+        case _:
+            return None
 
 
-# ---- entries in their places
+def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operands) -> Axes:
+    """What a product sums over or shares becomes one axis of both operands."""
+    contraction, axes = contraction_of(view), dict[int, list[Axis]]()
+    assert contraction is not None
+    for indices, own in zip(contraction.operands, operands.axes, strict=False):
+        for index, axis in zip(indices, own, strict=True):
+            axes.setdefault(index, []).append(axis)
+    joined = {index: operands.joined(each) for index, each in axes.items()}
+    return tuple(joined[index] for index in contraction.output)
 
 
-def _axes_of_elementwise(view: View, operands: Operands) -> list[Axes]:
-    """All operands have the axes of the output, except for numbers, which have none."""
-    arrays = [axes for axes in operands.axes if axes]
-    if any(len(axes) != len(view.type.shape) for axes in arrays):
-        return _axes_of_unknown(view, operands)
-    axes = tuple(map(operands.joined, zip(*arrays, strict=True)))
-    return [axes for _ in view.eqn.outvars]
-
-
-def _axes_in_order_along(view: View, operands: Operands, ordered: Iterable[int]) -> list[Axes]:
-    """As elementwise, where the order along some axes counts."""
-    axes, ordered = _axes_of_elementwise(view, operands)[0], set(ordered)
-    found = tuple(operands.ordered(axis) if i in ordered else axis for i, axis in enumerate(axes))
-    return [found for _ in view.eqn.outvars]
-
-
-def _axes_of_barrier(view: equations.Barrier, operands: Operands) -> list[Axes]:
-    """Each output has the axes of its operand."""
-    del view
-    return operands.axes
-
-
-def _axes_of_reverse(view: equations.Reverse, operands: Operands) -> list[Axes]:
-    """The order counts along the axes that are reversed."""
-    return _axes_in_order_along(view, operands, view.dimensions)
-
-
-def _axes_of_cumulative(view: equations.Cumulative | equations.Sort, operands: Operands) -> list[Axes]:
-    """The order counts along the axis on which entries are added up or sorted."""
-    return _axes_in_order_along(view, operands, [view.axis])
-
-
-# ---- sums
-
-
-def _axes_of_dot(view: equations.Dot, operands: Operands) -> list[Axes]:
-    """Axes that are contracted, and those of a batch, are one axis of both operands."""
-    a, b = operands.axes
-    return [operands.join_in_product((a, b), view.contracting, view.batch)]
-
-
-def _axes_of_ragged_dot(view: equations.RaggedDot, operands: Operands) -> list[Axes]:
-    """As a product of matrices, where sizes say which rows meet which group: the order of rows and of groups counts."""
-    a, b, sizes, *rest = operands.axes
-    a = tuple(operands.ordered(axis) if i == view.ragged else axis for i, axis in enumerate(a))
-    axes = operands.join_in_product((a, b), view.contracting, view.batch)
-    if view.group is None:
-        return [(operands.ordered(*sizes), *axes)]
-    operands.ordered(b[view.group], *sizes, *(axis for each in rest for axis in each))
-    group = len(axes) - len([i for i in range(view.group, len(b)) if i not in (*view.contracting[1], *view.batch[1])])
-    return [(*axes[:group], *axes[group + 1 :])]
-
-
-def _axes_of_convolution(view: equations.Conv, operands: Operands) -> list[Axes]:
+def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
     """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
-    if view.batch_group_count > 1:
-        return _axes_of_unknown(view, operands)
     (data, kernel), (lhs, rhs, out) = operands.axes, view.dimension_numbers
     count, shape, inputs = view.feature_group_count, operands.shapes[1], kernel[rhs[1]]
     if count > 1:  # the kernel's outputs stay one axis: their order within a group is that of the result
@@ -98,60 +185,34 @@ def _axes_of_convolution(view: equations.Conv, operands: Operands) -> list[Axes]
     operands.ordered(*(kernel[i] for i in rhs[2:]))
     windows = {k: operands.ordered(data[i]) for i, k in zip(lhs[2:], out[2:], strict=True)}
     axes = {out[0]: data[lhs[0]], out[1]: kernel[rhs[0]], **windows}
-    return [tuple(axes[k] for k in sorted(axes))]
+    return tuple(axes[k] for k in sorted(axes))
 
 
-def _axes_of_reduce(view: equations.Reduce, operands: Operands) -> list[Axes]:
-    """The axes that are left; those that are reduced have any order."""
-    kept = tuple(axis for i, axis in enumerate(operands.axes[0]) if i not in view.axes)
-    return [kept for _ in view.eqn.outvars]
+def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
+    """Axes that are taken as a whole stay, and so do those of the places; of others the order counts."""
+    contraction, (table, places) = contraction_of(view), operands.axes
+    assert contraction is not None
+    of_table = dict(zip(contraction.operands[0], table, strict=True))
+    of_places = dict(zip(contraction.operands[1], places, strict=True))
+    chosen = origins(table[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
+    # A place has a number for each axis of the table in which it points.
+    operands.ordered(*(table[i] for i in view.dimension_numbers.collapsed_slice_dims), places[-1])
+
+    def axis(index: int) -> Axis:
+        if index not in of_places:
+            return of_table[index] if index in of_table else operands.ordered(table[-1 - index])
+        if index in of_table:
+            operands.joined((of_table[index], of_places[index]))
+        return Axis(of_places[index].label, of_table[index].of if index in of_table else chosen, in_place=False)
+
+    return tuple(map(axis, contraction.output))
 
 
-def _axes_of_reduce_index(view: equations.ReduceIndex, operands: Operands) -> list[Axes]:
-    """The axes that are left; an index says where an entry is, so the order counts along the others."""
-    operands.ordered(*(operands.axes[0][i] for i in view.axes))
-    return _axes_of_reduce(view, operands)
-
-
-def _axes_of_reduce_window(view: equations.ReduceWindow, operands: Operands) -> list[Axes]:
-    """The order counts along axes on which not each entry is a window of its own."""
-    if len(view.eqn.outvars) > 1:
-        return _axes_of_unknown(view, operands)
-    return [operands.partly(view.keeps)]
-
-
-# ---- moves
-
-
-def _axes_of_broadcast(view: equations.Broadcast, operands: Operands) -> list[Axes]:
-    """A new axis, or one of size one that gets longer, has equal entries, so any order."""
-    (old,), (shape,) = operands.axes, operands.shapes
-    from_place = {place: i for i, place in enumerate(view.broadcast_dimensions)}
-
-    def axis(place: int, size: int) -> Axis:
-        if place not in from_place:
-            return operands.new()
-        i = from_place[place]
-        return old[i] if shape[i] == size else operands.new([old[i]])
-
-    return [tuple(axis(place, size) for place, size in enumerate(view.shape))]
-
-
-def _axes_of_transpose(view: equations.Transpose, operands: Operands) -> list[Axes]:
-    """The same axes in another order."""
-    return [tuple(operands.axes[0][i] for i in view.permutation)]
-
-
-def _axes_of_squeeze(view: equations.Squeeze, operands: Operands) -> list[Axes]:
-    """The axes that are left."""
-    return [tuple(axis for i, axis in enumerate(operands.axes[0]) if i not in view.dimensions)]
-
-
-def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> list[Axes]:
+def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None:
     """Axes that are merged consist of those before, and those of one that is split are its parts."""
     (axes,), (lengths,), new = operands.axes, operands.shapes, view.new_sizes
     if 0 in new:
-        return _axes_of_unknown(view, operands)
+        return None
     order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
     old, shape = [axes[i] for i in order], [lengths[i] for i in order]
     found = list[Axis]()
@@ -162,7 +223,7 @@ def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> list[Axes]:
             _axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], [n for n in sizes if n != 1])
         )
         found += [operands.new(axis for axis in [next(ones, None)] if axis) if n == 1 else next(made) for n in sizes]
-    return [tuple(found)]
+    return tuple(found)
 
 
 def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> Sequence[Axis]:
@@ -175,7 +236,7 @@ def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], n
     if len(old) == 1:
         return [Axis(label, axes[0].of, in_place=False) for label in labels.divided(axes[0].label, new)]
     one = operands.ordered(*axes)
-    return [Axis(operands.labels.new(operands.line), one.of, in_place=False) for _ in new]
+    return [Axis(labels.new(operands.line), one.of, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
@@ -189,31 +250,7 @@ def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tupl
         yield (start, i), new[first:j]
 
 
-def _axes_of_iota(view: equations.Iota, operands: Operands) -> list[Axes]:
-    """The order counts along the axis of the numbers; along others all are equal."""
-    return [tuple(operands.ordered() if i == view.dimension else operands.new() for i in range(len(view.shape)))]
-
-
-# ---- parts
-
-
-def _axes_of_slice(view: equations.Slice, operands: Operands) -> list[Axes]:
-    """An axis that is whole, or one of equal blocks, keeps its order; of others the order counts."""
-    parts = zip(operands.axes[0], operands.shapes[0], view.bounds, strict=True)
-    return [tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)]
-
-
-def _axes_of_split(view: equations.SplitAxis, operands: Operands) -> list[Axes]:
-    """As slices one after the other along an axis."""
-    (axes,), (shape,), start, outs = operands.axes, operands.shapes, 0, list[Axes]()
-    for size in view.sizes:
-        part = operands.part(axes[view.axis], shape[view.axis], start, start + size)
-        outs.append((*axes[: view.axis], part, *axes[view.axis + 1 :]))
-        start += size
-    return outs
-
-
-def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> list[Axes]:
+def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axes | list[Axes]:
     """Parts of equal size are blocks that have one order; others have none that could be changed."""
     along = view.dimension
     sizes, parts = [shape[along] for shape in operands.shapes], [axes[along] for axes in operands.axes]
@@ -226,88 +263,4 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> lis
         label = operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]])
         axis = Axis(label, inside.of, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
-    return [tuple(axis if i == along else operands.joined(axes) for i, axes in across)]
-
-
-def _axes_of_stack(view: equations.Stack, operands: Operands) -> list[Axes]:
-    """The axes of all operands are one each; the order counts along the new one."""
-    axes = list(map(operands.joined, zip(*operands.axes, strict=True)))
-    return [(*axes[: view.axis], operands.ordered(), *axes[view.axis :])]
-
-
-def _axes_of_unstack(view: equations.Unstack, operands: Operands) -> list[Axes]:
-    """The axes that are left; the order counts along the one that goes."""
-    axes = operands.axes[0]
-    operands.ordered(axes[view.axis])
-    return [(*axes[: view.axis], *axes[view.axis + 1 :]) for _ in view.eqn.outvars]
-
-
-def _axes_of_pad(view: equations.Pad, operands: Operands) -> list[Axes]:
-    """The order counts along axes that get entries, or lose some."""
-    return [operands.partly(not any(amounts) for amounts in view.padding)]
-
-
-def _axes_of_dynamic_slice(view: equations.DynamicSlice, operands: Operands) -> list[Axes]:
-    """The order counts along axes that are not taken whole."""
-    return [operands.partly(size == n for size, n in zip(view.slice_sizes, operands.shapes[0], strict=True))]
-
-
-def _axes_of_dynamic_update_slice(view: equations.DynamicUpdateSlice, operands: Operands) -> list[Axes]:
-    """An axis that is replaced as a whole is that of the new part; of others the order counts."""
-    del view
-    pairs = zip(operands.axes[0], operands.axes[1], operands.shapes[0], operands.shapes[1], strict=True)
-    return [tuple(operands.joined((a, b)) if n == m else operands.ordered(a, b) for a, b, n, m in pairs)]
-
-
-def _axes_of_top_k(view: equations.TopK, operands: Operands) -> list[Axes]:
-    """The order counts along the axis of which the largest entries are taken."""
-    axes = operands.partly(i != view.axis for i in range(len(operands.axes[0])))
-    return [axes for _ in view.eqn.outvars]
-
-
-def _axes_of_gather(view: equations.Gather, operands: Operands) -> list[Axes]:
-    """Axes that are taken as a whole stay, and so do those of the indices; of others the order counts."""
-    numbers, sizes, (axes, indices) = view.dimension_numbers, operands.shapes[0], operands.axes
-    chosen = origins(axes[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
-    index_axes = [Axis(axis.label, chosen, in_place=False) for axis in indices[:-1]]
-    # An index has a place for each axis of the operand in which it points.
-    operands.ordered(*(axes[i] for i in numbers.collapsed_slice_dims), indices[-1])
-    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-        operands.joined((axes[i], indices[j]))
-        index_axes[j] = replace(index_axes[j], of=axes[i].of)
-    kept = (i for i in range(len(axes)) if i not in view.gone)
-    slices = [axes[i] if view.slice_sizes[i] == sizes[i] else operands.ordered(axes[i]) for i in kept]
-    places, batch = dict(zip(numbers.offset_dims, slices, strict=True)), iter(index_axes)
-    return [tuple(places[k] if k in places else next(batch) for k in range(len(view.type.shape)))]
-
-
-RULES: dict[type[View], Callable[[Any, Operands], list[Axes]]] = {
-    equations.Pointwise: _axes_of_elementwise,
-    **dict.fromkeys((equations.ReadInStep, equations.Vary, equations.Named), _axes_of_elementwise),
-    equations.Barrier: _axes_of_barrier,
-    equations.Reverse: _axes_of_reverse,
-    equations.Cumulative: _axes_of_cumulative,
-    equations.Sort: _axes_of_cumulative,
-    equations.Dot: _axes_of_dot,
-    equations.RaggedDot: _axes_of_ragged_dot,
-    equations.Conv: _axes_of_convolution,
-    equations.Reduce: _axes_of_reduce,
-    equations.ReduceIndex: _axes_of_reduce_index,
-    equations.ReduceWindow: _axes_of_reduce_window,
-    equations.Broadcast: _axes_of_broadcast,
-    equations.Transpose: _axes_of_transpose,
-    equations.Squeeze: _axes_of_squeeze,
-    equations.Reshape: _axes_of_reshape,
-    equations.Iota: _axes_of_iota,
-    equations.Slice: _axes_of_slice,
-    equations.SplitAxis: _axes_of_split,
-    equations.Concatenate: _axes_of_concatenate,
-    equations.Stack: _axes_of_stack,
-    equations.Unstack: _axes_of_unstack,
-    equations.Pad: _axes_of_pad,
-    equations.DynamicSlice: _axes_of_dynamic_slice,
-    equations.DynamicUpdateSlice: _axes_of_dynamic_update_slice,
-    equations.TopK: _axes_of_top_k,
-    equations.Gather: _axes_of_gather,
-}
-"""The rule of each kind of equation, which its subclasses share unless they have their own."""
+    return tuple(axis if i == along else operands.joined(axes) for i, axes in across)

@@ -1,28 +1,14 @@
 """How a program uses weights: which of their axes its products contract with data, and which stay."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reparax.axes._members import Members
-from reparax.axes._values import Axis, DataProduct, Labelled, Origins, Source, origins
+from reparax.axes._values import Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
-from reparax.programs.equations import (
-    Conv,
-    Divide,
-    Dot,
-    DynamicSlice,
-    Gather,
-    Multiply,
-    RaggedDot,
-    Slice,
-    SplitAxis,
-    Unstack,
-    View,
-)
+from reparax.programs import equations
+from reparax.programs.contractions import Contraction, contraction_of
+from reparax.programs.equations import Conv, Dot, DynamicSlice, Gather, RaggedDot, View
 from reparax.programs.jaxprs import type_of
-
-Ways = tuple[Iterable[int], Iterable[int], Iterable[int]]
-"""The axes of an operand that are contracted, that stay, and of which each index is an operand of its own."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
       members: What becomes of the outputs of products.
     """
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: "Members") -> None:
         """Nothing was seen yet."""
         super().__init__()
         self.members = members
@@ -59,30 +45,21 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind = max((value.kind for value in _deciding_operands(view, operands)), default=Source.CONSTANT)
-        stacked = Origins().union(*(value.stacked for value in operands))
-        n_before = len(self)
-        if isinstance(view, Gather) and operands[0].kind is Source.WEIGHT and _is_table(view, operands[1]):
-            self._add_read(view, operands, line)
-            kind = Source.DATA
-        elif (
-            isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT and _takes_whole_arrays(view)
-        ):
-            kind = Source.WEIGHT  # whole arrays that an index chooses: of a layer, or those of an expert
-        elif kind is Source.DATA:
+        kind, n_before = _kind_of_outputs(view, operands), len(self)
+        if kind is Source.DATA:
             self._add_read(view, operands, line)
         if kind is not Source.WEIGHT:
             outs = [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
             products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
             made = Origins().union(*(product.outputs for product in products))
-            if not products or type(view) not in WAYS:
+            if not products or contraction_of(view) is None:
                 outs = [self.members.follow(view, operands, out) for out in outs]
             return [replace(out, made=out.made | made) for out in outs]
         for value in operands if type(view) is View else ():  # what it does to axes is not known
             self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
-        if_rows = self._if_rows(view, operands, line)
+        stacked, if_rows = Origins().union(*(value.stacked for value in operands)), self._if_rows(view, operands, line)
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         return [
             _with_stacked_axes(view, operands, Labelled(tuple(each), kind, stacked, if_rows=if_rows), shape)
@@ -98,8 +75,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
             read = [0] if _gives_vectors(view) else []
         elif found:
             read = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
-        products = (_product(view, operands[i], i, line) for i in read)
-        return found | {product for product in products if product is not None}
+        return found | set(filter(None, (_product(view, operands[i], i, line) for i in read)))
 
     def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         """Adds what an equation with data does to each weight that it reads: a product, or another read."""
@@ -129,33 +105,38 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str
     ) -> Sequence[Axis]:
         """The axes of a product of weights with weights, which is added, or with a constant."""
-        sides, kept = list[tuple[Origins, Origins]](), Origins()
-        for i, value in enumerate(operands):
-            contracted, stay, batch = _ways_of_dot(view, value, i)
-            sides.append((origins(value.axes[k] for k in contracted), origins(value.axes[k] for k in stay)))
-            kept |= origins(value.axes[k] for k in batch) | value.stacked
+        dot = contraction_of(view)
+        assert dot is not None
+        sides = [
+            (value.of(dot.contracted(i)), value.of(dot.kept(i)), value.of(dot.batch(i)) | value.stacked)
+            for i, value in enumerate(operands)
+        ]
         if all(value.kind is Source.WEIGHT for value in operands):
-            self.append(Between(sides[0], sides[1], kept, line))
+            self.append(Between(sides[0][:2], sides[1][:2], sides[0][2] | sides[1][2], line))
             return axes
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
         constant = [value.kind for value in operands].index(Source.CONSTANT)
-        others = set(_ways_of_dot(view, operands[constant], constant)[1])
-        labels = {operands[constant].axes[k].label for k in others}
+        labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
         return [
             Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
         ]
 
 
-def _deciding_operands(view: View, operands: Sequence[Labelled]) -> Sequence[Labelled]:
-    """The operands that say what an output is: a multiple of weights by a number that is data is one of weights."""
-    if not isinstance(view, Multiply | Divide):
-        return operands
-    return [value for value in operands if any(map(value.varies, range(len(value.axes))))] or operands
-
-
-def _is_table(view: Gather, indices: Labelled) -> bool:
-    """Whether data choose vectors, or parts."""
-    return indices.kind is Source.DATA and _gives_vectors(view)
+def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:
+    """What the outputs of an equation are computed from."""
+    if isinstance(view, Gather | DynamicSlice) and operands[0].kind is Source.WEIGHT:
+        if isinstance(view, Gather):  # data choose vectors, or whole arrays: of a layer, or those of an expert
+            is_table = operands[1].kind is Source.DATA and _gives_vectors(view)
+            return Source.DATA if is_table else Source.WEIGHT
+        long = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
+        if len(long) > 1 and all(long):
+            return Source.WEIGHT
+    if isinstance(
+        view, equations.Multiply | equations.Divide
+    ):  # a multiple of weights by a number that is data is one of weights
+        varying = [value for value in operands if any(map(value.varies, range(len(value.axes))))]
+        operands = varying or operands
+    return max((value.kind for value in operands), default=Source.CONSTANT)
 
 
 def _selects(view: Gather, indices: Labelled) -> bool:
@@ -174,22 +155,14 @@ def _single_axes(view: Gather) -> list[int]:
     return [i for i in view.cut if view.slice_sizes[i] == 1 and i not in view.gone]
 
 
-def _takes_whole_arrays(view: Gather | DynamicSlice) -> bool:
-    """Whether an index chooses arrays along axes of which it takes one entry, and all others as a whole."""
-    if isinstance(view, Gather):
-        return True
-    pairs = [(m, n) for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
-    return len(pairs) > 1 and all(m == n for m, n in pairs)
-
-
 def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
     old, axes, stacked = operands[0].axes if operands else (), out.axes, Origins()
-    if isinstance(view, Slice | DynamicSlice | SplitAxis):
+    if isinstance(view, equations.Slice | DynamicSlice | equations.SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
         stacked = origins(out.axes) - origins(axes)
-    elif isinstance(view, Unstack):
+    elif isinstance(view, equations.Unstack):
         stacked = old[view.axis].of
     elif isinstance(view, Gather):
         single, kept = _single_axes(view), [i for i in range(len(old)) if i not in view.gone]
@@ -200,69 +173,92 @@ def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, 
     return replace(out, axes=axes, stacked=out.stacked | stacked)
 
 
-def _other_axes(value: Labelled, taken: Collection[int]) -> list[int]:
-    """The axes of a value but for these."""
-    return [k for k in range(len(value.axes)) if k not in taken]
-
-
-def _ways_of_dot(view: Dot, value: Labelled, i: int) -> Ways:
-    """The axes of an operand of a matrix product that are contracted, that stay, and those of a batch."""
-    contracted, batch = view.contracting[i], view.batch[i]
-    return contracted, _other_axes(value, (*contracted, *batch)), batch
-
-
-def _ways_of_ragged_dot(view: RaggedDot, value: Labelled, i: int) -> Ways:
-    """As of a matrix product; the axis of the matrices of all groups counts as one of a batch."""
-    contracted, group = view.contracting[i], [view.group] if i == 1 and view.group is not None else []
-    apart = (*view.batch[i], *group)
-    return contracted, _other_axes(value, (*contracted, *apart)), apart
-
-
-def _ways_of_convolution(view: Conv, value: Labelled, i: int) -> Ways | None:
-    """The axes of a kernel: inputs and the window are contracted, outputs stay; None for the data."""
-    del value
-    out, *inputs = view.dimension_numbers.rhs_spec
-    return (inputs, [out], ()) if i == 1 else None
-
-
-def _ways_of_gather(view: Gather, value: Labelled, i: int) -> Ways | None:
-    """The axes of a table: those of its rows are contracted; None for indices, or if no axis is cut."""
-    rows, batch = view.cut, view.dimension_numbers.operand_batching_dims
-    return (rows, _other_axes(value, (*rows, *batch)), batch) if i == 0 and rows else None
-
-
-def _ways_of_dynamic_slice(view: DynamicSlice, value: Labelled, i: int) -> Ways | None:
-    """The axes of a table: the one axis that is cut is that of its rows; None if there are several."""
-    sizes = zip(view.slice_sizes, view.operands[0].aval.shape, strict=True)
-    rows = [k for k, (m, n) in enumerate(sizes) if m < n]
-    return (rows, _other_axes(value, rows), ()) if i == 0 and len(rows) == 1 else None
-
-
-WAYS: dict[type[View], Callable[..., Ways | None]] = {
-    Dot: _ways_of_dot,
-    RaggedDot: _ways_of_ragged_dot,
-    Conv: _ways_of_convolution,
-    Gather: _ways_of_gather,
-    DynamicSlice: _ways_of_dynamic_slice,
-}
-"""For a product of an operand with data: what its axes are; None if it is no such product."""
-
-
 def _product(view: View, value: Labelled, i: int, line: str) -> DataProduct | None:
-    """The product of an operand with data, if the equation is one."""
-    way = WAYS.get(type(view))
-    if way is None or (axes := way(view, value, i)) is None:
+    """The product of an operand with data, if the equation is one: of a table that it looks up, the rows go."""
+    found = contraction_of(view)
+    if found is None or not _multiplies(view, found, i):
         return None
-    inputs, outputs, stacked = (origins(value.axes[k] for k in each) for each in axes)
+    inputs, outputs = value.of(found.contracted(i)), value.of(found.kept(i))
     # Of an axis whose parts are put together again, one part may be a single index.
-    stacked |= value.stacked - inputs - outputs
-    return DataProduct(inputs, outputs, stacked, line, *_name_and_window(view, value))
+    stacked = value.of(found.batch(i)) | (value.stacked - inputs - outputs)
+    if not isinstance(view, Conv):
+        return DataProduct(inputs, outputs, stacked, line, PRODUCT if isinstance(view, Dot) else LOOKUP)
+    how = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
+    return DataProduct(inputs, outputs, stacked, line, how, value.of(view.dimension_numbers.rhs_spec[2:]))
 
 
-def _name_and_window(view: View, value: Labelled) -> tuple[str, Origins]:
-    """What such a product is called, and the axes of its window."""
-    if isinstance(view, Conv):
-        moved = view.dimension_numbers.rhs_spec[2:]
-        name = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
-        return name, origins(value.axes[k] for k in moved)
-    return PRODUCT if isinstance(view, Dot) else LOOKUP, Origins()
+def _multiplies(view: View, contraction: Contraction, i: int) -> bool:
+    """Whether an operand of a contraction is multiplied: not the data of a convolution, nor where a look-up looks."""
+    match view:
+        case Conv():
+            return i == 1
+        case Gather():
+            return i == 0 and bool(view.cut)
+        case DynamicSlice():  # with the one axis that is cut as that of rows
+            return i == 0 and len(contraction.contracted(0)) == 1
+        case _:
+            return True
+
+
+class Members:
+    """Which outputs of products index the members of an ensemble: independent networks that read the same data.
+
+    The first layer of an ensemble has an output for each member. That these are members shows in the next products,
+    whose weights keep the axis apart, and in that nothing before mixes entries along it, as the softmax of a router's
+    scores does.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        """Nothing was read yet."""
+        self._labels, self._of = labels, dict[Origin, int]()
+        self._apart, self._mixed = set[Origin](), set[Origin]()
+
+    @property
+    def found(self) -> Origins:
+        """The outputs that index members."""
+        return frozenset(self._apart - self._mixed)
+
+    def add_parameter(self, axes: Mapping[Origin, int]) -> None:
+        """Adds the labels of a parameter's axes."""
+        self._of |= axes
+
+    def read_product(self, view: Dot | RaggedDot | Conv, weights: Labelled, data: Labelled, i: int) -> None:
+        """Adds what a product of weights with its operand ``i``, which is data, keeps apart."""
+        if isinstance(view, Conv):
+            blocks = self._blocks(view, data)
+            own = self._inside(data.made, blocks)
+            self._apart |= self._inside(weights.axes[view.dimension_numbers.rhs_spec[0]].of, blocks)
+        else:
+            own = self._inside(data.made, self._atoms(data.axes[k] for k in view.batch[i]))
+        self._apart |= own - data.mixed
+        self._mixed |= own & data.mixed
+
+    def follow(self, view: View, operands: Iterable[Labelled], out: Labelled) -> Labelled:
+        """An output of any other equation, with what it is made of."""
+        made, mixed = Origins(), Origins()
+        data, kept = [value for value in operands if value.kind is Source.DATA], self._atoms(out.axes)
+        for value in data:
+            lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
+            own = frozenset(each for each in value.made if self._labels.atoms(self._of[each]) & lost)
+            made, mixed = made | value.made, mixed | value.mixed | own
+            if isinstance(view, Dot) and len(data) == 2:
+                self._mixed |= own
+        return replace(out, made=made, mixed=mixed)
+
+    def _blocks(self, view: Conv, data: Labelled) -> frozenset[int]:
+        """The labels of blocks of features of which a convolution keeps each apart; none if a block has one output."""
+        count, numbers = view.feature_group_count, view.dimension_numbers
+        data_shape, kernel_shape = (v.aval.shape for v in view.operands)
+        features = data_shape[numbers.lhs_spec[1]]
+        if count == 1 or count in (features, kernel_shape[numbers.rhs_spec[0]]):
+            return frozenset()
+        label = data.axes[numbers.lhs_spec[1]].label
+        return self._labels.atoms(self._labels.divided(label, (count, features // count))[0])
+
+    def _inside(self, each: Origins, atoms: frozenset[int]) -> Origins:
+        """Those axes of parameters whose labels are among these."""
+        return frozenset(one for one in each if self._labels.atoms(self._of[one]) <= atoms)
+
+    def _atoms(self, axes: Iterable[Axis]) -> frozenset[int]:
+        """The labels of which those of axes consist."""
+        return frozenset[int]().union(*(self._labels.atoms(axis.label) for axis in axes))

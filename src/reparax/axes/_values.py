@@ -1,8 +1,12 @@
-"""Values of a program, as far as their axes go."""
+"""Values of a program, as far as their axes go, and the labels of these axes.
+
+Two axes with one label must be permuted alike, if the program is to compute the same.
+"""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from reparax.core.roles import PRODUCT
 
@@ -83,6 +87,10 @@ class Labelled:
         """Whether entries may differ along an axis; a number is the same along all."""
         return bool(self.axes) and not (self.equal and self.equal[i])
 
+    def of(self, axes: Iterable[int]) -> Origins:
+        """The axes of parameters that some of its axes are."""
+        return origins(self.axes[k] for k in axes)
+
     def vanishes(self, i: int) -> Conditions:
         """When the slice at an index of an axis is zero."""
         return ALWAYS if self.is_zero else self.vanishing[i] if i < len(self.vanishing) else NEVER
@@ -91,3 +99,132 @@ class Labelled:
 def origins(axes: Iterable[Axis]) -> Origins:
     """The axes of parameters that several axes are."""
     return Origins().union(*(axis.of for axis in axes))
+
+
+# ---- labels
+
+
+@dataclass(frozen=True)
+class LabelPart:
+    """A label of an axis that was merged from several, with the sizes of those before it and behind it."""
+
+    label: int
+    outer: int
+    size: int
+    inner: int
+
+
+class Labels:
+    """Labels that are found to be one another, to consist of others, or to allow no permutation.
+
+    A label that consists of others, as that of an axis merged by ``reshape``, is permuted as these are.
+    """
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._why: dict[int, str] = {}
+        self._parts: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._shared: set[int] = set()
+
+    def new(self, why: str | None = None) -> int:
+        """A label that no axis has; with ``why``, one that allows no permutation."""
+        self._parent.append(len(self._parent))
+        if why is not None:
+            self._why[len(self._parent) - 1] = why
+        return len(self._parent) - 1
+
+    def root(self, label: int) -> int:
+        """The label that stands for all that are the same."""
+        while self._parent[label] != label:
+            self._parent[label] = label = self._parent[self._parent[label]]
+        return label
+
+    def same(self, a: int, b: int) -> int:
+        """Makes two labels one."""
+        a, b = sorted((self.root(a), self.root(b)))
+        if a == b:
+            return a
+        self._parent[b] = a
+        why, parts = self._why.pop(b, None), self._parts.pop(b, None)
+        if b in self._shared:
+            self.share(a)
+        if parts is not None and a in self._parts and self._parts[a][1] != parts[1]:
+            self.freeze(a, f"it is divided by {self._parts[a][1]} and by {parts[1]}")
+            for part in parts[0]:
+                self.freeze(part, self._why[self.root(a)])
+        elif parts is not None and a in self._parts:
+            for x, y in zip(self._parts[a][0], parts[0], strict=True):
+                self.same(x, y)
+        elif parts is not None:
+            self._parts[a] = parts
+            for part in parts[0] if a in self._shared else ():
+                self.share(part)
+        if (found := why or self._why.get(self.root(a))) is not None:
+            self.freeze(a, found)
+        return self.root(a)
+
+    def freeze(self, label: int, why: str) -> None:
+        """Says that a label allows no permutation; the first reason stays."""
+        root = self.root(label)
+        self._why.setdefault(root, why)
+        for part in self._parts.get(root, ((), ()))[0]:
+            if self.why(part) is None:
+                self.freeze(part, why)
+
+    def why(self, label: int) -> str | None:
+        """Why a label allows no permutation, or None if it allows all or some."""
+        root = self.root(label)
+        parts = self._parts.get(root, ((), ()))[0]
+        if root in self._why or not parts:
+            return self._why.get(root)
+        reasons = [self.why(part) for part in parts]
+        return reasons[0] if all(reason is not None for reason in reasons) else None
+
+    def share(self, label: int) -> None:
+        """Says that a label is the same in all steps of a scan."""
+        root = self.root(label)
+        if root not in self._shared:
+            self._shared.add(root)
+            for part in self._parts.get(root, ((), ()))[0]:
+                self.share(part)
+
+    def is_shared(self, label: int) -> bool:
+        """Whether a label is the same in all steps of a scan."""
+        return self.root(label) in self._shared
+
+    def merged(self, parts: Sequence[int], sizes: Sequence[int]) -> int:
+        """The label of axes that become one."""
+        if len(parts) == 1:
+            return parts[0]
+        label = self.new()
+        self._parts[label] = tuple(parts), tuple(sizes)
+        return label
+
+    def divided(self, label: int, sizes: Sequence[int]) -> Sequence[int]:
+        """The labels of an axis that becomes several."""
+        root = self.root(label)
+        if root in self._parts and self._parts[root][1] == tuple(sizes):
+            return self._parts[root][0]
+        if root in self._parts:
+            self.freeze(root, f"it is divided by {self._parts[root][1]} and by {tuple(sizes)}")
+        parts = tuple(self.new(self._why.get(root)) for _ in sizes)
+        if root not in self._parts:
+            self._parts[root] = parts, tuple(sizes)
+            if root in self._shared:
+                for part in parts:
+                    self.share(part)
+        return parts
+
+    def atoms(self, label: int) -> frozenset[int]:
+        """The labels of which a label consists."""
+        return frozenset(piece.label for piece in self.pieces(label, 1))
+
+    def pieces(self, label: int, size: int) -> Iterator[LabelPart]:
+        """The labels of which an axis of this size consists."""
+        parts, sizes = self._parts.get(self.root(label), ((), ()))
+        if not parts:
+            yield LabelPart(self.root(label), 1, size, 1)
+        for i, part in enumerate(parts):
+            outer, inner = prod(sizes[:i]), prod(sizes[i + 1 :])
+            for piece in self.pieces(part, sizes[i]):
+                yield LabelPart(piece.label, outer * piece.outer, piece.size, piece.inner * inner)

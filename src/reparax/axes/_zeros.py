@@ -3,33 +3,25 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from reparax.axes._labels import Labels
-from reparax.axes._values import ALWAYS, NEVER, Axis, Conditions, Labelled
+from reparax.axes._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Labels
 from reparax.programs import equations
-from reparax.programs.equations import Conv, Dot, Gather, RaggedDot, View
+from reparax.programs.contractions import contraction_of
+from reparax.programs.equations import Broadcast, Conv, Dot, Gather, Pointwise, RaggedDot, Reduce, View
 from reparax.programs.jaxprs import type_of
 
 MOST = 8
 """The most sets of one condition that are followed; those with the fewest axes stay."""
 
 MOVES = (
-    *(
-        equations.Broadcast,
-        equations.Transpose,
-        equations.Squeeze,
-        equations.Reshape,
-        equations.Slice,
-        equations.SplitAxis,
-        equations.Unstack,
-    ),
-    *(equations.DynamicSlice, equations.ReadInStep, equations.Vary, equations.Named, equations.Reduce),
+    *(Broadcast, equations.Transpose, equations.Squeeze, equations.Reshape, equations.Slice, equations.SplitAxis),
+    *(equations.Unstack, equations.DynamicSlice, equations.ReadInStep, equations.Vary, equations.Named, Reduce),
 )
 """Equations whose output is zero where their operand is: moves, and reductions along other axes."""
 
@@ -75,65 +67,43 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands."""
-        if isinstance(self.view, Dot | RaggedDot):
-            return [self._sum_of_products(i, j, line) for i, j in zip(*self.view.contracting, strict=True)]
-        if isinstance(self.view, Conv):
-            lhs, rhs = self.view.dimension_numbers.lhs_spec, self.view.dimension_numbers.rhs_spec
-            return [self._sum_of_products(lhs[1], rhs[1], line)]
+        view, shapes = self.view, [v.aval.shape for v in self.view.operands]
+        if isinstance(view, Dot | RaggedDot):
+            return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
+        if isinstance(view, Conv):
+            lhs, rhs, _ = view.dimension_numbers
+            return [self._sum_of_products(lhs[1], rhs[1], shapes[1][rhs[1]], line)]
         left = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
-        axes = [
-            (axis, n)
-            for value, v in self._operands_and_variables()
-            for axis, n in zip(value.axes, v.aval.shape, strict=True)
-        ]
-        gone = self.view.axes if isinstance(self.view, equations.Reduce) else ()
+        gone = view.axes if isinstance(view, Reduce) else ()
+        axes = [zip(value.axes, shape, strict=True) for value, shape in zip(self.operands, shapes, strict=True)]
         return [
             AxisSum(axis.label, n, NEVER, line)
-            for k, (axis, n) in enumerate(axes)
+            for k, (axis, n) in enumerate(chain(*axes))
             if n > 1 and (k in gone or not self.labels.atoms(axis.label) & left)
         ]
 
-    def _operands_and_variables(self) -> Iterable[tuple[Labelled, Any]]:
-        """Each operand with the variable or literal that it is."""
-        return zip(self.operands, self.view.operands, strict=True)
-
-    def _sum_of_products(self, i: int, j: int, line: str) -> AxisSum:
+    def _sum_of_products(self, i: int, j: int, size: int, line: str) -> AxisSum:
         """A sum of products. What products of data with data are divided by often follows their size."""
         a, b = self.operands[:2]
-        axis, size = b.axes[j], self.view.operands[1].aval.shape[j]
-        if a.is_data and b.is_data:
-            return AxisSum(axis.label, size, NEVER, line)
-        return AxisSum(axis.label, size, any_of([a.vanishes(i), b.vanishes(j)]), line)
+        zero = NEVER if a.is_data and b.is_data else any_of([a.vanishes(i), b.vanishes(j)])
+        return AxisSum(b.axes[j].label, size, zero, line)
 
     def _zero_at(self, i: int, axis: Axis) -> Conditions:
         """When the output is zero at an index of its axis ``i``."""
-        if isinstance(self.view, equations.Pointwise):
-            return self._zero_of_pointwise(i)
-        if isinstance(self.view, Dot):
-            return self._zero_of_product(self.view, i, ((), ()))
-        if isinstance(self.view, RaggedDot):
-            return NEVER if self.view.group is None else self._zero_of_product(self.view, i, ((), (self.view.group,)))
-        if isinstance(self.view, Conv):
-            _, kernel, out = self.view.dimension_numbers
-            return self.operands[1].vanishes(kernel[0]) if i == out[1] else NEVER
-        return self._zero_of_operand(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
-
-    def _zero_of_product(self, view: Dot | RaggedDot, i: int, gone: tuple[Sequence[int], Sequence[int]]) -> Conditions:
-        """When a product is zero at an index of the axes of both factors, of the left one or of the right one.
-
-        An output has none of the axes ``gone``.
-        """
-        a, b = self.operands[:2]
-        batch = list(zip(*view.batch, strict=True))
-        if i < len(batch):
-            return any_of([a.vanishes(batch[i][0]), b.vanishes(batch[i][1])])
-        kept = [
-            value.vanishes(k)
-            for n, value in enumerate((a, b))
-            for k in range(len(value.axes))
-            if k not in (*view.contracting[n], *view.batch[n], *gone[n])
-        ]
-        return kept[i - len(batch)]
+        match self.view:
+            case Pointwise():
+                return self._zero_of_pointwise(i)
+            case Dot():
+                followed = True
+            case RaggedDot():
+                followed = self.view.group is not None
+            case Conv():
+                followed = i == self.view.dimension_numbers.out_spec[1]
+            case _:
+                return self._zero_of_operand(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
+        contraction = contraction_of(self.view)
+        pairs = zip(self.operands, contraction.sources(i), strict=False) if contraction and followed else ()
+        return any_of(value.vanishes(k) for value, k in pairs if k is not None)
 
     def _zero_of_operand(self, value: Labelled, axis: Axis) -> Conditions:
         """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""

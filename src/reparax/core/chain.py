@@ -6,7 +6,7 @@ import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 import jax
 import jax.numpy as jnp
@@ -382,6 +382,12 @@ class Parametrization(Static, ABC):
         """Where axes of the stage are not those that it means in that network."""
         del tree, roles
         return ()
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or `p.init(params)` "
+            f"for the raw tree."
+        )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
         right: Any = other

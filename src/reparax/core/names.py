@@ -66,13 +66,13 @@ FAMILIES = {
         (
             "training",
             "reparax.training",
-            "optimizer partition combine param_labels decay_mask transfer summary Summary reset_moments projected "
+            "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected "
             "state_shardings",
         ),
         (
             "transforms",
             "reparax.transforms",
-            "remat factored local explain Explained ExplainedDraws saved_residuals",
+            "remat factored local_reparametrization explain saved_residuals",
         ),
         (
             "axes",

@@ -1,7 +1,7 @@
 """Files and state dicts of torch and PEFT, and files of quantized weights, without torch or PEFT themselves.
 
 Begin with ``_parameters.py``: torch's names and layouts of a model's parameters, on which all readers and writers rely.
-A stage that torch has too is a row of ``_torch_names.py``, a PEFT method one of ``_peft_methods.py``, and a form of
+A stage that torch has too is a row of ``_torch_stages.py``, a PEFT method one of ``_peft_methods.py``, and a form of
 quantized weights one of ``_quantized_formats.py``. Imports core, stages and numerics.
 """
 

@@ -18,7 +18,7 @@ from reparax.core.checks import locate_errors
 from reparax.core.paths import PyTree, flatten_with_names, path_text
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
-from reparax.io._parameters import Entry, Index, Rules, list_entries, require_known, stack_parts
+from reparax.io._parameters import Entry, Index, Rules, list_entries, pattern_of, require_known, stack_parts
 from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
 from reparax.stages.quantized import Quantized
 from reparax.stages.quantized._formats import FORMATS, group_of_codes, pack
@@ -120,7 +120,12 @@ def from_quantized(
             f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`. If "
             f"they fit, quantize the model again, without the layers whose form is not read."
         )
-    p = _chain_of_stages(stages, {entry.path for entry in entries})
+    paths_of: dict[Quantized, list[str]] = {}
+    for path, stage in stages.items():
+        paths_of.setdefault(stage, []).append(path)
+    known = {entry.path for entry in entries}
+    p = Chain(tuple(replace(stage, where=pattern_of(paths, known)) for stage, paths in paths_of.items()))
+    p = p.stages[0] if len(p.stages) == 1 else p
     shapes = jax.eval_shape(p.init, like)
     paths, leaves, treedef = flatten_with_names(shapes)
     arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
@@ -182,7 +187,7 @@ def _read_parameter(
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
-    stage = Quantized(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
+    stage = Quantized(matrix.format, block_size=block, axis=axes, desc_act="order" in values, stacked=stacked)
     return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
 
 
@@ -217,20 +222,6 @@ def _read_plain(
     if not is_finite(x):
         raise ValueError("it holds numbers that are not finite")
     return x
-
-
-def _chain_of_stages(stages: Mapping[str, Quantized], paths: set[str]) -> Parametrization:
-    """A stage for each format and layout, on the paths of its arrays."""
-    kinds: dict[Quantized, list[str]] = {}
-    for path, stage in stages.items():
-        kinds.setdefault(stage, []).append(path)
-    new_stages: list[Parametrization] = []
-    for stage, stage_paths in kinds.items():
-        patterns = {re.sub(r"\d+", r"\\d+", re.escape(path)) for path in stage_paths}
-        matched_paths = {path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)}
-        texts = sorted(patterns if matched_paths == set(stage_paths) else {re.escape(path) for path in stage_paths})
-        new_stages.append(replace(stage, where="|".join(texts)))
-    return new_stages[0] if len(new_stages) == 1 else Chain(tuple(new_stages))
 
 
 def _is_stack(entry: Entry) -> bool:

@@ -17,6 +17,7 @@ from reparax.io._files import is_finite, is_number, shown
 from reparax.stages.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
+_SCALES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,6 @@ def count_whole_parts(count: int, size: int, what: str) -> int:
     return count // size
 
 
-def _count_words(count: int, bits: int, what: str) -> int:
-    """How many words of 32 bits so many numbers fill."""
-    if count * bits % 32:
-        raise ValueError(f"its {count} {what} of {bits} bits do not fill whole words")
-    return count * bits // 32
-
-
 def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
@@ -69,18 +63,25 @@ def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return np.moveaxis(np.packbits(bits_of_numbers, axis=-1, bitorder="little")[..., 0], -1, axis)
 
 
+def _read_words(tensors: Tensors, name: str, shape: tuple[int, int], bits: int, axis: int, what: str) -> np.ndarray:
+    """The numbers of that shape in a tensor of words of 32 bits along an axis, which they fill."""
+    if shape[axis] * bits % 32:
+        raise ValueError(f"its {shape[axis]} {what} of {bits} bits do not fill whole words")
+    words = tuple(size * bits // 32 if i == axis else size for i, size in enumerate(shape))
+    return numbers_in_words(take_tensor(tensors, name, words, "int32"), bits, axis)
+
+
 def to_signed(codes: np.ndarray, bits: int) -> np.ndarray:
     """Numbers counted from the smallest one, as two's complement of that many bits."""
     return ((codes.astype(np.int16) - 2 ** (bits - 1)) & (2**bits - 1)).astype(np.uint8).view(np.int8)
 
 
-def _require_setting(config: Mapping[str, Any], name: str, *values: Any) -> Any:
-    """The value of a setting, which must be one of these."""
-    value = config.get(name)
-    if not any(type(value) is type(item) and value == item for item in values):
-        expected = " or ".join(filter(None, (", ".join(map(repr, values[:-1])), repr(values[-1]))))
-        raise ValueError(f"expected {name} of {expected} in the configuration, got {shown(value)}")
-    return value
+def _require_bits(config: Mapping[str, Any], values: tuple[int, ...], expected: str) -> int:
+    """The number of bits, which must be one of these."""
+    bits = config.get("bits")
+    if type(bits) is not int or bits not in values:
+        raise ValueError(f"expected bits of {expected} in the configuration, got {shown(bits)}")
+    return bits
 
 
 def _is_size(x: Any) -> TypeGuard[int]:
@@ -91,7 +92,7 @@ def _is_size(x: Any) -> TypeGuard[int]:
 def _group_size(config: Mapping[str, Any], inputs: int) -> int:
     """The size of groups in a configuration, at most all inputs; -1 stands for these."""
     size = config.get("group_size", 128)
-    if not _is_size(size) and not (type(size) is int and size == -1):
+    if type(size) is not int or (size < 1 and size != -1):
         raise ValueError(f"expected group_size of at least 1, or -1, in the configuration, got {shown(size)}")
     return inputs if size == -1 else min(size, inputs)
 
@@ -103,16 +104,12 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     """
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), bits = shape, _require_setting(config, "bits", 2, 3, 4, 8)
+    (outputs, inputs), bits = shape, _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
     size = _group_size(config, inputs)
     groups = -(-inputs // max(size, 1))
-    codes = numbers_in_words(
-        take_tensor(tensors, "qweight", (_count_words(inputs, bits, "inputs"), outputs), "int32"), bits, 0
-    )
-    zeros = numbers_in_words(
-        take_tensor(tensors, "qzeros", (groups, _count_words(outputs, bits, "outputs")), "int32"), bits, 1
-    )
-    scales = take_tensor(tensors, "scales", (groups, outputs), "float16", "bfloat16", "float32")
+    codes = _read_words(tensors, "qweight", (inputs, outputs), bits, 0, "inputs")
+    zeros = _read_words(tensors, "qzeros", (groups, outputs), bits, 1, "outputs")
+    scales = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
     zero_offset = config.get("checkpoint_format", "gptq") != "gptq_v2"
     zero = (zeros.astype(np.int32) + zero_offset).astype(scales.dtype)
     values = _in_order({"q": codes.T, "scale": scales.T, "zero": zero.T}, tensors, "g_idx", size)
@@ -137,17 +134,15 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
     """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), _ = shape, _require_setting(config, "bits", 4)
+    (outputs, inputs), bits = shape, _require_bits(config, (4,), "4")
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group_size(config, inputs)
     groups = count_whole_parts(inputs, size, "group_size")
-    scales = take_tensor(tensors, "scales", (groups, outputs), "float16", "bfloat16", "float32")
+    scales = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
 
     def numbers(name: str, rows: int) -> np.ndarray:
-        apart = numbers_in_words(
-            take_tensor(tensors, name, (rows, _count_words(outputs, 4, "outputs")), "int32"), 4, 1
-        ).reshape(rows, -1, 8)
+        apart = _read_words(tensors, name, (rows, outputs), bits, 1, "outputs").reshape(rows, -1, 8)
         return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, outputs)  # the inverse of that order
 
     zero = numbers("qzeros", groups).astype(scales.dtype)
@@ -223,9 +218,7 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
     scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
     count = scale.shape[-1] if scale.ndim == 2 else 0
     size = count_whole_parts(inputs, count, "the number of scales")
-    scale = take_tensor(
-        {"weight_scale": scale}, "weight_scale", (scale.shape[0], count), "float16", "bfloat16", "float32"
-    )
+    scale = take_tensor({"weight_scale": scale}, "weight_scale", (scale.shape[0], count), *_SCALES)
     if scale.shape[0] not in (1, outputs):
         raise ValueError(f"expected a scale for each of {outputs} outputs, got {scale.shape[0]}")
     values = {"scale": np.broadcast_to(scale, (outputs, count))}
@@ -235,9 +228,7 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         q = take_tensor(tensors, "weight", shape, "int8", "float8_e4m3fn")
         return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
     bits = _bits_of_groups(config)
-    codes = numbers_in_words(
-        take_tensor(tensors, "weight_packed", (outputs, _count_words(inputs, bits, "inputs")), "int32"), bits, 1
-    )
+    codes = _read_words(tensors, "weight_packed", shape, bits, 1, "inputs")
     if "weight_zero_point" not in tensors:
         if bits == 1:
             raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
@@ -292,18 +283,12 @@ def mxfp4(tensors: Tensors, path: str, name: str, shape: tuple[int, ...] | None)
 def _bits_of_groups(config: Mapping[str, Any]) -> int:
     """The number of bits, from 1 to 8, which must be the same in all groups of a configuration."""
     groups = config.get("config_groups")
-    bits_of_groups: list[Any] = [
-        weights.get("num_bits")
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-        if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
-    ]
-    if (
-        not bits_of_groups
-        or any(type(bits) is not int or bits != bits_of_groups[0] for bits in bits_of_groups)
-        or bits_of_groups[0] not in range(1, 9)
-    ):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(bits_of_groups)}")
-    return bits_of_groups[0]
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
+    found: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
+    if not found or any(type(x) is not int or x != found[0] for x in found) or found[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
+    return found[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from reparax.io._parameters import (
     require_known,
     stack_parts,
 )
-from reparax.io._torch_names import Naming, StageValues, Twin
-from reparax.io._torch_values import read_values, write_values
+from reparax.io._torch_stages import EXCHANGE_PLAIN, NameMap, Naming, StageValues, read_values, write_values
 from reparax.stages.matrices import Orthogonal
 from reparax.stages.norms import WeightNorm
+from reparax.stages.quantized import FakeQuantized
 
 
 def from_torch(
@@ -121,8 +121,11 @@ def from_torch(
     arrays = read_tensors("from_torch", state_dict, "state dict", "Call `module.state_dict()`.")
     with locate_errors("from_torch"):
         raw_types = types_of_result(with_any_key(p.init), like)
-        plan = make_plan(
-            p, raw_types, names, layouts, roles, orthogonal_map, lambda tensor, twin: _is_hooked(arrays, tensor, twin)
+        plan = _make_plan(
+            p,
+            raw_types,
+            (names, layouts, roles, orthogonal_map),
+            lambda tensor, name_map: any(tensor + end in arrays for end in name_map.hooked.values()),
         ).like(arrays)
         require_known(entry for entry, entry_names in plan.names.items() if any(name in arrays for name in entry_names))
         _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
@@ -181,84 +184,12 @@ def to_torch(
         *most, last = map(repr, _STYLES)
         raise ValueError(f"to_torch takes style={', '.join(most)} or {last}, but got {style!r}.")
     with locate_errors("to_torch"):
-        plan = make_plan(p, raw, names, layouts, roles, orthogonal_map, lambda tensor, twin: style == "hooks")
+        if rounded := [stage for stage in Chain((p,)).stages if isinstance(stage, FakeQuantized)]:
+            raise ValueError(f"torch has no equivalent of {rounded[0]!r}. {EXCHANGE_PLAIN}")
+        plan = _make_plan(p, raw, (names, layouts, roles, orthogonal_map), lambda tensor, name_map: style == "hooks")
         require_known(plan.names)
         state = plan.state_dict(raw, with_base=style != "no_trivialization")
         return {name: np.array(x) for name, x in sorted(state.items())}
-
-
-def _is_hooked(state: Mapping[str, Any], tensor: str, twin: Twin) -> bool:
-    """Whether a state dict has values of a tensor under the names of torch's older hooks."""
-    return any(tensor + end in state for end in twin.hooked.values())
-
-
-def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], want: Mapping[str, Any]) -> None:
-    """Refuses a state dict that does not fit the chain, with a line for each difference."""
-    owners = {name: entry for entry, names in plan.names.items() for name in names}
-    holders = {name: stage_values for stage_values in plan.raw_values for name in stage_values.names.values()}
-    bases = {
-        stage_values.names["base"] for stage_values in plan.raw_values if isinstance(stage_values.stage, Orthogonal)
-    }
-    lines, doubtful = list[str](), list[str]()
-    for name in sorted(state.keys() | want.keys()):
-        if name not in want:
-            lines.append(f"{name}: unexpected, holds {describe_as_stored(state[name])}")
-        elif name not in state and name not in bases | {entry.tensor for entry in plan.tied}:
-            lines.append(f"{name}: missing, expected {describe_as_stored(want[name])} for {owners[name].path}")
-            doubtful += [] if owners[name].known else [owners[name].path]
-        elif name in state and describe_as_stored(state[name]) != describe_as_stored(want[name]):
-            lines.append(
-                f"{name}: expected {describe_as_stored(want[name])} for {owners[name].path}, "
-                f"got {describe_as_stored(state[name])}"
-                + _explain_fit(holders.get(name), name, tuple(state[name].shape))
-            )
-    if lines:
-        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
-        raise ValueError(
-            f"the state dict does not fit {p!r}:\n  "
-            + "\n  ".join(lines)
-            + f"\n{stack}Correct the chain, `names` or `layouts`, and remove entries that are not parameters from the "
-            "state dict and from `like`."
-        )
-
-
-def _explain_fit(stage_values: StageValues | None, name: str, shape: tuple[int, ...]) -> str:
-    """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    if stage_values is None or len(stage_values.entry.shape) <= 2:
-        return ""
-    axes_sizes, layout = stage_values.entry.shape, stage_values.entry.layout
-    if isinstance(stage_values.stage, WeightNorm) and name == stage_values.names["g"]:
-        norms = {
-            axis: np.where(np.arange(len(axes_sizes)) == axis, axes_sizes, 1).tolist()
-            for axis in range(len(axes_sizes))
-        }
-        axes = [axis - len(axes_sizes) for axis in norms if permute(norms[axis], layout) == shape]
-        fits = [f"WeightNorm(axis={axis})" for axis in axes if len(axes) == 1]
-        axis = last_to_number(stage_values.stage.axis)
-        axes_sizes = norms.get(axis % len(axes_sizes)) if isinstance(axis, int) else None
-    else:
-        fits = []
-    axes_sizes = None if stage_values.entry.by_class else axes_sizes
-    layouts = [
-        other_layout
-        for other_layout in LAYOUTS
-        if axes_sizes
-        and other_layout not in ("conv1d", "embedding", "vector", layout)
-        and permute(axes_sizes, other_layout) == shape
-    ]
-    fits += [f"layouts={{{stage_values.entry.path!r}: {other_layout!r}}}" for other_layout in layouts]
-    return f", which fits {' or '.join(fits)}" if fits else ""
-
-
-def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
-    """Refuses tied parameters whose values differ from those that they are tied to."""
-    tied_tensors = plan.tied_tensors(raw)
-    for entry in plan.tied:
-        name = entry.tensor
-        if name in state and not np.array_equal(tied_tensors[name], state[name]):
-            raise ValueError(
-                f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
-            )
 
 
 @dataclass(frozen=True)
@@ -272,79 +203,126 @@ class TorchPlan:
     """
 
     weights: Parametrization
-    raw_values: tuple[StageValues, ...]
-    tied: tuple[Entry, ...]
+    raw_values: Sequence[StageValues]
+    tied: Sequence[Entry]
 
     @property
     def names(self) -> dict[Entry, list[str]]:
         """The names in torch of all values of each parameter."""
         names = {entry: [entry.tensor] for entry in self.tied}
-        for stage_values in self.raw_values:
-            names.setdefault(stage_values.entry, []).extend(stage_values.names.values())
+        for group in self.raw_values:
+            names.setdefault(group.entry, []).extend(group.names.values())
         return names
 
     def like(self, state: Mapping[str, Any]) -> TorchPlan:
         """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
-        names = self.names.items()
         entries = {
-            entry: entry.like(state[name] for name in entry_names if name in state) for entry, entry_names in names
+            entry: entry.like(state[name] for name in names if name in state) for entry, names in self.names.items()
         }
-        raw_values = tuple(replace(stage_values, entry=entries[stage_values.entry]) for stage_values in self.raw_values)
-        return replace(self, raw_values=raw_values, tied=tuple(entries[stage_values] for stage_values in self.tied))
+        raw_values = [replace(group, entry=entries[group.entry]) for group in self.raw_values]
+        return TorchPlan(self.weights, raw_values, [entries[entry] for entry in self.tied])
 
     def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
         """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
         arrays, state = dict(items(raw)), dict[str, Array]()
-        for stage_values in self.raw_values:
-            with locate_errors(repr(stage_values.entry.path)):
-                values = {value: stage_values.entry.part(arrays[keys]) for value, keys in stage_values.keys.items()}
-                tensors = write_values(stage_values.stage, values, stage_values.entry, with_base=with_base)
-            state |= {stage_values.names[value]: x for value, x in tensors.items()}
+        for group in self.raw_values:
+            with locate_errors(repr(group.entry.path)):
+                values = {value: group.entry.part(arrays[keys]) for value, keys in group.keys.items()}
+                tensors = write_values(group.stage, values, group.entry, with_base=with_base)
+            state |= {group.names[value]: x for value, x in tensors.items()}
         return state | self.tied_tensors(raw)
 
     def tied_tensors(self, raw: PyTree) -> dict[str, Array]:
         """The tied weights, which torch has under both names."""
-        effective = _leaves_by_path(self.weights.fold(raw)) if self.tied else {}
+        effective = {path_text(names): x for names, x in items(self.weights.fold(raw))} if self.tied else {}
         return {entry.tensor: write_layout(entry.part(effective[entry.path]), entry.layout) for entry in self.tied}
 
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
         type_at, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
-        for stage_values in self.raw_values:
-            values = {value: state[name] for value, name in stage_values.names.items() if name in state}
-            types = {value: stage_values.entry.part(type_at[keys]) for value, keys in stage_values.keys.items()}
-            with locate_errors(repr(stage_values.entry.path)):
-                values = read_values(stage_values.stage, values, stage_values.entry, types)
+        for group in self.raw_values:
+            values = {value: state[name] for value, name in group.names.items() if name in state}
+            types = {value: group.entry.part(type_at[keys]) for value, keys in group.keys.items()}
+            with locate_errors(repr(group.entry.path)):
+                values = read_values(group.stage, values, group.entry, types)
             for value, x in values.items():
-                parts.setdefault(stage_values.keys[value], {})[stage_values.entry.index] = x
+                parts.setdefault(group.keys[value], {})[group.entry.index] = x
         return treedef.unflatten([stack_parts(parts[path]) for path in paths])
 
 
-def make_plan(
+def _make_plan(
     p: Parametrization,
     raw: PyTree,
-    names: Rules,
-    layouts: Rules,
-    roles: PyTree,
-    orthogonal_map: str | Rules,
-    by_hook: Callable[[str, Twin], bool],
+    rules: tuple[Rules, Rules, PyTree, str | Rules],
+    by_hook: Callable[[str, NameMap], bool],
 ) -> TorchPlan:
-    """The plan for ``raw``, concrete or abstract, which ``p`` made."""
+    """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps."""
+    *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     lineage = lineage_of(weights.deterministic, raw)
     naming, raw_values, tied_entries = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
-    entries = list_entries(lineage.effective, names, layouts, roles)
+    entries = list_entries(lineage.effective, *of_arrays)
     maps = given_maps([entry.path for entry in entries], orthogonal_map)
     for entry in entries:
         place, entry = lineage.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
         if lineage.has_values(place):
-            raw_values += naming.raw_values_of(place, entry)
+            raw_values += naming.values_of(place, entry)
         else:
             tied_entries.append(entry)
-    return TorchPlan(weights, tuple(raw_values), tuple(tied_entries))
+    return TorchPlan(weights, raw_values, tied_entries)
 
 
-def _leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
-    return {path_text(names): x for names, x in items(tree)}
+def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+    """Refuses a state dict that does not fit the chain, with a line for each difference."""
+    owners = {name: entry for entry, names in plan.names.items() for name in names}
+    groups = {name: group for group in plan.raw_values for name in group.names.values()}
+    optional = {entry.tensor for entry in plan.tied}
+    optional |= {group.names["base"] for group in plan.raw_values if isinstance(group.stage, Orthogonal)}
+    lines, doubtful = list[str](), list[str]()
+    for name in sorted(state.keys() | want.keys()):
+        expected, found = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
+        if expected is None:
+            lines.append(f"{name}: unexpected, holds {found}")
+        elif found is None and name not in optional:
+            lines.append(f"{name}: missing, expected {expected} for {owners[name].path}")
+            doubtful += [] if owners[name].known else [owners[name].path]
+        elif found not in (None, expected):
+            fit = _explain_fit(groups[name], name, tuple(state[name].shape)) if name in groups else ""
+            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {found}{fit}")
+    if lines:
+        stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
+        text = "\n  ".join(lines)
+        raise ValueError(
+            f"the state dict does not fit {p!r}:\n  {text}\n{stack}Correct the chain, `names` or `layouts`, and remove "
+            f"entries that are not parameters from the state dict and from `like`."
+        )
+
+
+def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
+    """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
+    stage, entry, fits = group.stage, group.entry, list[str]()
+    ndim, sizes = len(entry.shape), entry.shape
+    if ndim <= 2:
+        return ""
+    if isinstance(stage, WeightNorm) and name == group.names["g"]:
+        norms = [tuple(size if i == axis else 1 for i, size in enumerate(sizes)) for axis in range(ndim)]
+        axes = [axis - ndim for axis, norm in enumerate(norms) if permute(norm, entry.layout) == shape]
+        fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
+        axis = last_to_number(stage.axis)
+        sizes = norms[axis % ndim] if isinstance(axis, int) else ()
+    others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
+    for layout in others if sizes and not entry.by_class else ():
+        fits += [f"layouts={{{entry.path!r}: {layout!r}}}"] if permute(sizes, layout) == shape else []
+    return f", which fits {' or '.join(fits)}" if fits else ""
+
+
+def _require_tied(plan: TorchPlan, state: Mapping[str, np.ndarray], raw: PyTree) -> None:
+    """Refuses tied parameters whose values differ from those that they are tied to."""
+    tied_tensors = plan.tied_tensors(raw)
+    for entry in plan.tied:
+        name = entry.tensor
+        if name in state and not np.array_equal(tied_tensors[name], state[name]):
+            raise ValueError(
+                f"{name!r} differs from what {entry.path!r} is tied to. Drop the tie, or leave the name out."
+            )

@@ -1,18 +1,34 @@
-"""Optimizers that leave fixed values unchanged."""
+"""Optimizers of raw trees, which leave fixed values unchanged; projection after a step; moments under a mask.
+
+A step with gradients, a state or parameters of another tree raises a clear error. A transformation fails on these in
+its own words, or silently broadcasts them, so they are checked only after it has failed, or if a shape has changed: a
+correct step costs nothing.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from reparax.core.paths import PyTree, is_traceable
+from reparax.core.bound import init_all
+from reparax.core.calls import call_name, require_chains, with_any_key
+from reparax.core.chain import Chain, Parametrization
+from reparax.core.checks import by_parameter
+from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items
+from reparax.core.raw import FIXED, is_aligned, require_no_raw
 from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.training._checked import explain_errors
 from reparax.training._partition import combine, is_none, partition, require_tree
+
+Update = Callable[..., tuple[PyTree, PyTree]]
+CALL = "Call `tx.update(grads, state, raw)`."
+INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
 @shows_usage
@@ -101,3 +117,290 @@ def _neutral_update(x: Any) -> Any:
     if not is_traceable(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     return jnp.zeros_like(x) if x.dtype == bool else -jnp.zeros_like(x)  # adding 0.0 would turn -0.0 into 0.0
+
+
+@shows_usage
+def projected(p: Parametrization) -> Transformation:
+    """An optax transformation that projects parameters onto the image of ``p`` after each step.
+
+    Use it to train the model's own parameters, without a raw tree. ``optax.chain(optax.adam(1e-3), projected(p))``
+    changes the updates so that parameters become ``p.fold(p.init(params + updates))``: the nearest point in the image
+    of ``p``, unless its stages define another one. Put it last in the optax chain.
+
+    Args:
+      p: A chain of stages whose ``init`` projects, such as ``Orthogonal()``, ``MaxNorm(1.0)`` or ``LowRank(4)``.
+
+    Raises:
+      ValueError: If ``update`` is called without parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> tx = optax.chain(optax.sgd(1.0), rpx.training.projected(rpx.norms.MaxNorm(1.0, axis=None)))
+      >>> params = {"w": jnp.array([[0.6, 0.8]])}
+      >>> updates, _ = tx.update({"w": jnp.array([[-0.6, -0.8]])}, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)["w"].round(3)
+      Array([[0.6, 0.8]], dtype=float32)
+
+    References:
+      Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
+    """
+    require_chains("training.projected(p)", p)
+
+    def init(params: PyTree) -> PyTree:
+        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
+        return ()
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        del extra
+        if params is None:
+            raise ValueError(
+                f"{call_name(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"`tx.update(grads, state, params)`."
+            )
+        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        if jax.tree.structure(updates) != jax.tree.structure(params) and (
+            difference := first_difference(updates, params)
+        ):
+            raise ValueError(
+                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
+                f"`tx.update(grads, state, params)`."
+            )
+        updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
+        back = p.fold(with_any_key(p.deterministic.init)(updated))
+        return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
+
+    return Transformation(init, update)
+
+
+@shows_usage
+def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
+
+    While a mask hides a weight, its moments do not belong to its own gradients, or are old. This sets them to zero
+    wherever a mask is 0 in ``before`` and 1 in ``after``: the masks of :class:`RigL`, :class:`SET`,
+    :class:`MagnitudePruning`, :class:`NByM` and :class:`GlobalMagnitudePruning`.
+
+    Use it for optimizers whose states are sums over gradients, such as SGD, Adam and Lion; both moments of Adam are
+    reset, as in the reference code of RigL. Optimizers that hold weights or step sizes in their states
+    (``schedule_free``, ``rprop``) would lose them.
+
+    Args:
+      state: The state of an optimizer of the raw tree, such as Adam's. Arrays under the path of a masked weight that
+        have its shape are reset; a factored moment, of another shape, is not.
+      before: The whole raw tree that you passed to ``update``, including the masks.
+      after: The raw tree that ``update`` returned.
+
+    Returns:
+      A state with the same structure.
+
+    Raises:
+      ValueError: If the two trees hold different masks, or none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> p, tx = rpx.sparse.RigL(0.5, drop_fraction=0.5), rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+      >>> before = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
+      >>> _, state = tx.update(jax.tree.map(jnp.ones_like, before), tx.init(before))
+      >>> after = p.update(before, grads={"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])})
+      >>> rpx.training.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
+      Array([[1., 1., 0., 1.]], dtype=float32)
+    """
+    hidden = _activated_entries(_activated_by_mask(before, after), after)
+    free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
+    paths, leaves, treedef = flatten_with_names(state)
+    # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
+    fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
+
+    def flags(path: Names) -> Array | None:
+        starts = [i for i in range(len(path) + 1) if path[i:] in free]
+        return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
+
+    return treedef.unflatten([_zero_where(x, flags(path)) for x, path in zip(leaves, paths, strict=True)])
+
+
+def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
+    """For the path of each masked value, which of its entries or slices became active."""
+    flags_of: dict[Names, Array] = {}
+    for path, x in items(raw):
+        for node, flags in grown.items():
+            below = path[: len(node)] == node and FIXED not in path and is_array(x) and is_aligned(path)
+            if below and _covers(flags, x):
+                flags_of[path] = flags | flags_of.get(path, False)
+    return flags_of
+
+
+def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
+    """For the path of each node with a mask, where the mask changes from 0 to 1."""
+    old, new = _masks_by_node(old_raw), _masks_by_node(new_raw)
+    if not new:
+        raise ValueError(
+            "reset_moments found no mask in the raw trees. Pass whole raw trees of a chain with masks, not only their "
+            "free part."
+        )
+    if old.keys() != new.keys() or any(old[node].shape != mask.shape for node, mask in new.items()):
+        raise ValueError(
+            "reset_moments takes the raw trees before and after an update of one chain, but got two with masks at "
+            "different paths or of different shapes. Call `reset_moments(state, raw, p.update(raw, ...))`."
+        )
+    return {node: (old[node] == 0) & (mask != 0) for node, mask in new.items()}
+
+
+def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
+    """The mask of each node that has one."""
+    return {path[:-2]: jnp.asarray(x) for path, x in items(raw) if path[-2:] == (FIXED, "mask")}
+
+
+def _covers(flags: Array, x: Any) -> bool:
+    """Whether there is a flag for each entry of ``x``, or for each slice."""
+    return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
+
+
+def _zero_where(x: Any, flags: Array | None) -> Any:
+    """``x`` with zeros where a flag is set; as it is, if there are no flags or they do not fit."""
+    if flags is None or not is_array(x) or not _covers(flags, x):
+        return x
+    return jnp.where(flags, jnp.zeros_like(x), x)
+
+
+def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
+    """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
+
+    def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        result, failure = (None, None), None
+        try:
+            result = update(updates, state, params, **extra)
+        except Exception as error:  # any type: a transformation may fail in any way on another tree
+            failure = error
+        if failure is not None or _has_other_shapes(state, result[1]) or _has_other_shapes(params, result[0]):
+            why = _explain_arguments(init, partial(update, **extra), updates, state, params)
+            if why is not None:
+                raise ValueError(f"optimizer.update takes {why}") from failure
+        if failure is not None:
+            raise failure
+        return result
+
+    return update_or_explain
+
+
+def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
+    """Whether arrays of two trees of one structure have other shapes."""
+    same_structure = jax.tree.structure(old) == jax.tree.structure(new)
+    shapes, new_shapes = ([x.shape if is_array(x) else None for x in jax.tree.leaves(tree)] for tree in (old, new))
+    return same_structure and shapes != new_shapes
+
+
+def _explain_arguments(
+    init: Callable[[PyTree], PyTree], update: Update, updates: PyTree, state: PyTree, params: PyTree
+) -> str | None:
+    """What is wrong with the arguments of a step, and what to do; None if they fit each other."""
+    if params is None:
+        return _explain_state(init, state, updates)
+    if type(updates) is tuple and type(params) is not tuple:
+        value_too = "`jax.value_and_grad` returns the value too: `value, grads = ...`."
+        return f"gradients first, but got a tuple. {CALL} {value_too}"
+    if type(params) is tuple and type(updates) is not tuple:
+        return f"the raw tree last, but got a tuple. {CALL}"
+    if (difference := first_difference(partition(updates)[0], partition(params)[0])) is not None:
+        # Some transformations take gradients unlike their parameters: the step must succeed with what is advised.
+        right = updates if difference.of == A_RAW_TREE else params
+        try:
+            jax.eval_shape(lambda: update(right, state, right))
+        except Exception:
+            pass
+        else:
+            return _explain_gradients(difference)
+    return _explain_state(init, state, params)
+
+
+def _explain_gradients(difference: Difference) -> str:
+    """What is wrong with gradients that differ from the raw tree, and what to do."""
+    if difference.of == A_RAW_TREE:
+        return f"the raw tree as params, but got the model's own parameters: {difference.swapped}. {CALL}"
+    whose, advice = {
+        THE_MODEL: (
+            "the model's own parameters",
+            "Differentiate with respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`.",
+        ),
+        OTHER_SHAPES: ("other shapes", "Differentiate one number, such as the mean of the loss over a batch."),
+    }.get(difference.of, (difference.of, "Differentiate with respect to `raw`."))
+    return f"gradients of the raw tree, but got those of {whose}: {difference}. {advice}"
+
+
+def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
+    """What is wrong with a state, and what to do; None if it fits the raw tree, or nobody can know."""
+    try:
+        expected = jax.eval_shape(init, raw)
+    except Exception:  # then it is not the state that is wrong
+        return None
+    if (difference := first_difference(state, expected)) is None:
+        return None
+    if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
+        return f"a state second, but got a raw tree. {CALL}"
+    if difference.of == A_RAW_TREE:
+        return (
+            f"gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
+            f"{difference.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
+        )
+    of_fixed = "@fixed" in difference.path and difference.wanted == "nothing"
+    whose, advice = {
+        THE_MODEL: ("that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."),
+        ANOTHER_CHAIN: (
+            "that of another chain",
+            "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`.",
+        ),
+        ANOTHER_MODEL: (
+            "one with values for what is fixed" if of_fixed else "that of another optimizer or model",
+            "Make it with the same `tx`, `tx.init(raw)`.",
+        ),
+    }.get(difference.of, (f"one of {difference.of}", "Make it with the same `tx`, `tx.init(raw)`."))
+    return f"the state of the raw tree, but got {whose}: {difference}. {advice}"
+
+
+THE_MODEL = "the model"
+"""It has arrays where a raw tree has markers."""
+A_RAW_TREE = "a raw tree"
+"""It has markers where the model has arrays."""
+ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
+
+
+class Difference(NamedTuple):
+    """Where a tree differs from the one that is wanted: the path, what should be there and what is, in words.
+
+    ``of`` says what the tree belongs to instead.
+    """
+
+    path: str
+    wanted: str
+    got: str
+    of: str
+
+    @property
+    def swapped(self) -> Difference:
+        """The same, if it is the other tree that is wrong."""
+        return self._replace(wanted=self.got, got=self.wanted)
+
+    def __str__(self) -> str:
+        return f"expected {self.wanted} at {self.path!r}, got {self.got}"
+
+
+def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
+    """The first difference between the arrays of two trees; another stage comes before all others."""
+    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
+    for path in [path for path in expected_shapes if path in shapes]:
+        mark, wanted = (next(iter(values[path])).split("/")[0] for values in (shapes, expected_shapes))
+        if mark != wanted:
+            of = ANOTHER_CHAIN if mark and wanted else THE_MODEL if wanted else A_RAW_TREE
+            return Difference(path, repr(wanted) if wanted else "an array", repr(mark) if mark else "an array", of)
+    for path in dict.fromkeys([*expected_shapes, *shapes]):
+        found, expected = shapes.get(path, {}), expected_shapes.get(path, {})
+        for below in dict.fromkeys([*expected, *found]):
+            if found.get(below) != expected.get(below):
+                in_both = below in found and below in expected
+                wanted, got = (
+                    f"shape {x[below]}" if in_both else "an array" if below in x else "nothing"
+                    for x in (expected, found)
+                )
+                of = OTHER_SHAPES if in_both else ANOTHER_MODEL
+                return Difference(f"{path}/{below}".strip("/"), wanted, got, of)
+    return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Any
 
 from reparax.core.bound import lineage_of
 from reparax.core.calls import require_chains, with_any_key
@@ -16,11 +16,8 @@ from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
 from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
-from reparax.training._distance import distances, has_numbers
 from reparax.training._partition import are_free
-
-if TYPE_CHECKING:
-    from rich.console import Group
+from reparax.training._transfer import distances, has_numbers
 
 _TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "off", "stages")
 _LEFT = ("path", "raw value", "type", "stages")
@@ -107,10 +104,20 @@ class Summary:
 
         return "\n".join([self.chain, *map(line, table)])
 
-    def __rich__(self) -> Group:
-        from reparax.training._rich_table import titled_table
+    def __rich__(self) -> Any:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
 
-        return titled_table(self.chain, self._table(), _LEFT)
+        (names, *body, total), table = self._table(), Table(box=SIMPLE_HEAD)
+        for name in names:
+            table.add_column(name, justify="left" if name in _LEFT else "right", overflow="fold")
+        for cells in body:
+            table.add_row(*map(Text, cells))
+        table.add_section()
+        table.add_row(*map(Text, total))
+        return Group(Text(self.chain), table)
 
     def _repr_html_(self) -> str:
         head, *body = self._table()
@@ -140,6 +147,11 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     Args:
       p: A stage or a chain.
       params: The model's parameters, or their shapes and dtypes.
+
+    Returns:
+      What prints as a table of text, of rich in ``rich.print``, and of HTML in a notebook. Parameters whose paths
+      differ only in a number share one line, with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each with
+      ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off`` and ``stages``; ``total`` is their sum.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.

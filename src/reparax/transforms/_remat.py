@@ -113,6 +113,7 @@ def remat(
             recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
         )
 
+    vars(function)["hides_weights"] = True  # from transforms that look for them
     return function
 
 

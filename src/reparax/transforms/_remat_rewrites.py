@@ -55,7 +55,7 @@ def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> Equati
         if run_with_body is None or all(known_inputs) or not any(known_inputs):
             return None
         if jaxprs.is_scan(eqn):
-            known_inputs = dependence.steady_inputs(eqn, known_inputs)
+            known_inputs = dependence.steady_inputs(eqn, known_inputs, dependence.IsKnown())
         jaxpr, consts = jaxprs.body(eqn)
         known_inputs = with_roots(jaxpr, [True for _ in consts] + known_inputs)
         if jaxprs.is_scan(eqn):

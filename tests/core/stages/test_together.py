@@ -93,8 +93,8 @@ def test_what_a_method_returns_is_checked(verb, formula, text):
 
 def test_formulas_on_one_array_and_stacked_axes_are_refused():
     text = (
-        "Odd defines {}, but the formula of a Joint takes several arrays at once and draws no noise. Write init_leaves, "
-        "apply_leaves, update_leaves or penalty_leaves, or derive from Reparametrization."
+        "Odd defines {}, but the formula of a Joint takes several arrays at once and draws no noise. Write "
+        "init_leaves, apply_leaves, update_leaves or penalty_leaves, or derive from Reparametrization."
     )
     for name, value in {"update_leaf": lambda self, values: {}, "mean_leaf": lambda self, values: 0}.items():
         with raises(TypeError, text.format(name)):

@@ -1,0 +1,394 @@
+"""The stages that torch has too: its names for their raw values in a state dict, and its values for ours.
+
+A new stage is a row of ``NAME_MAPS``, and a case of the functions that write and read one value. Torch stores a tall
+orthogonal matrix as :math:`B f(L)` with a square base B and a lower triangular L, of which only the first columns
+count. With the first columns of B as the base, ours is the same f of :math:`X = B L`. For reflections, torch stores
+signs in the diagonal of L. They start at -1; ours are always -1.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import EACH, list_axes
+from reparax.core.chain import Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.paths import Names
+from reparax.core.raw import parameter_path
+from reparax.io._layouts import axis_order, permute, read_layout, write_layout
+from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
+from reparax.numerics.arithmetic import widened
+from reparax.numerics.linalg import adjoint, product
+from reparax.stages.matrices import Orthogonal
+from reparax.stages.norms import SpectralNorm, WeightNorm
+from reparax.stages.sparse import Freeze, GlobalMagnitudePruning, MagnitudePruning, Mask, NByM, RandomPruning
+
+EXCHANGE_PLAIN = (
+    "Exchange plain weights: `p.init(from_torch(Chain(), state_dict, like))`, `to_torch(Chain(), p.fold(raw))`."
+)
+Values = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """Torch's names for the values of a stage.
+
+    Attributes:
+      listed: The names for a parametrization, below ``parametrizations.weight``; values that are not originals are
+        under the number of the parametrization.
+      hooked: The suffixes for a hook, after ``weight``.
+      fields: The fields of the stage that torch has too, or that have no effect on what its module computes; all others
+        must have their defaults. None: all of them, as the values alone tell what the stage does.
+    """
+
+    listed: Mapping[str, str]
+    hooked: Mapping[str, str]
+    fields: tuple[str, ...] | None = None
+
+
+_PRUNED = (Mask, NByM, MagnitudePruning, RandomPruning, GlobalMagnitudePruning)
+NAME_MAPS: dict[type[Parametrization], NameMap] = {
+    WeightNorm: NameMap({"g": "original0", "v": "original1"}, {"g": "_g", "v": "_v"}, ("where", "outside", "axis")),
+    SpectralNorm: NameMap(
+        {"w": "original", "u": "_u", "v": "_v"},
+        {"w": "_orig", "u": "_u", "v": "_v"},
+        ("where", "outside", "rows", "columns", "n_steps"),
+    ),
+    Orthogonal: NameMap({"x": "original", "base": "base"}, {}),
+    Freeze: NameMap({}, {"w": ""}),
+    **dict.fromkeys(_PRUNED, NameMap({}, {"w": "_orig", "mask": "_mask"})),
+}
+
+
+@dataclass(frozen=True)
+class StageValues:
+    """The raw values of one stage for a parameter.
+
+    Attributes:
+      stage: The stage on one of the stacked arrays; None for an array that no stage replaced.
+      entry: The tensor of torch.
+      keys: The path of each value in the raw tree.
+      names: The torch name of each value.
+    """
+
+    stage: Parametrization | None
+    entry: Entry
+    keys: Mapping[str, Names]
+    names: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Torch's names for the values of a chain.
+
+    Attributes:
+      makers: How each array is made that stages compute, by its place.
+      by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
+    """
+
+    makers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
+    by_hook: Callable[[str, NameMap], bool]
+
+    def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
+        """The raw values for a tensor of torch, by their stages."""
+        return self._walk(place, entry, entry.tensor)[1]
+
+    def _walk(
+        self, place: Names, entry: Entry, tensor: str, within: str | None = None
+    ) -> tuple[int, list[StageValues]]:
+        """How many parametrizations make an array, and their values.
+
+        Args:
+          place: The place of the array.
+          entry: The tensor of torch for the parameter.
+          tensor: The name of the array in torch.
+          within: The list of parametrizations of which the array is the original, if it is one.
+        """
+        if place not in self.makers:
+            return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
+        stage, places = self.makers[place][0], dict(self.makers[place][1])
+        if type(stage) not in NAME_MAPS:
+            raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+        name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()
+        module, dot, name = tensor.rpartition(".")
+        base = within or f"{module}{dot}parametrizations.{name}"
+        is_listed = bool(name_map.listed) and (
+            within is not None or not name_map.hooked or not self.by_hook(tensor, name_map)
+        )
+        names = {value: tensor + end for value, end in name_map.hooked.items()}
+        if is_listed:
+            original = next((value for value, name in name_map.listed.items() if name == "original"), None)
+            if original and places[original] in self.makers:
+                number, inner = self._walk(places.pop(original), entry, f"{base}.original", base)
+            names = {  # the first stage of the chain has the number 0
+                value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
+                for value, name in name_map.listed.items()
+            }
+        for value in [value for value, place in places.items() if place in self.makers]:
+            inner += self._walk(places.pop(value), entry, names[value])[1]
+        if name_map.listed:
+            with locate_errors(repr(entry.path)):
+                stage = unstack_stage(stage, len(entry.index))
+                _require_fields(stage, name_map)
+        own = StageValues(stage, entry, places, {value: names[value] for value in places})
+        return number + is_listed, [*inner, own]
+
+
+def _require_fields(stage: Any, name_map: NameMap) -> None:
+    """Refuses a stage with a field that torch does not have."""
+    for field in fields(stage):
+        is_foreign = name_map.fields is not None and field.name not in name_map.fields
+        if is_foreign and getattr(stage, field.name) != field.default:
+            how = "Name each layer of a stack, with {i}, by `names`. " if field.name == "stacked" else ""
+            raise ValueError(f"torch has no equivalent of {field.name} in {stage!r}. {how}{EXCHANGE_PLAIN}")
+
+
+def write_values(stage: Parametrization | None, values: Values, entry: Entry, *, with_base: bool) -> Values:
+    """The values that torch stores, in the dtype of the weight, like in torch."""
+    if stage is None:
+        return {name: write_layout(x, entry.layout) for name, x in values.items()}
+    if isinstance(stage, Orthogonal):
+        tensors = _orthogonal_to_torch(stage, values, entry, with_base=with_base)
+    else:
+        tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
+    return {name: _cast(x, entry.dtype) for name, x in tensors.items()}
+
+
+def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
+    """Our raw values, in the shapes and dtypes of ``like``."""
+    if entry.layout == "vector":
+        values = {name: x.reshape(entry.shape) for name, x in values.items()}
+    if isinstance(stage, Orthogonal):
+        raw_values = _orthogonal_from_torch(stage, values, entry)
+    else:
+        raw_values = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
+    return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
+
+
+def _cast(x: Array, dtype: Any) -> Array:
+    """``x`` in a dtype; real numbers in the real part of it."""
+    return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
+
+
+def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
+    """One of our raw values as torch stores it."""
+    match stage, name:
+        case WeightNorm(axis=axis), "g":
+            _require_one_axis(stage, axis)
+            return x.reshape(()) if axis is None else write_layout(x, entry.layout)
+        case SpectralNorm(), "u":
+            return x
+        case SpectralNorm(), "v":
+            return write_layout(x.reshape(_shape_without_column(stage, entry.shape)), entry.layout).reshape(-1)
+        case _, "mask":
+            return write_layout(jnp.broadcast_to(x, entry.shape), entry.layout)
+        case _:
+            return write_layout(x, entry.layout)
+
+
+def _read_value(stage: Parametrization | None, name: str, x: Array, entry: Entry, shape: tuple[int, ...]) -> Array:
+    """One of torch's values as ours, whose shape is given."""
+    match stage, name:
+        case WeightNorm(axis=None), "g":
+            return x.reshape(shape)
+        case SpectralNorm(), "u":
+            return x
+        case SpectralNorm(), "v":
+            torch_shape = permute(_shape_without_column(stage, entry.shape), entry.layout)
+            return read_layout(x.reshape(torch_shape), entry.layout).reshape(-1)
+        case _, "mask":
+            return _mask_of_slices(_require_binary(read_layout(x, entry.layout)), shape)
+        case _:
+            return read_layout(x, entry.layout)
+
+
+def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array without its column, of which torch has one axis."""
+    _, columns = stage.axes_of(len(shape))
+    if len(columns) > 1:
+        raise ValueError(f"torch has one axis as columns, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+    return tuple(1 if i in columns else size for i, size in enumerate(shape))
+
+
+def _require_one_axis(stage: Parametrization, axis: Any) -> None:
+    """Raises an error for norms along several axes or of single numbers, which torch lacks."""
+    if isinstance(axis, tuple) or axis == EACH:
+        raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
+
+
+def _require_binary(mask: Array) -> Array:
+    """A mask of zeros and ones; other numbers would have other gradients than in torch, so they are refused."""
+    if not jnp.all((mask == 0) | (mask == 1)):
+        raise ValueError(
+            "expected a mask of zeros and ones, got other numbers, by which torch multiplies the weight. Apply it in "
+            "torch with `prune.remove`, and start again with `init`."
+        )
+    return mask
+
+
+def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
+    """A mask of single weights as a mask of slices, if the stage has such a mask."""
+    axes = tuple(i for i, (size, full_size) in enumerate(zip(shape, mask.shape, strict=True)) if size < full_size)
+    slice_mask = jnp.max(mask, axis=axes, keepdims=True)
+    if not jnp.all(slice_mask == mask):
+        raise ValueError("expected a mask of whole slices, got one of single weights. Use `axis='each'`.")
+    return slice_mask
+
+
+def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, with_base: bool) -> Values:
+    """Raw values of Orthogonal as torch stores them; without a base unless ``with_base``."""
+    has_coordinates = _has_coordinates(stage, values, entry)
+    in_layout = {name: write_layout(x, entry.layout) for name, x in values.items()}
+    if has_coordinates and (with_base or (stage.map != "householder" and has_identity(in_layout))):
+        written = write_orthogonal(stage, in_layout)
+        return written if with_base else {"x": written["x"]}
+    w = write_layout(widened(stage.apply_leaf(values)), entry.layout)
+    if with_base:
+        return write_orthogonal(stage, at_weight(w))
+    if in_torch(stage, entry).map == "householder":
+        return {"x": write_reflections(w)}
+    raise ValueError(
+        f"torch without trivialization starts at the identity, but the base of {stage!r} is another matrix, or the map "
+        f"of torch another one. Use style='parametrizations', or map='householder', which torch can invert."
+    )
+
+
+def _orthogonal_from_torch(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+    """Torch's values as raw values of Orthogonal."""
+    has_coordinates = _has_coordinates(stage, values, entry)
+    require_map(stage, values["x"], entry)
+    torch_stage = in_torch(stage, entry)
+    raw_values = read_orthogonal(torch_stage, values)
+    if not has_coordinates:
+        raw_values = at_weight(torch_stage.apply_leaf(raw_values))
+    return {name: read_layout(x, entry.layout) for name, x in raw_values.items()}
+
+
+def _has_coordinates(stage: Orthogonal, values: Values, entry: Entry) -> bool:
+    """Whether torch has our coordinates: it has our map, and for reflections does not transpose a square matrix."""
+    is_reflected_otherwise = _is_transposed(stage, values, entry) and entry.shape[-2] == entry.shape[-1]
+    return in_torch(stage, entry).map == stage.map and not (stage.map == "householder" and is_reflected_otherwise)
+
+
+def _is_transposed(stage: Orthogonal, values: Values, entry: Entry) -> bool:
+    """Whether torch has the transposed matrix; refuses matrices without an equivalent in torch."""
+    if "x" not in values:
+        raise ValueError(f"torch has no equivalent of {stage!r} on a value of another stage. {EXCHANGE_PLAIN}")
+    leading = tuple(range(len(entry.shape) - 2))
+    of_leading = stage.rows is None and stage.columns is None and tuple(sorted(list_axes(stage.stacked))) == leading
+    is_transposed = axis_order(entry.layout, len(entry.shape)) != tuple(range(len(entry.shape)))
+    if not of_leading or (is_transposed and leading):
+        raise ValueError(
+            f"the matrices of {stage!r} and of torch are in the last two axes, but these axes differ between the two. "
+            f"{EXCHANGE_PLAIN}"
+        )
+    return is_transposed
+
+
+def in_torch(stage: Orthogonal, entry: Entry) -> Orthogonal:
+    """The stage with the map that torch has for a weight, if the user says nothing else."""
+    by_default = (
+        "expm"
+        if entry.shape[-2] == entry.shape[-1] or jnp.issubdtype(entry.dtype, jnp.complexfloating)
+        else "householder"
+    )
+    return replace(stage, map=ORTHOGONAL_MAPS.get(entry.orthogonal_map or "", by_default))
+
+
+def require_map(stage: Orthogonal, original: Array, entry: Entry) -> None:
+    """Refuses coordinates of which it is not known by which map they make a matrix; all maps agree at the base."""
+    torch_map = in_torch(stage, entry).map
+    if entry.orthogonal_map is None and torch_map != stage.map and jnp.any(jnp.tril(_as_tall(original), -1)):
+        words = {ours: theirs for theirs, ours in ORTHOGONAL_MAPS.items()}
+        raise ValueError(
+            f"torch's file does not say which map makes this matrix: {stage!r} has map={stage.map!r}, but torch takes "
+            f"{words[torch_map]!r} for the shape {entry.shape[-2:]} by default. Pass orthogonal_map='default' if "
+            f"torch's `orthogonal` was called without a map, or orthogonal_map={words[stage.map]!r} if with that one."
+        )
+
+
+def at_weight(w: Array) -> Values:
+    """The values of a weight that is its own base, which no map moves."""
+    w = widened(w)
+    return {"x": jnp.zeros_like(w), "base": w}
+
+
+def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
+    """Converts our values to torch's original and square base, for the same weight."""
+    x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
+    square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
+    original = _as_lower(stage, product(adjoint(square), x)) - _identity_of_shape(x.shape, x.dtype)
+    return {"x": _turn_like(original, values["x"]), "base": square}
+
+
+def has_identity(values: Values) -> bool:
+    """Whether the base is the identity, as without torch's trivialization."""
+    base = _as_tall(values["base"])
+    return bool(jnp.array_equal(base, _identity_of_shape(base.shape, base.dtype)))
+
+
+def write_reflections(w: Array) -> Array:
+    """Torch's original of reflections without a base, for this weight: the factors of LAPACK, as in torch."""
+    reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
+    factors = reflections.mT
+    signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
+    diagonal = _identity_of_shape(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
+    return _turn_like(jnp.tril(factors, -1) + diagonal, w)
+
+
+def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
+    """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
+    original = _as_tall(widened(values["x"]))
+    rows, columns = original.shape[-2:]
+    identity = _identity_of_shape((*original.shape[:-2], rows, rows), original.dtype)
+    square = widened(values["base"]) if "base" in values else identity
+    base, x = square[..., :columns], product(square, jnp.tril(original, -1))
+    diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
+    if stage.map == "householder":
+        signs = _signs_in_torch(diagonal)
+        base, x = -base * signs, -x * signs
+    elif jnp.iscomplexobj(x):
+        x = x + base * (diagonal - diagonal.conj()) / 2
+    return {"x": _turn_like(x, values["x"]), "base": _turn_like(base, values["x"])}
+
+
+def _signs_in_torch(diagonal: Array) -> Array:
+    """The signs of reflections as torch reads them: the integer part of the numbers."""
+    signs = jnp.trunc(diagonal)
+    if not jnp.all(jnp.abs(signs) == 1):
+        raise ValueError(
+            "expected signs of reflections on the diagonal, got numbers that torch reads as zeros, as after weight "
+            "decay. Set them to -1 or 1."
+        )
+    return signs
+
+
+def _as_lower(stage: Orthogonal, x: Array) -> Array:
+    """The lower triangular matrix that gives the same rotation as ``x``, with the identity as the base."""
+    if stage.map == "householder":
+        return jnp.tril(x, -1)
+    columns = x.shape[-1]
+    top = x[..., :columns, :]
+    lower = jnp.tril(x.at[..., :columns, :].add(-adjoint(top)), -1)
+    if jnp.iscomplexobj(x):
+        phases = jnp.expand_dims(jnp.diagonal(top - adjoint(top), axis1=-2, axis2=-1), -2) / 2
+        lower = lower + _identity_of_shape(x.shape, x.dtype) * phases
+    return lower
+
+
+def _identity_of_shape(shape: tuple[int, ...], dtype: Any) -> Array:
+    """The identity, in the last two axes of a shape."""
+    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
+
+
+def _as_tall(x: Array) -> Array:
+    """``x``, transposed if it is wide."""
+    return x.mT if x.shape[-2] < x.shape[-1] else x
+
+
+def _turn_like(x: Array, like: Array) -> Array:
+    """``x``, transposed if ``like`` is wide."""
+    return x.mT if like.shape[-2] < like.shape[-1] else x
