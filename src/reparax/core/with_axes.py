@@ -57,7 +57,7 @@ def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
-                f"{who} takes what `rpx.roles(loss)(params, batch)` returns, but got a tree with "
+                f"{who} takes what `rpx.roles(loss, params, batch)` returns, but got a tree with "
                 f"{type(leaf).__name__} at {path_text(path)!r}."
             )
     return roles_by_place
