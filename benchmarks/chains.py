@@ -113,7 +113,7 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (ANY, [stage("VarNoise", 0.1), stage("VarNoise", 0.5), stage("WeightDropout", 0.3), stage("WeightDropout", 0.6)]),
     (ANY, [stage("Gaussian", 0.1), stage("noise.VariationalDropout", 0.3), stage("SignFlip", 0.2)]),
     (AXES, [stage("VarNoise", 0.2, relative=of, axis=axis) for of, axis in (("max", 0), ("std", -1), ("norm", 0))]),
-    (AXES, [stage("WeightDropout", 0.4, broadcast=axis) for axis in (0, -1)]),
+    (AXES, [stage("WeightDropout", 0.4, broadcast_dims=axis) for axis in (0, -1)]),
     (AXES, [stage("noise.HardConcrete", 0.2, axis=-1), stage("Gaussian", 0.2, prior=2.0, axis=-1)]),
     (WITHOUT_ROWS, [stage("Gaussian", 0.05, noise="factorized")]),
     (AS_IT_IS, [stage("VarNoise", {"enc/.*": 0.3, "dec/kernel": 0.5}), stage("Scale", {".*kernel": 2.0})]),
@@ -131,7 +131,7 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (AXES, [stage("norms.Sphere", along=0), stage("norms.Sphere", 2.0, along=-1)]),
     (AXES, [stage("norms.MaxNorm", 1.0, axis=-1), stage("norms.PoincareBall", 0.01, along=-1)]),
     (MATRICES, [stage("SpectralNorm"), stage("SpectralNorm", 3)]),
-    (("conv",), [stage("SpectralNorm", window=(4, 4))]),
+    (("conv",), [stage("SpectralNorm", input_shape=(4, 4))]),
     (SQUARE, [stage(f"matrices.{name}", **INSIDE) for name in ("Symmetric", "Skew", "Triangular", "Diagonal")]),
     (
         SQUARE,
@@ -153,20 +153,26 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (AXES, [stage("sparse.SET", 0.5), stage("sparse.RigL", 0.5)]),
     (("", "two", "but"), [stage("sparse.GlobalMagnitudePruning", 0.5)]),
     (ONE, [stage("sparse.NByM", 2, 4, along=along) for along in (0, 1)]),
-    (MATRICES, [stage("LoRA", 2), stage("LoRA", 1, alpha=2.0, divisor="sqrt")]),
-    (MATRICES, [stage("LoRA", 2, start="pissa"), stage("LoRA", 2, start="olora"), stage("adapters.VeRA", 3)]),
+    (MATRICES, [stage("LoRA", 2), stage("LoRA", 1, alpha=2.0, use_rslora=True)]),
+    (
+        MATRICES,
+        [stage("LoRA", 2, init_weights="pissa"), stage("LoRA", 2, init_weights="olora"), stage("adapters.VeRA", 3)],
+    ),
     (WITHOUT_ROWS, [stage("adapters.Hadamard"), (stage("LowRank", 1), stage("adapters.Hadamard"), stage("Delta"))]),
     (ONE, [(stage("adapters.CayleyNeumann", 3, stacked=0), stage("adapters.Rotated", 2))]),
-    (ONE, [(stage("Orthogonal", stacked=0), stage("adapters.Rotated", 2, shared=True))]),
+    (ONE, [(stage("Orthogonal", stacked=0), stage("adapters.Rotated", 2, block_share=True))]),
     (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("adapters.TrainableSlices", (0, 1), axis=-1)]),
-    (WITHOUT_ROWS, [stage("Quantized", format, block=4) for format in ("nf4", "uint4", "mxfp4")]),
-    (WITHOUT_ROWS, [stage("Quantized", "int8", axis=-1), stage("Quantized", "int4", block=4, double_quant=True)]),
-    (WITHOUT_ROWS, [(stage("Freeze"), stage("Quantized", "nf4", block=4), stage("LoRA", 1))]),
-    (WITHOUT_ROWS, [stage("FakeQuantized", "int4", block=4, step="learned"), stage("FakeQuantized", "ternary")]),
+    (WITHOUT_ROWS, [stage("Quantized", format, block_size=4) for format in ("nf4", "uint4", "mxfp4")]),
+    (WITHOUT_ROWS, [stage("Quantized", "int8", axis=-1), stage("Quantized", "int4", block_size=4, double_quant=True)]),
+    (WITHOUT_ROWS, [(stage("Freeze"), stage("Quantized", "nf4", block_size=4), stage("LoRA", 1))]),
+    (WITHOUT_ROWS, [stage("FakeQuantized", "int4", block_size=4, step="learned"), stage("FakeQuantized", "ternary")]),
     (AXES, [stage("FakeQuantized", "int8", axis=-1)]),
     (AS_IT_IS, [stage("Tie", {"dec/bias": ("enc/bias", jnp.flip)}, unequal="overwrite")]),
     (AS_IT_IS, [stage("Tie", {"dec/kernel": ("enc/kernel", jnp.transpose)}, unequal="overwrite")]),
-    (AS_IT_IS, [stage("shared.Split", {"all": BLOCK}, at="enc"), stage("shared.Pack", {"kernel": GATES}, at="dec")]),
+    (
+        AS_IT_IS,
+        [stage("shared.Split", {"all": BLOCK}, where="enc"), stage("shared.Pack", {"kernel": GATES}, where="dec")],
+    ),
     (AS_IT_IS, [stage("shared.CudnnLSTM", 3, 2, biases=1)]),
     (AS_IT_IS, [stage("OutputGain", {"w": "(enc|dec)/kernel", "b": "(enc|dec)/bias"})]),
 ]
@@ -183,6 +189,24 @@ RENAMED = {
     "TrainableSlices": "Slices",
 }
 """The names of stages, and those that they had in 13fb1872."""
+ARGUMENTS = {
+    "BlockDiagonal": {"num_blocks": "blocks"},
+    "FakeQuantized": {"block_size": "block"},
+    "FixedRank": {"eps": "least"},
+    "LoRA": {"init_weights": "start"},
+    "MaxNorm": {"max_norm": "max"},
+    "Pack": {"where": "at"},
+    "Quantized": {"block_size": "block"},
+    "RigL": {"drop_fraction": "drop"},
+    "Rotated": {"num_blocks": "blocks", "block_share": "shared"},
+    "SET": {"drop_fraction": "drop"},
+    "SpectralNorm": {"input_shape": "window", "feature_group_count": "groups"},
+    "Split": {"where": "at"},
+    "TrainableSlices": {"indices": "index"},
+    "VeRA": {"d_initial": "start"},
+    "WeightDropout": {"broadcast_dims": "broadcast"},
+}
+"""The names of arguments, likewise."""
 
 
 @functools.cache
@@ -202,7 +226,24 @@ def class_of(name: str) -> type[rpx.Parametrization]:
 def build(row: Stage, selection: dict[str, Any]) -> rpx.Parametrization:
     """The stage of a row; what the row says of axes stands above the selection."""
     name, args, fields = row
-    return class_of(name)(*args, **{**selection, **fields})
+    make = class_of(name)
+    fields = {**selection, **fields}
+    if IS_OLD:
+        old_names = ARGUMENTS.get(make.__name__, {})
+        fields = {old_names.get(argument, argument): x for argument, x in fields.items()}
+        if fields.pop("use_rslora", False):
+            fields["divisor"] = "sqrt"
+    return make(*args, **fields)
+
+
+IS_OLD = hasattr(rpx, "Stored")
+
+
+def with_new_names(text: str) -> str:
+    """A text of 13fb1872, a repr or JSON, with the names of arguments that stages have now."""
+    for new, old in (names for of_class in ARGUMENTS.values() for names in of_class.items()):
+        text = re.sub(rf'(?<=\b){old}(?==)|(?<="){old}(?=":)', new, text)
+    return text.replace("divisor='sqrt'", "use_rslora=True").replace('"divisor": "sqrt"', '"use_rslora": true')
 
 
 def drawn(seed: int) -> tuple[list[int], rpx.Parametrization]:
@@ -261,7 +302,8 @@ def difference(new: Any, old: Any) -> str:
     """In words how two answers differ; empty if they do not."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         was, now = ("arrays" if isinstance(x, dict) else repr(x) for x in (old, new))
-        return "" if was == now else f"{was:.400} -> {now:.400}"
+        was = with_new_names(was)
+        return "" if sorted(was) == sorted(now) else f"{was:.400} -> {now:.400}"
     if new.keys() != old.keys():
         return f"without {sorted(old.keys() - new.keys())}, with {sorted(new.keys() - old.keys())}"
     found: list[str] = []

@@ -135,7 +135,7 @@ def traced(loss: Loss, args: Any) -> float:
 
 def quantized(layers: int = 8, width: int = 1024, batch: int = 64) -> dict[str, Rows]:
     """Adapters on 4-bit numbers, layers scanned: temporaries of the gradient, of which one float array takes 4 MiB."""
-    p = rpx.Quantized("nf4", block=64) >> rpx.LoRA(8)
+    p = rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(8)
     raw = jax.vmap(lambda w, key: p.init({"w": w}, key))(
         drawn({"w": (layers, width, width)})["w"], jax.random.split(KEY, layers)
     )

@@ -23,7 +23,7 @@ import reparax as rpx
 
 LAYERS, WIDTH, BATCH, MIB = 16, 2048, 64, 2**20
 SIZES = {"f32": 4, "bf16": 2, "s8": 1, "u8": 1}
-BASES = {"bfloat16": rpx.Freeze(), "nf4": rpx.Quantized("nf4", block=64)}
+BASES = {"bfloat16": rpx.Freeze(), "nf4": rpx.Quantized("nf4", block_size=64)}
 
 
 def gathered(text: str) -> float:

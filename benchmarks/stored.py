@@ -20,10 +20,10 @@ import reparax as rpx
 LAYERS, WIDTH, BATCH, MIB = 16, 1024, 32, 2**20
 CHAINS = {
     "float32": rpx.Chain(),
-    "int8, block 256": rpx.Quantized("int8", block=256),
-    "int4, block 64, twice": rpx.Quantized("int4", block=64, double_quant=True),
-    "nf4, block 64, twice": rpx.Quantized("nf4", block=64, double_quant=True),
-    "float8, block 256": rpx.Quantized("float8_e4m3fn", block=256),
+    "int8, block 256": rpx.Quantized("int8", block_size=256),
+    "int4, block 64, twice": rpx.Quantized("int4", block_size=64, double_quant=True),
+    "nf4, block 64, twice": rpx.Quantized("nf4", block_size=64, double_quant=True),
+    "float8, block 256": rpx.Quantized("float8_e4m3fn", block_size=256),
 }
 
 

@@ -91,7 +91,9 @@ def model() -> Iterator[tuple[str, Step]]:
     chains = {
         "LoRA": frozen >> lora,
         "DoRA": frozen >> lora >> rpx.WeightNorm(detach=True, stacked=0, where=STACK),
-        "QLoRA": rpx.Freeze(where=rpx.all_but(STACK)) >> rpx.Quantized("nf4", block=64, stacked=0, where=STACK) >> lora,
+        "QLoRA": rpx.Freeze(where=rpx.all_but(STACK))
+        >> rpx.Quantized("nf4", block_size=64, stacked=0, where=STACK)
+        >> lora,
         "noise": rpx.VarNoise(0.01),
     }
     for name, p in chains.items():

@@ -43,12 +43,12 @@ def vector() -> dict[str, jax.Array]:
     return {"weights": jax.random.normal(jax.random.key(9), (56,))}
 
 
-SPLIT = rpx.shared.Split({"block": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell")
+SPLIT = rpx.shared.Split({"block": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, where="cell")
 PACK = rpx.shared.Pack(
     {"qkv/weight": rpx.shared.Concat(("query: n heads h", "key: n heads h", "value: n heads h"), axis=1, per="heads")},
     sizes={"heads": 2},
 )
-HALVES = rpx.shared.Pack({"wi": rpx.shared.Concat(("left: n h", "right: n h"), axis=1)}, at="cell")
+HALVES = rpx.shared.Pack({"wi": rpx.shared.Concat(("left: n h", "right: n h"), axis=1)}, where="cell")
 
 
 def matrices() -> dict[str, jax.Array]:
@@ -151,8 +151,8 @@ CASES = {
     "noise": (rpx.VarNoise(0.1), model),
     "dropout": (rpx.WeightDropout(0.3), model),
     "dropout of rows and of blocks": (
-        rpx.WeightDropout(0.3, broadcast=-1, where=".*(dense|out)/kernel")
-        >> rpx.WeightDropout(0.3, broadcast=(0, 1), where="conv/kernel"),
+        rpx.WeightDropout(0.3, broadcast_dims=-1, where=".*(dense|out)/kernel")
+        >> rpx.WeightDropout(0.3, broadcast_dims=(0, 1), where="conv/kernel"),
         model,
     ),
     "spectral norm": (
@@ -173,7 +173,8 @@ CASES = {
     ),
     "cast": (rpx.quantized.Cast("bfloat16"), model),
     "stacked": (
-        rpx.WeightNorm(stacked=0, where="conv/.*") >> rpx.WeightDropout(0.3, broadcast=-1, stacked=0, where="conv/.*"),
+        rpx.WeightNorm(stacked=0, where="conv/.*")
+        >> rpx.WeightDropout(0.3, broadcast_dims=-1, stacked=0, where="conv/.*"),
         model,
     ),
     "rows and columns": (rpx.Orthogonal(stacked=1, rows=(1, 2), columns=0, where="conv/.*"), model),
@@ -210,7 +211,7 @@ CASES = {
         rpx.Freeze()
         >> rpx.LoRA(2, alpha=4.0, where="dense/kernel")
         >> rpx.adapters.VeRA(3, where="out/kernel")
-        >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, start="pissa", where="conv/kernel"),
+        >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, init_weights="pissa", where="conv/kernel"),
         model,
     ),
     "differences": (
@@ -220,22 +221,25 @@ CASES = {
         flat,
     ),
     "rotated": (rpx.Orthogonal(stacked=0) >> rpx.adapters.Rotated(2), flat),
-    "rotated by a series": (rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, shared=True), flat),
+    "rotated by a series": (
+        rpx.adapters.CayleyNeumann(3, stacked=0) >> rpx.adapters.Rotated(2, block_share=True),
+        flat,
+    ),
     "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
     "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
-        rpx.Quantized("nf4", block=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
+        rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
         flat,
     ),
     "stored": (
         rpx.Quantized("int8", axis=-1, where="dense/kernel")
-        >> rpx.Quantized("int4", block=4, double_quant=True, where="out/kernel")
+        >> rpx.Quantized("int4", block_size=4, double_quant=True, where="out/kernel")
         >> rpx.Quantized("float8_e4m3fn", where="conv/kernel"),
         model,
     ),
     "stored in other formats": (
         rpx.Quantized("uint4", axis=-1, where="dense/kernel")
-        >> rpx.Quantized("mxfp4", block=4, where="out/kernel")
+        >> rpx.Quantized("mxfp4", block_size=4, where="out/kernel")
         >> rpx.Quantized("dynamic8", where="conv/kernel"),
         model,
     ),
@@ -251,7 +255,7 @@ CASES = {
     ),
     "quantize": (
         rpx.FakeQuantized("int8", axis=-1, where="dense/kernel")
-        >> rpx.FakeQuantized("int4", block=4, step="learned", where="out/kernel")
+        >> rpx.FakeQuantized("int4", block_size=4, step="learned", where="out/kernel")
         >> rpx.FakeQuantized("ternary", where="conv/kernel"),
         model,
     ),

@@ -96,9 +96,9 @@ def planned(method: str, sparsity: float, setting: float, rounds: int) -> tuple[
 def stage(method: str, sparsity: Array, planned: Array | float) -> rpx.Parametrization:
     """The stage of a method, with what the plan says for a round."""
     if method == "RigL":
-        return rpx.sparse.RigL(sparsity, drop=planned, where=PRUNED)
+        return rpx.sparse.RigL(sparsity, drop_fraction=planned, where=PRUNED)
     if method == "SET":
-        return rpx.sparse.SET(sparsity, drop=planned, where=PRUNED)
+        return rpx.sparse.SET(sparsity, drop_fraction=planned, where=PRUNED)
     return rpx.MagnitudePruning(planned, where=PRUNED)
 
 

@@ -41,9 +41,9 @@ ROUNDED: dict[str, rpx.Parametrization] = {
     "as downloaded": rpx.Chain(),
     "int8": rpx.Quantized("int8", axis=-1, stacked=0),
     "float8_e4m3fn": rpx.Quantized("float8_e4m3fn", axis=-1, stacked=0),
-    "nf4, blocks of 64": rpx.Quantized("nf4", block=64, stacked=0),
-    "int4, blocks of 32": rpx.Quantized("int4", block=32, stacked=0),
-    "int4, blocks of 64": rpx.Quantized("int4", block=64, stacked=0),
+    "nf4, blocks of 64": rpx.Quantized("nf4", block_size=64, stacked=0),
+    "int4, blocks of 32": rpx.Quantized("int4", block_size=32, stacked=0),
+    "int4, blocks of 64": rpx.Quantized("int4", block_size=64, stacked=0),
     "20 % pruned": rpx.MagnitudePruning(0.2, stacked=0),
     "50 % pruned": rpx.MagnitudePruning(0.5, stacked=0),
 }

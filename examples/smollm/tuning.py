@@ -34,7 +34,7 @@ def dora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
 
 def qlora(rank: int, stacked: Axes = 0) -> rpx.Parametrization:
     """The kernels below the adapters are stored in four bits."""
-    return rpx.Freeze() >> rpx.Quantized("nf4", block=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
+    return rpx.Freeze() >> rpx.Quantized("nf4", block_size=64, stacked=stacked) >> rpx.LoRA(rank, stacked=stacked)
 
 
 def gains() -> rpx.Parametrization:

@@ -74,7 +74,7 @@ def test_the_model_has_at_most_a_hundred_lines_and_knows_nothing_of_reparax():
     assert "import reparax" not in text
 
 
-SMALL_BLOCKS = rpx.Freeze() >> rpx.Quantized("nf4", block=8, stacked=0) >> rpx.LoRA(2, stacked=0)
+SMALL_BLOCKS = rpx.Freeze() >> rpx.Quantized("nf4", block_size=8, stacked=0) >> rpx.LoRA(2, stacked=0)
 
 
 @pytest.mark.parametrize("p", mostly_thorough([tuning.FULL, SMALL_BLOCKS], tuning.FULL), ids=["full", "QLoRA"])

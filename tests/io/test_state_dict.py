@@ -601,7 +601,7 @@ STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
 UP, TRANSPOSED = {"up": {"kernel": numbers(4, 8, 6)}}, {"up/kernel": "conv_transpose"}
-CONVOLVED = rpx.SpectralNorm(window=(4, 4))
+CONVOLVED = rpx.SpectralNorm(input_shape=(4, 4))
 CUBE = {"w": np.ones((3, 3, 2), np.float32)}
 
 

@@ -410,7 +410,7 @@ def test_one_draw_serves_every_step_of_a_recurrent_loop(key: Array) -> None:
 # Eight devices. ---------------------------------------------------------------------------------------------------
 
 SPECS = [P("data", "model"), P(None, "model"), P(("data", "model"), None)]
-LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast=-1)]
+LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast_dims=-1)]
 COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
 
 every_spec = pytest.mark.parametrize("spec", mostly_thorough(SPECS, SPECS[0]), ids=str)
@@ -483,7 +483,7 @@ def test_weight_norm_inside_shard_map_agrees_with_the_whole_weight() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, broadcast=-1)], ids=repr)
+@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, broadcast_dims=-1)], ids=repr)
 def test_inside_shard_map_each_shard_draws_as_a_weight_of_its_shape_does(p: rpx.Parametrization, key: Array) -> None:
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
 

@@ -301,7 +301,7 @@ def test_nnx_optimizer_trains_raw_blocks() -> None:
         def __init__(self) -> None:
             self.input, self.hidden = nnx.Param(jnp.ones((3, 4))), nnx.Param(2 * jnp.ones((2, 4)))
 
-    p = rpx.shared.Split({"w": rpx.shared.Concat(("input: 3 4", "hidden: 2 4"))}, at="")
+    p = rpx.shared.Split({"w": rpx.shared.Concat(("input: 3 4", "hidden: 2 4"))}, where="")
     raw = p.init(Cell())
     optimizer = nnx.Optimizer(raw, optax.sgd(0.5, momentum=0.0), wrt=nnx.Param)
     for _ in range(3):

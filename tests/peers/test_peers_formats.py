@@ -72,7 +72,7 @@ def test_numbers_with_zeros_are_those_of_torchao(bits):
         x, affine.MappingType.ASYMMETRIC, *how, scale_dtype=torch.float32, zero_point_dtype=torch.int32
     )
     theirs = affine.quantize_affine(x, how[0], scale, zero, *how[1:])
-    codes, held, got = ours(rpx.Quantized(f"uint{bits}", block=64), x.numpy())
+    codes, held, got = ours(rpx.Quantized(f"uint{bits}", block_size=64), x.numpy())
     np.testing.assert_array_equal(held["zero"], zero.numpy())
     np.testing.assert_array_equal(codes, theirs.numpy())
     want = affine.dequantize_affine(theirs, how[0], scale, zero, *how[1:])
@@ -81,7 +81,11 @@ def test_numbers_with_zeros_are_those_of_torchao(bits):
 
 def test_companded_numbers_are_those_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
-    x, table, p = torch.from_numpy(weights()), functional.create_dynamic_map(), rpx.Quantized("dynamic8", block=256)
+    x, table, p = (
+        torch.from_numpy(weights()),
+        functional.create_dynamic_map(),
+        rpx.Quantized("dynamic8", block_size=256),
+    )
     np.testing.assert_array_equal(p._format.numbers.decode(jnp.arange(256)), table.numpy())
     theirs, state = functional.quantize_blockwise(x, code=table, blocksize=256)
     codes, held, got = ours(p, x.numpy())
@@ -98,7 +102,7 @@ def test_nf4_is_that_of_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     x = torch.from_numpy(weights())
     theirs, state = functional.quantize_4bit(x, blocksize=64, quant_type="nf4")
-    codes, _, got = ours(rpx.Quantized("nf4", block=64), x.numpy())
+    codes, _, got = ours(rpx.Quantized("nf4", block_size=64), x.numpy())
     np.testing.assert_array_equal(codes, nibbles(theirs.numpy().ravel(), high_first=True))
     np.testing.assert_array_equal(got, functional.dequantize_4bit(theirs, state).numpy())
 
@@ -110,7 +114,9 @@ def test_scales_by_each_rule_are_those_of_qwix(name, bound, fit, reach):
     tiles = {} if fit == "fixed" else {0: 64}
     how = {"channelwise_axes": [1], "tiled_axes": tiles, "calibration_method": f"{fit},{sign}{reach * bound}"}
     theirs = qwix.dequantize(qwix.quantize(jnp.asarray(weights().T), name, **how))
-    _, _, got = ours(rpx.Quantized(name, block=tiles.get(0), fit=fit, reach=reach), weights())
+    _, _, got = ours(
+        rpx.Quantized(name, block_size=tiles.get(0), calibration_method=fit, calibration_scale=reach), weights()
+    )
     # A number half way between two may go to either.
     assert np.mean(np.abs(got - np.asarray(theirs).T) > 1e-6) < 1e-4
 
@@ -120,7 +126,7 @@ def test_zeros_and_blocks_in_two_dimensions_are_those_of_qwix():
     for bits in (4, 8):
         how = {"channelwise_axes": [1], "tiled_axes": {0: 64}, "calibration_method": "minmax"}
         theirs = qwix.dequantize(qwix.quantize(w, f"int{bits}", **how))
-        np.testing.assert_allclose(ours(rpx.Quantized(f"uint{bits}", block=64), weights())[2].T, theirs, atol=1e-6)
+        np.testing.assert_allclose(ours(rpx.Quantized(f"uint{bits}", block_size=64), weights())[2].T, theirs, atol=1e-6)
     theirs = qwix.quantize(w, "int8", tiled_axes={0: 64, 1: 32}, calibration_method=f"absmax,{127.5 / 127}")
-    got = ours(rpx.Quantized("int8", block=(64, 32)), weights())[2]
+    got = ours(rpx.Quantized("int8", block_size=(64, 32)), weights())[2]
     np.testing.assert_allclose(got.T, qwix.dequantize(theirs), atol=1e-6)

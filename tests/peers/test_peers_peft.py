@@ -304,9 +304,9 @@ def test_peft_loads_what_is_written(name, tmp_path):
     ("chain", "settings"),
     [
         (rpx.LoRA(4, 8.0), {}),
-        (rpx.LoRA(4, 8.0, divisor="sqrt"), {"use_rslora": True}),
-        (rpx.LoRA(4, 8.0, start="pissa"), {"init_lora_weights": "pissa"}),
-        (rpx.LoRA(4, 8.0, start="olora"), {"init_lora_weights": "olora"}),
+        (rpx.LoRA(4, 8.0, use_rslora=True), {"use_rslora": True}),
+        (rpx.LoRA(4, 8.0, init_weights="pissa"), {"init_lora_weights": "pissa"}),
+        (rpx.LoRA(4, 8.0, init_weights="olora"), {"init_lora_weights": "olora"}),
     ],
 )
 def test_a_start_is_that_of_peft(chain, settings):

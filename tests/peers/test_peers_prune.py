@@ -49,7 +49,7 @@ def test_magnitude_pruning_is_l1_unstructured(amount):
 def test_pruning_of_slices_is_ln_structured(shape, dim, n, order):
     w = normal(*shape)
     peer = prune.ln_structured(module(w), "w0", 0.5, n=n, dim=dim)
-    np.testing.assert_array_equal(pruned(rpx.MagnitudePruning(0.5, axis=dim, order=order), w), seen(peer.w0))
+    np.testing.assert_array_equal(pruned(rpx.MagnitudePruning(0.5, axis=dim, ord=order), w), seen(peer.w0))
 
 
 @pytest.mark.parametrize("amounts", [(0.5, 0.5), (0.3, 0.3, 0.3), (0.2, 0.6)])

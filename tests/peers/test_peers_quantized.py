@@ -88,6 +88,6 @@ def test_mean_errors_by_blocks_are_those_of_qwix(name, bound, block):
         # Integers of qwix are scaled to half a number beyond the largest one, ours to the largest one.
         how = {"channelwise_axes": [1], "tiled_axes": {0: block}, "calibration_method": f"absmax,{bound}"}
         theirs = qwix.dequantize(qwix.quantize(w, name, **how))
-    ours = rpx.FakeQuantized(name, block=block).apply({"w": w})["w"]
+    ours = rpx.FakeQuantized(name, block_size=block).apply({"w": w})["w"]
     errors = [float(jnp.mean(jnp.abs(x - w))) for x in (ours, theirs)]
     assert f"{errors[0]:.5g}" == f"{errors[1]:.5g}"

@@ -469,8 +469,9 @@ BROKEN = {  # in the texts, # is a number
     "single precision": (
         SinglePrecision(),
         half_precision,
-        "half precision: SinglePrecision().init at 'a': apply_leaf must return float16[8, 4], like the model's array, "
-        "but returns float32[8, 4]. Cast or reshape in apply_leaf, or set `changes_type = True` in the class.",
+        "half precision: SinglePrecision().init at 'a': apply_leaf must return float16[8, 4], like the array that it "
+        "stands for, but returns float32[8, 4]. Cast or reshape in apply_leaf, or set `changes_type = True` in the "
+        "class.",
     ),
     "half stopped": (HalfStopped(), gradients, SLOPE),
     "half stopped in single precision": (HalfStoppedSingle(), gradients, SLOPE),

@@ -26,7 +26,7 @@ STAGES = {
     "orthogonal, stacked": (rpx.Orthogonal(stacked=1, columns=0), 3, ANY, 0),
     "noise": (rpx.VarNoise(0.1), 0, ANY, 0),
     "dropout": (rpx.WeightDropout(0.3, where="w"), 0, ANY, 0),
-    "dropout of rows": (rpx.WeightDropout(0.3, broadcast=-1, where="w"), 1, ANY, 0),
+    "dropout of rows": (rpx.WeightDropout(0.3, broadcast_dims=-1, where="w"), 1, ANY, 0),
     "positive": (rpx.Positive(), 0, REAL, 0),
     "poincare": (rpx.norms.PoincareBall(along=-1, where="w"), 1, REAL, 0),
     "standardization": (rpx.norms.WeightStandardization(axis=(), where="w"), 1, ANY, 2),

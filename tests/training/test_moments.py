@@ -32,7 +32,7 @@ def trained(p, tx, params, grads):
 @pytest.mark.parametrize(("inner", "moments"), [("adam", 2), ("lion", 1)])
 def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, moments):
     tx = rpx.optimizer(getattr(optax, inner)(0.1))
-    p = rpx.sparse.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5) >> rpx.VarNoise(0.1)
     params = {"w": COUNTED, "b": np.ones(4, np.float32)}
     before, state = trained(p, tx, params, 1.0)
     hidden = before["w"]["@rigl"]["@fixed"]["mask"] == 0
@@ -87,7 +87,7 @@ def test_slices_that_come_back_are_reset_as_a_whole():
 
 
 def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
-    p = rpx.sparse.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
     tx = rpx.optimizer(optax.adafactor(0.1, min_dim_size_to_factor=2))
     before, state = trained(p, tx, {"w": COUNTED}, 1.0)
     after = update(p, before, grads={"w": COUNTED[::-1]})
@@ -97,7 +97,7 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
 
 def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = np.float32([[5, 4, 0, 0]])
-    p = rpx.sparse.RigL(count=2, drop=1.0)
+    p = rpx.sparse.RigL(count=2, drop_fraction=1.0)
     before = init(p, {"w": w, "mu": {"w": w}}, jax.random.key(0))
     after = update(p, before, grads={"w": np.float32([[9, 9, 0, 0]]), "mu": {"w": np.float32([[0, 0, 9, 9]])}})
     state = jax.tree.map(np.ones_like, rpx.optimizer(optax.adam(0.1)).init(before))

@@ -406,7 +406,7 @@ def test_another_static_std_compiles_anew_and_gives_its_own_values(key: Array) -
         (rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=0)),
         (rpx.SpectralNorm(1), rpx.SpectralNorm(2)),
         (rpx.VarNoise(0.1), rpx.VarNoise(0.1, where="dense/.*")),
-        (rpx.WeightDropout(0.1), rpx.WeightDropout(0.1, broadcast=-1)),
+        (rpx.WeightDropout(0.1), rpx.WeightDropout(0.1, broadcast_dims=-1)),
         (rpx.WeightNorm() >> rpx.Freeze(), rpx.Freeze() >> rpx.WeightNorm()),
     ],
     ids=repr,

@@ -200,7 +200,7 @@ def test_a_convolution_with_a_result_in_float16():
         return jax.lax.conv_general_dilated(10 * x.astype(jnp.bfloat16)[None], kernel[None], (1,), "SAME", **settings)
 
     raw = {"a": A, "b": B}
-    assert [each.in_factors for each in rpx.explain(convolved, raw, X).weights] == [True]
+    assert [each.is_transformed for each in rpx.explain(convolved, raw, X).weights] == [True]
     expected = 10 * np.asarray(X) @ (2e-2 * np.asarray(A) @ np.asarray(B))
     got = jax.jit(rpx.factored(convolved))(raw, X)
     assert got.dtype == jnp.float16
@@ -234,7 +234,7 @@ def test_an_algorithm_in_float16_keeps_its_operands():
 
     raw = {"a": A, "b": B}
     assert rpx.explain(made, raw, X).weights == ()
-    assert [each.in_factors for each in rpx.explain(used, raw, X).weights] == [False]
+    assert [each.is_transformed for each in rpx.explain(used, raw, X).weights] == [False]
 
 
 def test_a_rounding_in_bfloat16_stays():
@@ -299,3 +299,18 @@ def test_terms_of_another_shape():
     )
     with pytest.raises(ValueError, match=text):
         Other().init({"w": W})
+
+
+def test_what_a_loop_carries_gets_the_gradients_that_it_has_at_a_later_step():
+    """A loop carries zero first, then a parameter's sum, at which gradients stop."""
+    raw, x = {"a": jnp.full((32, 2), 0.1), "b": jnp.ones((2, 32))}, jnp.ones((4, 32))
+
+    def loss(raw):
+        def step(carry, _):
+            scale = jax.lax.stop_gradient(carry)
+            return carry + jnp.sum(raw["a"]), scale * jnp.sum(x @ (raw["a"] @ raw["b"]))
+
+        return jnp.sum(jax.lax.scan(step, jnp.float32(0), None, length=3)[1])
+
+    got, expected = jax.jit(lambda raw: (jax.grad(rpx.factored(loss))(raw), jax.grad(loss)(raw)))(raw)
+    np.testing.assert_allclose(got["a"], expected["a"], rtol=1e-5)

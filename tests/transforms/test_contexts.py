@@ -232,8 +232,8 @@ CONTEXTS = {
     "a gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.adapters.Gain(axis=-1)),
     "one gain": lambda: Context(one, W, X, rpx.Freeze() >> rpx.adapters.Gain()),
     "two adapters": lambda: Context(one, W, normal(2048, 32), rpx.LoRA(1) >> rpx.LoRA(1)),
-    "integers in blocks": lambda: Context(one, W, X, rpx.Quantized("int8", block=8) >> rpx.LoRA(2)),
-    "nf4": lambda: Context(one, W, X, rpx.Quantized("nf4", block=8) >> rpx.LoRA(2)),
+    "integers in blocks": lambda: Context(one, W, X, rpx.Quantized("int8", block_size=8) >> rpx.LoRA(2)),
+    "nf4": lambda: Context(one, W, X, rpx.Quantized("nf4", block_size=8) >> rpx.LoRA(2)),
     "a Kronecker product": lambda: Context(one, W, X, rpx.matrices.Kronecker((4, 4))),
     "low rank": lambda: Context(one, W, X, rpx.LowRank(2)),
     "singular values": lambda: Context(one, W, X, rpx.matrices.FixedRank(2)),
@@ -322,7 +322,7 @@ def test_weights_stay_in_factors(name):
     loss, args = prepared(CONTEXTS[name](), zeros)  # whose values do not matter for a program
     with jax.numpy_rank_promotion("allow"):
         explained = rpx.explain(loss, *args)
-    assert any(weight.in_factors for weight in explained.weights), explained
+    assert any(weight.is_transformed for weight in explained.weights), explained
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 import jax
 
@@ -180,7 +180,8 @@ class Parametrization(Static, ABC):
         rarely.
 
         Raises:
-          ValueError: If ``raw`` is not a raw tree of this chain.
+          ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
+            change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
         return spread_like(raw, nest(rebase_raw(self._parts, flatten(gather_boxes(raw)))))
 
@@ -322,6 +323,12 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain.
         """
         return self.deterministic.apply(raw)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or `p.init(params)` "
+            f"for the raw tree."
+        )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
         right: Any = other

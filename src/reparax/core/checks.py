@@ -127,11 +127,11 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
 
 
 def require_type(method: str, effective: Any, expected: Array) -> None:
-    """Requires that ``method`` returned the shape and dtype of ``expected``, the model's array."""
+    """Requires that ``method`` returned the shape and dtype of ``expected``, the array that it stands for."""
     if describe(effective) != describe(expected):
         vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
-            f"{method} must return {describe(expected)}, like the model's array, but returns "
+            f"{method} must return {describe(expected)}, like the array that it stands for, but returns "
             f"{describe(effective)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
             f"{', or `min_ndim = 2` to leave vectors alone' if vector else ''}."
         )

@@ -122,7 +122,7 @@ def _stage_class(place: Names, i: int) -> Kind:
     if (stage := registered_kind(kind)) is None:
         raise ValueError(
             f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
-            f"Import the module that defines it."
+            f"Import the module that defines it. A parameter of this name needs another: '@' begins those of stages."
         )
     return stage
 
@@ -155,12 +155,12 @@ def _values_along(place: Names, *, bases: bool = False) -> Iterator[_Value]:
     """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(place):
         if is_mark(name):
-            is_fixed = FIXED in place[i + 1 : i + 2]
+            is_fixed, stage = FIXED in place[i + 1 : i + 2], _stage_class(place, i)
             if len(place) <= i + 1 + is_fixed:
                 raise ValueError(
                     f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
                 )
-            values, value = _stage_class(place, i).raw_values, place[i + 2] if is_fixed else place[i + 1]
+            values, value = stage.raw_values, place[i + 2] if is_fixed else place[i + 1]
             declaration = value_of(values, value)
             of_base = bases and any(declared.base for declared in values.values())
             main = declaration.base if of_base else declaration.main
@@ -253,6 +253,7 @@ def require_no_raw(who: str, params: PyTree, advice: str) -> None:
     """
     if marks := outer_markers(params):
         path, mark = next(iter(marks.items()))
+        _stage_class((path, mark), 1)
         raise ValueError(
             f"{who} takes the model's own parameters, but got a raw tree: it holds {mark!r} at {path!r}. {advice}"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import register_static
 
@@ -187,7 +188,7 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             raise ValueError(
                 f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
             ) from error
-    elif isinstance(where, type) or (where is not None and not callable(where) and not isinstance(where, AllBut)):
+    elif isinstance(where, type) or hasattr(where, "_parts") or not (where is None or _is_selection(where)):
         what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
@@ -199,6 +200,11 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
+
+
+def _is_selection(where: Any) -> bool:
+    """Whether ``where`` selects by a function or by what it leaves out."""
+    return callable(where) or isinstance(where, AllBut)
 
 
 def _suggest(where: Any) -> str:
@@ -275,7 +281,15 @@ def chose_nothing_error(who: str, where: Where, places: Sequence[Candidate], sta
     paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
     is_by_stacked = where is None and paths and stacked != ()
     why = why_nothing_stacked(stacked, paths) if is_by_stacked else why_nothing(where, paths)
+    codes = [place.slot.parameter for place in places if place.present and _holds_codes(place)]
+    if where is None and codes:
+        why += f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one."
     return ValueError(f"{who} selects nothing: {why}")
+
+
+def _holds_codes(place: Candidate) -> bool:
+    """Whether a stage has put integers in the place of an array."""
+    return "@" in place.slot.raw_path and not jnp.issubdtype(place.array().dtype, jnp.inexact)
 
 
 def _is_by_place(where: Where) -> bool:

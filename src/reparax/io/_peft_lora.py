@@ -65,8 +65,8 @@ def _write_tokens(node: StageNode) -> Written:
         or stage.axis % len(target.shape) != axis
     ):
         raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
-    parts = _token_parts(target, axis, len(stage.index))
-    return Written(node.write(parts), flags={"token_indices": stage.index})
+    parts = _token_parts(target, axis, len(stage.indices))
+    return Written(node.write(parts), flags={"token_indices": stage.indices})
 
 
 TOKENS = Method(
@@ -171,7 +171,7 @@ def _read_lora(given: Given) -> Adapted:
     if BIAS in given.tensors:
         values = given.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
         return Adapted((Scale(given.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
-    lora = LoRA(rank, given.alpha, divisor="sqrt" if by_root else "rank", **target.expert().sides)
+    lora = LoRA(rank, given.alpha, use_rslora=by_root, **target.expert().sides)
     if not target.n_experts:
         values = given.values(_lora_parts(target, rank, dora=dora))
         axis = -1 if target.out == len(target.shape) - 1 else target.out
@@ -201,7 +201,7 @@ def _write_lora(node: StageNode) -> Written:
     dora = isinstance(node.stage, WeightNorm)
     stage: Any = node.at("@weight_norm/v/@lora").stage if dora else node.stage
     target.expert().require_rows(stage)
-    if stage.start in ("pissa", "olora"):
+    if stage.init_weights in ("pissa", "olora"):
         raise ValueError(f"PEFT adds the factors to the base of its model, from which {stage!r} has taken them away")
     if dora and target.n_experts:
         raise ValueError(_NO_DORA)
@@ -211,7 +211,7 @@ def _write_lora(node: StageNode) -> Written:
     parts = _expert_parts(target, stage.rank) if target.n_experts else _lora_parts(target, stage.rank, dora=dora)
     tensors = node.write(parts)
     dtype = next(iter(tensors.values())).dtype
-    by_root = stage.divisor == "sqrt" and stage.alpha is not None
+    by_root = stage.use_rslora and stage.alpha is not None
     flags = {"by_root": by_root, "use_dora": dora, "lora_bias": False}
     return Written({name: x.astype(dtype) for name, x in tensors.items()}, _factor_of(stage), stage.rank, flags)
 
@@ -220,7 +220,7 @@ def _factor_of(lora: Any) -> float:
     """The factor of the difference."""
     if lora.alpha is None:
         return 1.0
-    return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.divisor == "sqrt" else lora.rank)
+    return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
 def _configure_lora(modules: Modules) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def _read_oft(given: Given) -> Adapted:
         lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
         most = config["eps"] / math.sqrt(free.shape[0])
         free = (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
-    rotated = Rotated(blocks, shared=is_shared, **target.sides)
+    rotated = Rotated(blocks, block_share=is_shared, **target.sides)
     if config.get("use_cayley_neumann"):
         terms = config["num_cayley_neumann_terms"]
         if terms < 3:
@@ -276,8 +276,8 @@ def _write_oft(node: StageNode) -> Written:
     else:
         x = _skew_numbers(inside.stage, x, None if has_identity else base)
     rotated: Any = stage
-    flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.blocks, "r": rotated.blocks}
-    flags |= {"block_share": rotated.shared, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
+    flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.num_blocks, "r": rotated.num_blocks}
+    flags |= {"block_share": rotated.block_share, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
     return Written({"oft_R.weight": x}, flags=flags)
 
 

@@ -48,7 +48,7 @@ def from_quantized(
     ``"bitsandbytes"``        nf4, with or without rounded scales, and int8            ``scale number(q)``
     ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
     ``"mxfp4"``               experts of GPT-OSS                                       ``scale number(q)``
-    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16       ``scale q - offset``
+    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16, BF16 ``scale q - offset``
     ========================  =======================================================  =============================
 
     Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
@@ -187,7 +187,7 @@ def _read_parameter(
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
-    stage = Quantized(matrix.format, block=block, axis=axes, desc_act="order" in values, stacked=stacked)
+    stage = Quantized(matrix.format, block_size=block, axis=axes, desc_act="order" in values, stacked=stacked)
     return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
 
 

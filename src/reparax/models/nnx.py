@@ -318,7 +318,7 @@ def _refuse_parameters(name: str, value: Any) -> None:
 @functools.cache
 def _for_reading(kind: type[Any]) -> type[Any]:
     """Variables of this kind that nobody can set."""
-    return type(kind.__name__, (kind,), {"__setattr__": _refuse_value})
+    return type(kind.__name__, (kind,), {"__setattr__": _refuse_value, "copy_from": _refuse_value})
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:

@@ -17,6 +17,9 @@ from reparax.programs import jaxprs
 
 Argnums = int | Sequence[int] | None
 
+REPORTED = "__reparax_reported__"
+"""The attribute of a transformed function that takes arguments and returns what a report says of them."""
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -119,7 +122,7 @@ class Traced:
 
 def check_call(method: str, fun: Any, argnums: Any) -> str:
     """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
-    if not callable(fun):
+    if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
             f"such as the loss."
@@ -128,6 +131,11 @@ def check_call(method: str, fun: Any, argnums: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     # Not its repr, which may hold arrays.
+    if method in ("factored", "local", "explain") and getattr(function, "hides_weights", False):
+        raise ValueError(
+            f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
+            "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
+        )
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
     several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):

@@ -1,9 +1,10 @@
 """Which values of a traced program depend on known inputs only, and how to split the program accordingly."""
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from reparax.core.recompute import MARK
 from reparax.programs import jaxprs
 from reparax.programs.equations import Checkpoint, Jit, StopGradient, kind_of
 from reparax.programs.jaxprs import part, values, variables, without_dead_code
+
+T = TypeVar("T")
 
 Flags = list[bool]
 """For each input, whether it is known: chosen by the user, or read by an ``apply``."""
@@ -55,56 +58,173 @@ def rewrite(jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule) -> tuple[Jaxp
     return jaxprs.consts_first(jax.make_jaxpr(lambda *args: run(jaxpr, args, rule))(*args))
 
 
-def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
-    """Whether each atom is known; literals always are."""
-    return [isinstance(v, Literal) or is_known[v] for v in atoms]
+# ---- analyses
+
+
+class Analysis(ABC, Generic[T]):
+    """What is asked of each value of a program: an element of a finite lattice, from those of the operands."""
+
+    def __init__(self, constant: T) -> None:
+        """Takes the element of literals and constants. Nothing is known of any program."""
+        self.constant = constant
+        self.found: dict[tuple[Jaxpr, tuple[T, ...]], dict[Var, T]] = {}
+
+    @abstractmethod
+    def joined(self, values: Sequence[T]) -> T:
+        """The element of a value that is one of several, or computed from them."""
+
+    @abstractmethod
+    def of_equation(self, eqn: JaxprEqn, operands: Sequence[T]) -> T:
+        """The element of all outputs of an equation, if its bodies are not read."""
+
+    @abstractmethod
+    def enters(self, eqn: JaxprEqn, operands: Sequence[T]) -> bool:
+        """Whether bodies of an equation are read, so that each output has an element of its own."""
+
+
+def analyse(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> dict[Var, T]:
+    """The element of each value of a program, from those of its inputs."""
+    key = jaxpr, tuple(inputs)
+    if key not in analysis.found:
+        env = dict.fromkeys(jaxpr.constvars, analysis.constant) | dict(zip(jaxpr.invars, inputs, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = _look_up(env, eqn.invars, analysis.constant)
+            env.update(zip(eqn.outvars, _of_outputs(eqn, operands, analysis), strict=True))
+        analysis.found[key] = env
+    return analysis.found[key]
+
+
+def _look_up(env: Mapping[Var, T], atoms: Iterable[Any], constant: T) -> list[T]:
+    """The element of each atom."""
+    return [constant if isinstance(v, Literal) else env[v] for v in atoms]
+
+
+def outputs_of(jaxpr: Jaxpr, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
+    """The elements of the outputs of a program."""
+    return _look_up(analyse(jaxpr, inputs, analysis), jaxpr.outvars, analysis.constant)
+
+
+def _of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
+    """The elements of the outputs of a body, whose constants are its first inputs."""
+    return outputs_of(body[0], [*(analysis.constant for _ in body[1]), *inputs], analysis)
+
+
+def _of_outputs(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
+    """The elements of the outputs of an equation."""
+    if analysis.enters(eqn, operands):
+        if jaxprs.is_scan(eqn):
+            return _of_body(jaxprs.body(eqn), steady_inputs(eqn, operands, analysis), analysis)
+        if jaxprs.is_cond(eqn):
+            branches = [_of_body(branch, operands[1:], analysis) for branch in jaxprs.bodies(eqn)]
+            return [analysis.joined(outs) for outs in zip(*branches, strict=True)]
+        if jaxprs.is_call(eqn):
+            return _of_body(jaxprs.body(eqn), operands, analysis)
+    return [analysis.of_equation(eqn, operands)] * len(eqn.outvars)
+
+
+def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
+    """The elements of the inputs of a scan's body at every step, from those before the first."""
+    n_consts, n_carry = jaxprs.scan_counts(scan)
+    consts, carry, xs = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry]), inputs[n_consts + n_carry :]
+    while True:
+        outs = _of_body(jaxprs.body(scan), [*consts, *carry, *xs], analysis)[:n_carry]
+        next_carry = [analysis.joined(pair) for pair in zip(carry, outs, strict=True)]
+        if next_carry == carry:
+            return [*consts, *carry, *xs]
+        carry = next_carry
+
+
+class IsKnown(Analysis[bool]):
+    """Whether a value depends on known inputs and constants only, and can be computed again without the other inputs.
+
+    The equation that makes it may still read others: a scan with other outputs, or a cond on data, whose chosen branch
+    is stored. An equation that must run exactly once makes no known values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(constant=True)
+
+    def joined(self, values: Sequence[bool]) -> bool:
+        return all(values)
+
+    def of_equation(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+        return all(operands) and not jaxprs.has_effects(eqn)
+
+    def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
+        # Even if no input is known, a body may compute known values from its own literals.
+        return not all(operands) and bool(jaxprs.inner(eqn)) and not jaxprs.has_effects(eqn)
 
 
 def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
-    """For each value of a program, whether it depends on known inputs and constants only.
+    """For each value of a program, whether it depends on known inputs and constants only."""
+    return analyse(jaxpr, known_inputs, IsKnown())
 
-    Such a value can be recomputed without the other inputs. The equation that makes it may still read others: a scan
-    with other outputs, or a cond on data, whose chosen branch is stored.
+
+def are_known(is_known: Known, atoms: Iterable[Any]) -> Flags:
+    """Whether each atom is known; literals always are."""
+    return _look_up(is_known, atoms, constant=True)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about one value.
+
+    Attributes:
+      known: Whether it depends on chosen arguments only.
+      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
+      origins: The arguments on which it depends.
+      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
     """
-    is_known: Known = dict.fromkeys(jaxpr.constvars, True) | dict(zip(jaxpr.invars, known_inputs, strict=True))
-    for eqn in jaxpr.eqns:
-        is_known.update(zip(eqn.outvars, _known_outputs_of(eqn, are_known(is_known, eqn.invars)), strict=True))
-    return is_known
+
+    known: bool
+    still: bool
+    origins: frozenset[int] = frozenset()
+    differs: frozenset[str] = frozenset()
 
 
-def _known_outputs(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
-    """Whether each output of a program is known, where ``known_inputs`` says which inputs are."""
-    return are_known(known_variables(jaxpr, known_inputs), jaxpr.outvars)
+NUMBER = Facts(known=True, still=True)
+"""The facts of a literal or constant."""
 
 
-def _known_outputs_of(eqn: JaxprEqn, known_operands: Flags) -> Flags:
-    """Whether each output of an equation is known; those of one that must run exactly once are not."""
-    n, once = len(eqn.outvars), jaxprs.has_effects(eqn)
-    if once or False not in known_operands:
-        return [not once] * n
-    bodies = jaxprs.inner(eqn)
-    if not bodies:
-        return [False] * n
-    # Even if no input is known, a body may compute known values from its own literals.
-    if jaxprs.is_scan(eqn):
-        return _known_outputs(bodies[0], steady_inputs(eqn, known_operands))
-    if jaxprs.is_cond(eqn):
-        return [
-            all(flags) for flags in zip(*[_known_outputs(branch, known_operands[1:]) for branch in bodies], strict=True)
-        ]
-    return _known_outputs(bodies[0], known_operands) if jaxprs.is_call(eqn) else [False] * n
+class AllFacts(Analysis[Facts]):
+    """Facts about values. What has a derivative of its own may have other gradients than its body."""
+
+    def __init__(self) -> None:
+        super().__init__(NUMBER)
+
+    def joined(self, values: Sequence[Facts]) -> Facts:
+        return Facts(
+            known=all(facts.known for facts in values),
+            still=all(facts.still for facts in values),
+            origins=frozenset().union(*(facts.origins for facts in values)),
+            differs=frozenset().union(*(facts.differs for facts in values)),
+        )
+
+    def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
+        facts = self.joined(operands)
+        stops = facts.known and (kind_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
+        # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
+        differs = facts.differs
+        if differs or not eqn.invars:
+            types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
+            differs = differs & types if eqn.invars else types
+        is_known = facts.known and not jaxprs.has_effects(eqn)
+        return replace(facts, known=is_known, still=facts.still or stops, differs=differs)
+
+    def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
+        return kind_of(eqn) in (Jit, Checkpoint)
 
 
-def steady_inputs(scan: JaxprEqn, known_inputs: Flags) -> Flags:
-    """Which inputs of a scan's body are known at every step, if ``known_inputs`` are known before the first."""
-    n_consts, n_carry = jaxprs.scan_counts(scan)
-    while True:
-        carried = known_inputs[n_consts : n_consts + n_carry]
-        outs = _known_outputs(jaxprs.inner(scan)[0], known_inputs)[:n_carry]
-        next_carried = [a and b for a, b in zip(carried, outs, strict=True)]
-        if next_carried == carried:
-            return known_inputs
-        known_inputs = [*known_inputs[:n_consts], *next_carried, *known_inputs[n_consts + n_carry :]]
+def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
+    """Facts about the inputs of a program, of which the user chose some."""
+    flags = with_roots(program, is_chosen)
+    return [
+        Facts(flag, not has_tangent(v), frozenset((i,) if flag else ()))
+        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
+    ]
+
+
+# ---- programs in parts
 
 
 def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
@@ -187,82 +307,3 @@ def holds_apply(eqn: JaxprEqn) -> bool:
 def contains_apply(jaxpr: Jaxpr) -> bool:
     """Whether a program contains the ``apply`` of a parametrization, also in a body."""
     return any(jaxprs.inner(eqn) and (is_apply(eqn) or holds_apply(eqn)) for eqn in jaxpr.eqns)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts about one value.
-
-    Attributes:
-      known: Whether it depends on chosen arguments only.
-      still: Whether it gets no gradient; of what is not known, only if nothing that it is computed from does.
-      origins: The arguments on which it depends.
-      differs: The mesh axes over which it differs, on the shards of a ``shard_map``. The type of a value may have more.
-    """
-
-    known: bool
-    still: bool
-    origins: frozenset[int] = frozenset()
-    differs: frozenset[str] = frozenset()
-
-
-NUMBER = Facts(known=True, still=True)
-"""The facts of a literal or constant."""
-
-
-def combined_facts(facts: Sequence[Facts]) -> Facts:
-    """The facts of a value computed from several values."""
-    return Facts(
-        known=all(fact.known for fact in facts),
-        still=all(fact.still for fact in facts),
-        origins=frozenset().union(*(fact.origins for fact in facts)),
-        differs=frozenset().union(*(fact.differs for fact in facts)),
-    )
-
-
-def facts_of_equation(eqn: JaxprEqn, facts: Sequence[Facts]) -> Facts:
-    """Facts that hold for all outputs of an equation, from those of its inputs."""
-    combined = combined_facts(facts)
-    stops = combined.known and (kind_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
-    # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
-    differs = combined.differs
-    if differs or not eqn.invars:
-        types = jaxprs.varying_axes([v.aval for v in eqn.outvars])
-        differs = differs & types if eqn.invars else types
-    is_known = combined.known and not jaxprs.has_effects(eqn)
-    return replace(combined, known=is_known, still=combined.still or stops, differs=differs)
-
-
-def facts_of_outputs(eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts | None = None) -> list[Facts]:
-    """The facts of each output of an equation; ``out_facts`` are those that hold for all, where they are at hand."""
-    if kind_of(eqn) not in (Jit, Checkpoint):
-        return [out_facts or facts_of_equation(eqn, facts)] * len(eqn.outvars)
-    jaxpr, consts = jaxprs.body(eqn)
-    facts_of: dict[Any, Facts] = dict(zip(jaxpr.invars, facts_in(consts, facts), strict=True))
-
-    def facts_of_atom(v: Any) -> Facts:
-        return NUMBER if isinstance(v, Literal) else facts_of[v]
-
-    for inner_eqn in jaxpr.eqns:
-        facts_of.update(
-            zip(
-                inner_eqn.outvars,
-                facts_of_outputs(inner_eqn, [facts_of_atom(v) for v in inner_eqn.invars]),
-                strict=True,
-            )
-        )
-    return [facts_of_atom(v) for v in jaxpr.outvars]
-
-
-def facts_in(consts: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
-    """The facts of the inputs of a body, whose constants come first."""
-    return [*(NUMBER for _ in consts), *facts]
-
-
-def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
-    """Facts about the inputs of a program, of which the user chose some."""
-    flags = with_roots(program, is_chosen)
-    return [
-        Facts(flag, not has_tangent(v), frozenset((i,) if flag else ()))
-        for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
-    ]

@@ -57,7 +57,7 @@ class View:
         return self.eqn.primitive.bind(*args, **self.eqn.params | new_params)
 
 
-class Parameter(Generic[T]):
+class Setting(Generic[T]):
     """An attribute of a view: the parameter of its equation that has this name, or the name of the attribute."""
 
     def __init__(self, name: str = "") -> None:
@@ -81,7 +81,7 @@ class Dot(View):
     """
 
     names = ("dot_general",)
-    precision = Parameter[Any]()
+    precision = Setting[Any]()
 
     @property
     def contracting(self) -> Axes:
@@ -104,7 +104,7 @@ class RaggedDot(View):
     """
 
     names = ("ragged_dot_general",)
-    precision = Parameter[Any]()
+    precision = Setting[Any]()
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
@@ -158,10 +158,10 @@ class Conv(View):
     """
 
     names = ("conv_general_dilated",)
-    dimension_numbers = Parameter[lax.ConvDimensionNumbers]()
-    feature_group_count = Parameter[int]()
-    batch_group_count = Parameter[int]()
-    precision = Parameter[Any]()
+    dimension_numbers = Setting[lax.ConvDimensionNumbers]()
+    feature_group_count = Setting[int]()
+    batch_group_count = Setting[int]()
+    precision = Setting[Any]()
 
     @property
     def window(self) -> dict[str, Any]:
@@ -180,10 +180,10 @@ class Gather(View):
     """
 
     names = ("gather",)
-    dimension_numbers = Parameter[lax.GatherDimensionNumbers]()
-    mode = Parameter[lax.GatherScatterMode]()
-    fill_value = Parameter[Any]()
-    slice_sizes = Parameter[Sequence[int]]()
+    dimension_numbers = Setting[lax.GatherDimensionNumbers]()
+    mode = Setting[lax.GatherScatterMode]()
+    fill_value = Setting[Any]()
+    slice_sizes = Setting[Sequence[int]]()
 
     @property
     def hints(self) -> dict[str, bool]:
@@ -240,7 +240,7 @@ class Reduce(View):
     """
 
     names = ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")
-    axes = Parameter[Sequence[int]]()
+    axes = Setting[Sequence[int]]()
 
 
 class ReduceSum(Reduce):
@@ -278,7 +278,7 @@ class Cumulative(View):
     """
 
     names = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-    axis = Parameter[int]()
+    axis = Setting[int]()
 
 
 class Sort(View):
@@ -289,7 +289,7 @@ class Sort(View):
     """
 
     names = ("sort",)
-    axis = Parameter[int]("dimension")
+    axis = Setting[int]("dimension")
 
 
 class TopK(View):
@@ -315,7 +315,7 @@ class Transpose(View):
     """
 
     names = ("transpose",)
-    permutation = Parameter[Sequence[int]]()
+    permutation = Setting[Sequence[int]]()
 
 
 class Reshape(View):
@@ -326,7 +326,7 @@ class Reshape(View):
     """
 
     names = ("reshape",)
-    new_sizes = Parameter[Sequence[int]]()
+    new_sizes = Setting[Sequence[int]]()
 
     @property
     def dimensions(self) -> Sequence[int] | None:
@@ -354,8 +354,8 @@ class Broadcast(View):
     """
 
     names = ("broadcast_in_dim",)
-    shape = Parameter[Sequence[int]]()
-    broadcast_dimensions = Parameter[Sequence[int]]()
+    shape = Setting[Sequence[int]]()
+    broadcast_dimensions = Setting[Sequence[int]]()
 
 
 class Slice(View):
@@ -379,7 +379,7 @@ class DynamicSlice(View):
     """
 
     names = ("dynamic_slice",)
-    slice_sizes = Parameter[Sequence[int]]()
+    slice_sizes = Setting[Sequence[int]]()
 
 
 class SplitAxis(View):
@@ -390,7 +390,7 @@ class SplitAxis(View):
     """
 
     names = ("split",)
-    axis = Parameter[int]()
+    axis = Setting[int]()
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -406,7 +406,7 @@ class Reverse(View):
     """
 
     names = ("rev",)
-    dimensions = Parameter[Sequence[int]]()
+    dimensions = Setting[Sequence[int]]()
 
 
 class ReadInStep(View):
@@ -423,7 +423,7 @@ class Vary(View):
     """
 
     names = ("pvary",)
-    axes = Parameter[Sequence[str]]()
+    axes = Setting[Sequence[str]]()
 
 
 class Iota(View):
@@ -435,8 +435,8 @@ class Iota(View):
     """
 
     names = ("iota",)
-    shape = Parameter[Sequence[int]]()
-    dimension = Parameter[int]()
+    shape = Setting[Sequence[int]]()
+    dimension = Setting[int]()
 
 
 class Concatenate(View):
@@ -447,7 +447,7 @@ class Concatenate(View):
     """
 
     names = ("concatenate",)
-    dimension = Parameter[int]()
+    dimension = Setting[int]()
 
 
 class Stack(View):
@@ -458,7 +458,7 @@ class Stack(View):
     """
 
     names = ("stack",)
-    axis = Parameter[int]()
+    axis = Setting[int]()
 
 
 class Unstack(View):
@@ -469,7 +469,7 @@ class Unstack(View):
     """
 
     names = ("unstack",)
-    axis = Parameter[int]()
+    axis = Setting[int]()
 
 
 class Pad(View):
@@ -480,7 +480,7 @@ class Pad(View):
     """
 
     names = ("pad",)
-    padding = Parameter[Sequence[tuple[int, int, int]]]("padding_config")
+    padding = Setting[Sequence[tuple[int, int, int]]]("padding_config")
 
 
 class DynamicUpdateSlice(View):
@@ -503,7 +503,7 @@ class Named(View):
     """
 
     names = ("name",)
-    name = Parameter[str]()
+    name = Setting[str]()
 
 
 # ---- each entry from the same entries of the operands
@@ -572,7 +572,7 @@ class ConvertType(Pointwise):
     """
 
     names = ("convert_element_type",)
-    new_dtype = Parameter[Any]()
+    new_dtype = Setting[Any]()
 
 
 class Bitcast(Pointwise):
@@ -604,7 +604,7 @@ class Jit(View):
     """
 
     names = ("jit",)
-    name = Parameter[str]()
+    name = Setting[str]()
 
 
 class CustomJvp(View):
@@ -622,8 +622,8 @@ class Checkpoint(View):
     """
 
     names = ("remat2",)
-    policy = Parameter[Any]()
-    prevent_cse = Parameter[Any]()
+    policy = Setting[Any]()
+    prevent_cse = Setting[Any]()
 
 
 class Scan(View):
@@ -635,8 +635,8 @@ class Scan(View):
     """
 
     names = ("scan",)
-    length = Parameter[int]()
-    reverse = Parameter[bool]()
+    length = Setting[int]()
+    reverse = Setting[bool]()
 
 
 class While(View):
@@ -664,7 +664,7 @@ class ShardMap(View):
     """
 
     names = ("shard_map",)
-    in_specs = Parameter[Sequence[Any]]()
+    in_specs = Setting[Sequence[Any]]()
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:

@@ -101,6 +101,8 @@ def consts_first(program: Any) -> tuple[Jaxpr, list[Any]]:
     """The program with its constants as first inputs, and these constants."""
     jaxpr = _jaxpr_of(program)
     consts = list(getattr(program, "consts", ()))
+    if not jaxpr.constvars:
+        return jaxpr, consts
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), consts
 
 

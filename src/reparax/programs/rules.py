@@ -386,7 +386,7 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     view = view_of(eqn)
     if isinstance(view, Dot):
         a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
-        product = contract(a, b, view.contracting, view.batch)
+        product = contract(view, a, b)
         return math.inf if product is None else cost(product)
     return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
@@ -402,11 +402,10 @@ def _multiply_sums(
 
 def _make_dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
     """The matrix product of two sums; None if it does not keep the range of float32."""
-    contracting, batch = view.contracting, view.batch
     if not keeps_range(view.precision):
         return None
     precision = x.precision or y.precision or view.precision
-    return _multiply_sums(view, x, y, lambda a, b: contract(a, b, contracting, batch), precision)
+    return _multiply_sums(view, x, y, lambda a, b: contract(view, a, b), precision)
 
 
 def _make_multiple(view: View, x: Sum, y: Sum) -> Sum | None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from reparax.numerics.terms import circulant
-from reparax.programs.equations import RaggedDot
+from reparax.programs.contractions import contraction_of
+from reparax.programs.equations import Dot, RaggedDot
 
 
 def has_range(dtype: Any) -> bool:
@@ -371,36 +372,34 @@ def multiply_entries(a: Product, b: Product) -> Product | None:
     return Product(a.factors + b.factors, tuple(x or y for x, y in zip(a.axes, b.axes, strict=True)))
 
 
-def contract(a: Product, b: Product, contracting: Sequence[Any], batch: Sequence[Any]) -> Product | None:
-    """The product of matrices, with the arguments of ``jax.lax.dot_general``."""
-    pairs = [*zip(*contracting, strict=True), *zip(*batch, strict=True)]
-    pair = align_labels(a, b, pairs)
+def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -> Product | None:
+    """The product of matrices that an equation computes; rows are in groups of these sizes if there are any."""
+    contraction = contraction_of(view)
+    assert contraction is not None
+    lhs, rhs = contraction.operands[:2]
+    if isinstance(view, RaggedDot):
+        in_groups = _in_groups(view, a, sizes)
+        if in_groups is None:
+            return None
+        a, lhs = in_groups, (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
+    pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
     if pair is None:
         return None
     a, b = pair
-    if any(label not in a.labels | b.labels for i in contracting[0] for label in a.axes[i]):
+    axes = dict(zip(rhs, b.axes, strict=True)) | dict(zip(lhs, a.axes, strict=True))
+    summed = [label for index in lhs if index not in contraction.output for label in axes[index]]
+    if not a.labels.union(b.labels).issuperset(summed):
         return None  # no factor has this summed label
-    axes = [a.axes[i] for i in batch[0]]
-    for product, k in ((a, 0), (b, 1)):
-        axes += [group for i, group in enumerate(product.axes) if i not in (*contracting[k], *batch[k])]
-    return Product(a.factors + b.factors, tuple(axes))
+    return Product(a.factors + b.factors, tuple(axes[index] for index in contraction.output))
 
 
-def contract_in_groups(a: Product, b: Product, sizes: Any, view: RaggedDot) -> Product | None:
-    """The product of matrices along rows in groups of these sizes, as ``jax.lax.ragged_dot_general`` says."""
+def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
+    """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])
     which = Product.of(Segments(sizes, rows, a.factors[0].array.dtype), still=True)
     places = dict(zip((*view.before, view.ragged, len(a.axes)), which.axes, strict=True))
     axes = tuple(places.get(i, ()) for i in range(len(a.axes) + 1))
-    a_in_groups = multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
-    if a_in_groups is None:
-        return None
-    (lhs, rhs), group = view.contracting, view.group
-    if group is not None:
-        return contract(a_in_groups, b, ((*lhs, len(a.axes)), (*rhs, group)), view.batch)
-    product = contract(a_in_groups, b, view.contracting, view.batch)
-    group_axis = len(a.axes) - len(lhs)  # the last of the left operand's axes is that of the groups
-    return product and product.transpose([group_axis, *(i for i in range(len(product.axes)) if i != group_axis)])
+    return multiply_entries(replace(a, axes=(*a.axes, ())), replace(which, axes=axes))
 
 
 def _new_axis(n: int) -> Merged:

@@ -199,7 +199,7 @@ def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, reparax as rpx
-      >>> p, tx = rpx.sparse.RigL(0.5, drop=0.5), rpx.optimizer(optax.sgd(0.1, momentum=0.9))
+      >>> p, tx = rpx.sparse.RigL(0.5, drop_fraction=0.5), rpx.optimizer(optax.sgd(0.1, momentum=0.9))
       >>> before = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> _, state = tx.update(jax.tree.map(jnp.ones_like, before), tx.init(before))
       >>> after = p.update(before, grads={"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])})

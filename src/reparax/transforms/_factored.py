@@ -15,12 +15,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.numerics.terms import specs_of
 from reparax.programs import jaxprs
-from reparax.programs.call import Argnums, Arguments, check_call
-from reparax.programs.dependence import Facts, combined_facts, facts_in, facts_of_inputs
+from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
+from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, kind_of, view_of
-from reparax.programs.interpreter import Answer, Outs, Reader, body_rule, stand_in
+from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make, move_sum
+from reparax.programs.sources import lines_by_origin, paths_of
 from reparax.programs.sums import (
     Circle,
     Factor,
@@ -31,7 +32,6 @@ from reparax.programs.sums import (
     all_or_none,
     cast_factor,
     contract,
-    contract_in_groups,
     count_entries,
     holds_factors,
     keeps_range,
@@ -143,24 +143,23 @@ def declares(eqn: JaxprEqn) -> bool:
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
-def recorded_sum(reader: Any, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
+def declared_sum(operation: Operation) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
+    eqn, interpreter = operation.eqn, operation.interpreter
     specs = specs_of(Jit(eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
     if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
         return None
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
-    inputs = [
-        (x, input_facts)
-        for x, input_facts, flag in zip([*consts, *args], facts_in(consts, facts), is_read, strict=True)
-        if flag
-    ]
-    outs, input_facts = reader.inside(eqn).run(program, [x for x, _ in inputs], [fact for _, fact in inputs])
+    args, facts = [*consts, *operation.args], [*(NUMBER for _ in consts), *operation.facts]
+    inputs, facts = ([x for x, flag in zip(values, is_read, strict=True) if flag] for values in (args, facts))
+    outs = interpreter.inside(eqn).run(program, inputs, facts)
+    out_facts = outputs_of(program, facts, interpreter.rules.analysis)
     output = jaxprs.type_of(eqn.outvars[0])
     if not holds_factors(output.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
         return None
-    factor_arrays = iter([(reader.array(x, eqn), fact.still) for x, fact in zip(outs, input_facts, strict=True)])
+    factor_arrays = iter([(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)])
     products: list[Product] = []
     for spec in specs:
         batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
@@ -224,25 +223,11 @@ def _as_one_factor(x: Sum) -> Product:
 # ---- products of matrices
 
 
-def _use_in_dot(view: Dot, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight in a product of matrices."""
-    contracting, batch = view.contracting, view.batch
-    return _use_in_product(view, args, lambda a, b: contract(a, b, contracting, batch))
-
-
-def _use_in_ragged_dot(view: RaggedDot, args: Sequence[Any]) -> WeightUse | None:
-    """The use of a weight in a product of rows in groups; None if it leaves groups out."""
-    *operands, sizes = args
-    if not view.is_whole or isinstance(sizes, Sum):
+def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
+    """The use of a weight in a product of matrices, also of rows in groups; None if it leaves groups out."""
+    x, y, *sizes = args
+    if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(sizes[0], Sum)):
         return None
-    return _use_in_product(view, operands, lambda a, b: contract_in_groups(a, b, sizes, view))
-
-
-def _use_in_product(
-    view: Dot | RaggedDot, args: Sequence[Any], product: Callable[[Product, Product], Product | None]
-) -> WeightUse | None:
-    """The use of a weight by ``product``, which multiplies a product with another; None if it must be an array."""
-    x, y = args
     output, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
     if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not keeps_range(precision):
@@ -252,7 +237,7 @@ def _use_in_product(
     def multiply_with_data(weights: Sequence[Product]) -> list[Product] | None:
         lhs = weights if x is weight else [Product.of(x, still=False)]
         rhs = weights if y is weight else [Product.of(y, still=False)]
-        return all_or_none([product(a, b) for a in lhs for b in rhs])
+        return all_or_none([contract(view, a, b, *sizes) for a in lhs for b in rhs])
 
     products, products_of_array = multiply_with_data(weight.products), multiply_with_data([_as_one_factor(weight)])
     if products is None or products_of_array is None:
@@ -446,8 +431,8 @@ def _split_channels(product: Product, to: int) -> tuple[Product, int, Product | 
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
-    Dot: _use_in_dot,
-    RaggedDot: _use_in_ragged_dot,
+    Dot: _use_in_product,
+    RaggedDot: _use_in_product,
     Gather: _use_in_gather,
     Conv: _use_in_convolution,
 }
@@ -458,101 +443,78 @@ class Factoring:
 
     Attributes:
       plan: The plan. Until it is decided, it is told what reads each weight.
+      analysis: What is known of values.
       state: Nothing.
     """
 
     def __init__(self, plan: SumPlan) -> None:
         self.plan, self.state = plan, list[Any]()
+        self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         if not any(fact.known and fact.origins for fact in facts):
             return False
-        return (out_facts.known and may_make(eqn)) if body_rule(eqn) is None else _may_make_inside(eqn)
+        return _may_make_inside(eqn) if has_body(eqn) else out_facts.known and may_make(eqn)
 
-    def take_instead(
-        self,
-        reader: Reader,
-        eqn: JaxprEqn,
-        args: Sequence[Any],
-        facts: Sequence[Facts],
-        out_facts: Facts,
-        *,
-        only_first_read: bool,
-    ) -> Outs | Answer | None:
-        if isinstance(args[0], Sum) and kind_of(eqn) is Gather:
-            return self._look_up(reader, eqn, args[0], args[1:], facts)
-        is_declared = only_first_read and out_facts.known and declares(eqn)
-        declared_sum = recorded_sum(reader, eqn, args, facts) if is_declared else None
-        if declared_sum is None:
-            return None
-        weight = self._start_sum(reader, eqn, args, facts, out_facts, declared_sum)
-        return (
-            Answer.UNCHANGED
-            if weight is None
-            else ([weight, *(None for _ in eqn.outvars[1:])], [out_facts for _ in eqn.outvars])
-        )
+    def outputs(self, operation: Operation) -> Outs:
+        eqn, args, out_facts = operation.eqn, operation.args, operation.out_facts
+        new = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
+        if new is None:
+            if has_body(eqn):
+                return enter(operation)
+            if (moved := move_sum(eqn, args)) is not None:
+                return self._look_up(operation, moved[0]) if kind_of(eqn) is Gather else moved
+            new = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
+        if new is None:
+            return self._multiply(operation)
+        weight = self._start_sum(operation, new)
+        return None if weight is None else [weight, *(None for _ in eqn.outvars[1:])]
 
-    def start(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
-    ) -> Outs | Answer | None:
-        weight = make_if_smaller(eqn, args, facts) if out_facts.known else None
-        if weight is None:
-            return None
-        weight = self._start_sum(reader, eqn, args, facts, out_facts, weight)
-        return Answer.UNCHANGED if weight is None else ([weight], [out_facts])
-
-    def multiply(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
-    ) -> Any:
-        del out_facts
+    def _multiply(self, operation: Operation) -> Outs:
+        """The product of data with a weight; None if the equation is no such product."""
+        eqn, args, interpreter = operation.eqn, operation.args, operation.interpreter
         if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
-            pairs = zip(args, facts, strict=True)
-            args = [x if fact.known else reader.array(x, eqn) for x, fact in pairs]
+            pairs = zip(args, operation.facts, strict=True)
+            args = [x if fact.known else interpreter.array(x, eqn) for x, fact in pairs]
         use = weight_use(eqn, args)
         if use is None:
             return None
         if self.plan.is_decided:
-            return use.array()
-        self.plan.reads(use.weight, SumRead(eqn, reader.times, reader.in_formula, *use.costs()))
-        return stand_in(eqn.outvars[0])
+            return [use.array()]
+        self.plan.reads(use.weight, SumRead(eqn, interpreter.times, interpreter.in_formula, *use.costs()))
+        return [stand_in(eqn.outvars[0])]
 
-    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
-        self.plan.reads(x, SumRead(eqn, reader.times, reader.in_formula))
+    def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+        self.plan.reads(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
-    def _look_up(
-        self, reader: Reader, eqn: JaxprEqn, weight: Sum, operands: Sequence[Any], facts: Sequence[Facts]
-    ) -> Outs | None:
+    def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        outs = move_sum(eqn, [weight, *operands])
-        if outs is None:
-            return None
-        matrices = replace(outs[0], root=(*reader.path, id(eqn)))
+        eqn, interpreter, weight = operation.eqn, operation.interpreter, operation.args[0]
+        matrices = replace(matrices, root=(*interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            times, parent = reader.times, self.plan.records[weight.root]
+            times, parent = interpreter.times, self.plan.records[weight.root]
             cost_of_factors, *ways = costs_of_lookup(weight, matrices)
-            read = SumRead(eqn, times, reader.in_formula, *ways)
+            read = SumRead(eqn, times, interpreter.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
-            origins, parents = facts[0].origins, [weight.root]
+            origins, parents = operation.facts[0].origins, [weight.root]
             self.plan.note(
                 matrices.root,
                 Record(eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read),
             )
             self.plan.reads(matrices, SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
-        return [array_of_sum(matrices) if self.plan.forms(matrices.root) else matrices], [combined_facts(facts)]
+        return [array_of_sum(matrices) if self.plan.forms(matrices.root) else matrices]
 
-    def _start_sum(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts, weight: Sum
-    ) -> Sum | None:
+    def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
         """A new sum; None if the plan forms it."""
-        weight = replace(weight, root=(*reader.path, id(eqn)))
+        eqn, times = operation.eqn, operation.interpreter.times
+        weight = replace(weight, root=(*operation.interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            parents = list(dict.fromkeys(x.root for x in args if isinstance(x, Sum)))
-            records = self.plan.records
-            cost = reader.times * cost_to_form(eqn, facts) + sum(records[parent].cost_to_form for parent in parents)
-            self.plan.note(
-                weight.root, Record(eqn, weight.shape, weight.dtype, out_facts.origins, parents, cost, reader.times)
-            )
+            parents = list(dict.fromkeys(x.root for x in operation.args if isinstance(x, Sum)))
+            cost = times * cost_to_form(eqn, operation.facts)
+            cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
+            origins = operation.out_facts.origins
+            self.plan.note(weight.root, Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times))
         return None if self.plan.forms(weight.root) else weight
 
 
@@ -616,11 +578,22 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     def function(*args: Any, **kwargs: Any) -> Any:
         check_this_jax()
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        facts = facts_of_inputs(call.program, call.is_chosen)
-        plan = plan_sums(call.program, call.inputs, facts)
-        return call.restore(Reader(Factoring(plan)).arrays(call.program, call.inputs, facts))
+        plan, facts = plan_sums(call.program, call.inputs, call.is_chosen)
+        return call.restore(Interpreter(Factoring(plan)).arrays(call.program, call.inputs, facts))
 
+    setattr(function, REPORTED, functools.partial(planned, who, fun, argnums))
     return function
+
+
+def planned(
+    who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
+) -> tuple[SumPlan, dict[int, str], dict[int, str]]:
+    """The plan for these arguments, or for their types; the paths of arguments; and the user's lines."""
+    check_this_jax()
+    arguments = Arguments.of(who, fun, argnums, args, kwargs)
+    call = arguments.trace()
+    plan, _ = plan_sums(call.program, call.inputs, call.is_chosen)
+    return plan, paths_of(arguments, call), lines_by_origin(call.program)
 
 
 @functools.cache
@@ -633,17 +606,15 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
     """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
-    plan = plan_sums(
-        program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False])
-    )
+    plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
     apart = [record for record in plan.records.values() if not record.is_formed]
     return [sum(read.cost_in_factors is not None for read in record.reads) for record in apart]
 
 
-def plan_sums(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
-    """Which weights of a program stay in factors, for inputs of these types."""
-    plan = SumPlan()
-    reader = Reader(Factoring(plan), computes=False)
-    jax.make_jaxpr(lambda *args: reader.arrays(program, args, facts))(*inputs)
+def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
+    """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
+    plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
+    interpreter = Interpreter(Factoring(plan), computes=False)
+    jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)
     plan.decide()
-    return plan
+    return plan, facts

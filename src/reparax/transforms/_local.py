@@ -18,8 +18,8 @@ from reparax.core.keys import key_of_use
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import jaxprs
-from reparax.programs.call import Argnums, Arguments, Traced, check_call
-from reparax.programs.dependence import Facts, facts_of_inputs
+from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
+from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs
 from reparax.programs.equations import (
     Add,
     Conv,
@@ -33,14 +33,13 @@ from reparax.programs.equations import (
     Select,
     Subtract,
     View,
-    kind_of,
     view_of,
 )
-from reparax.programs.interpreter import Outs, Reader, body_rule
+from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
-from reparax.programs.rules import make_sum, select_sum
+from reparax.programs.rules import make_sum, move_sum, select_sum
 from reparax.programs.sources import lines_by_origin, paths_of
-from reparax.programs.sums import Factor, Label, Product, Sum, all_or_none, contract, contract_in_groups, narrows
+from reparax.programs.sums import Factor, Label, Product, Sum, all_or_none, contract, narrows
 from reparax.transforms._remat import remat
 
 
@@ -194,52 +193,29 @@ def _square(x: Any) -> Array:
     return jnp.square(widened(x))
 
 
-def _noise_of_dot(view: Dot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a product of matrices."""
-    if (
-        weight.entries_may_repeat
-        or _products_with_data(args[1 - weight_operand], weight.std, weight_operand, view) is None
-    ):
+def _noise_of_dot(view: Dot | RaggedDot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
+    """The noise of a product of matrices, also of groups of rows, each with a matrix of its own."""
+    if weight.entries_may_repeat or weight_operand == 2 or (isinstance(view, RaggedDot) and not view.is_whole):
         return None
-    return _noise_adder(_variance_of_dot, args[1 - weight_operand], weight.std, weight_operand, view)
+    data = (args[1 - weight_operand], *args[2:])
+    if _products_with_data(data, weight.std, weight_operand, view) is None:
+        return None
+    return _noise_adder(_variance_of_dot, data, weight.std, weight_operand, view)
 
 
-def _products_with_data(x: Any, squares: Sum, weight_operand: int, view: Dot) -> list[Product] | None:
-    """The products of data and a weight, which is the operand ``weight_operand``."""
-    data = Product.of(x, still=False)
-    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
-    return all_or_none(contract(a, b, view.contracting, view.batch) for a, b in pairs)
+def _products_with_data(
+    data: Sequence[Any], squares: Sum, weight_operand: int, view: Dot | RaggedDot
+) -> list[Product] | None:
+    """The products of data, with sizes of groups of rows, and a weight, which is the operand ``weight_operand``."""
+    x, *sizes = data
+    pairs = [(Product.of(x, still=False), product) for product in squares.products]
+    return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
-def _variance_of_dot(x: Any, squares: Sum, weight_operand: int, view: Dot) -> Any:
+def _variance_of_dot(data: Sequence[Any], squares: Sum, weight_operand: int, view: Dot | RaggedDot) -> Any:
     """The variance of a product of matrices, from data and squared standard deviations."""
     how = How(squares.dtype, squares.dtype, _precision(view))
-    return array_of_products(_products_with_data(_square(x), squares, weight_operand, view) or [], view.type.shape, how)
-
-
-def _noise_of_ragged_dot(view: RaggedDot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a product of groups of rows, each with a matrix of its own."""
-    *operands, sizes = args
-    if weight.entries_may_repeat or not view.is_whole or weight_operand == 2:
-        return None
-    if _products_in_groups(operands[1 - weight_operand], sizes, weight.std, weight_operand, view) is None:
-        return None
-    return _noise_adder(
-        _variance_of_ragged_dot, (operands[1 - weight_operand], sizes), weight.std, weight_operand, view
-    )
-
-
-def _products_in_groups(x: Any, sizes: Any, squares: Sum, weight_operand: int, view: RaggedDot) -> list[Product] | None:
-    """The products of data in groups of these sizes and a weight, which is the operand ``weight_operand``."""
-    data = Product.of(x, still=False)
-    pairs = [(data, product) if weight_operand == 1 else (product, data) for product in squares.products]
-    return all_or_none(contract_in_groups(a, b, sizes, view) for a, b in pairs)
-
-
-def _variance_of_ragged_dot(x: tuple[Any, Any], squares: Sum, weight_operand: int, view: RaggedDot) -> Any:
-    """The variance of a product of groups of rows, from data with sizes of groups and squared standard deviations."""
-    how = How(squares.dtype, squares.dtype, _precision(view))
-    products = _products_in_groups(_square(x[0]), x[1], squares, weight_operand, view)
+    products = _products_with_data((_square(data[0]), *data[1:]), squares, weight_operand, view)
     return array_of_products(products or [], view.type.shape, how)
 
 
@@ -308,7 +284,7 @@ def _variance_of_weight(_: None, squares: Sum) -> Any:
 
 _RULES: dict[type[View], Rule] = {
     Dot: _noise_of_dot,
-    RaggedDot: _noise_of_ragged_dot,
+    RaggedDot: _noise_of_dot,
     Conv: _noise_of_convolution,
     Gather: _noise_of_gather,
     Multiply: _noise_of_multiple,
@@ -345,73 +321,76 @@ A_DRAW = -1
 """Stands among the arguments on which a value depends, if it depends on a draw."""
 
 
+class _FactsOfDraws(AllFacts):
+    """Facts about values, also whether they depend on a draw."""
+
+    def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
+        facts = super().of_equation(eqn, operands)
+        return replace(facts, origins=facts.origins | {A_DRAW}) if is_draw(eqn) else facts
+
+    def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
+        return super().enters(eqn, operands) and not is_draw(eqn)
+
+
 class Drawing:
-    """Follows noisy weights.
+    """Follows noisy weights: they start where normal numbers are drawn, and products with data draw for each row.
 
     Attributes:
       reads: What reads them.
+      analysis: What is known of values.
       state: How many products have drawn so far. So each step of a loop draws anew.
     """
 
     def __init__(self) -> None:
         self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
+        self.analysis: Analysis[Facts] = _FactsOfDraws()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
-        return is_draw(eqn) or (body_rule(eqn) is not None and _holds_draw(eqn))
+        del facts, out_facts
+        return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
 
-    def take_instead(
-        self,
-        reader: Reader,
-        eqn: JaxprEqn,
-        args: Sequence[Any],
-        facts: Sequence[Facts],
-        out_facts: Facts,
-        *,
-        only_first_read: bool,
-    ) -> Outs | None:
-        view = view_of(eqn)
+    def outputs(self, operation: Operation) -> Outs:
+        eqn, args, view, out_facts = operation.eqn, operation.args, operation.view, operation.out_facts
+        if is_draw(eqn):
+            (array,) = view.bind(*args)
+            product = Product.of(array, still=True)
+            (factor,) = product.factors
+            product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
+            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))]
+        if has_body(eqn):
+            return enter(operation)
         if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
             # The factors stay as they are, because the whole is rounded, and not each of them.
-            return [replace(args[0], dtype=view.new_dtype)], [out_facts]
-        if not is_draw(eqn):
-            return None
-        out_facts = replace(out_facts, origins=out_facts.origins | {A_DRAW})
-        (array,) = view.bind(*args)
-        product = Product.of(array, still=True)
-        (factor,) = product.factors
-        product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-        return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))], [out_facts]
-
-    def start(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
-    ) -> Outs | None:
-        array_facts = _facts_of_arrays(args, facts)
+            return [replace(args[0], dtype=view.new_dtype)]
+        if (moved := move_sum(eqn, args)) is not None:
+            return moved
+        of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-        if len(array_facts) == len(args) or not out_facts.known or any(A_DRAW in fact.origins for fact in array_facts):
-            return None
-        noisy_sum = select_sum(args) if kind_of(eqn) is Select else make_sum(eqn, args, facts)
-        return None if noisy_sum is None else ([replace(noisy_sum, root=_noise_origin(eqn, out_facts))], [out_facts])
+        if out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
+            made = select_sum(args) if isinstance(view, Select) else make_sum(eqn, args, operation.facts)
+            if made is not None:
+                return [replace(made, root=_noise_origin(eqn, out_facts))]
+        is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
+        return self._multiply(operation) if is_product else None
 
-    def multiply(
-        self, reader: Reader, eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts], out_facts: Facts
-    ) -> Any:
-        array_facts = _facts_of_arrays(args, facts)
-        if len(array_facts) != len(args) - 1 or all(fact.known for fact in array_facts):
-            return None
+    def _multiply(self, operation: Operation) -> Outs:
+        """A product of data with a noisy weight, in which each row of the result draws; None if it is not linear."""
+        eqn, args = operation.eqn, operation.args
         (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
         mean_with_noise = weight and mean_and_noise(eqn, args, i, weight)
         if weight is None or mean_with_noise is None:
             return None
         (number,), (mean, noise) = self.state, mean_with_noise
-        result = noise(key_of_use(weight.key, number, sorted(out_facts.differs)), mean)
+        result = noise(key_of_use(weight.key, number, sorted(operation.out_facts.differs)), mean)
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [number + jnp.uint32(1)]
         self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
-        return result.astype(jaxprs.type_of(eqn.outvars[0]).dtype)
+        return [result.astype(operation.view.type.dtype)]
 
-    def form(self, reader: Reader, x: Sum, eqn: JaxprEqn | None) -> Any:
+    def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+        del interpreter
         self.reads.append(NoisyRead(eqn, x.root, is_own=False))
         return array_of(x)
 
@@ -421,11 +400,6 @@ def is_draw(eqn: JaxprEqn) -> bool:
     view = view_of(eqn)
     has_name = isinstance(view, Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
-
-
-def _facts_of_arrays(args: Sequence[Any], facts: Sequence[Facts]) -> list[Facts]:
-    """The facts of the operands that are arrays."""
-    return [fact for x, fact in zip(args, facts, strict=True) if not isinstance(x, Sum)]
 
 
 def _holds_draw(eqn: JaxprEqn) -> bool:
@@ -439,37 +413,7 @@ def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
     return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))
 
 
-class Local:
-    """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
-
-    def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
-        self.who, self.fun, self.argnums = check_call("local", fun, argnums), fun, argnums
-        functools.update_wrapper(self, fun)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check_this_jax()
-        call, program, consts = self.rewritten(Drawing(), args, kwargs)
-        # A draw that nothing reads is not drawn.
-        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
-
-    def noisy_reads(self, args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
-        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
-        check_this_jax()
-        way, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        call, *_ = self.rewritten(way, args, kwargs)
-        return way.reads, paths_of(arguments, call), lines_by_origin(call.program)
-
-    def rewritten(self, way: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
-        """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        call = arguments.trace()
-        closed_over = len(call.inputs) - len(arguments.arrays)
-        facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
-        closed_jaxpr = jax.make_jaxpr(lambda *inputs: Reader(way).arrays(call.program, inputs, facts))(*call.inputs)
-        return call, *jaxprs.consts_first(closed_jaxpr)
-
-
-def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
+def local_reparametrization(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
     r"""``fun`` with separate noise for each example, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
@@ -496,7 +440,7 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
     mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
     arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
-    ``rpx.explain(rpx.transforms.local(loss), *args)`` shows which, where and why.
+    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
@@ -521,9 +465,9 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
       >>> args = {"w": jnp.ones((4, 2))}, jax.random.key(0), jnp.ones((3, 4))
       >>> network(*args).std(0)
       Array([0., 0.], dtype=float32)
-      >>> rpx.transforms.local(network)(*args).std(0)
+      >>> rpx.transforms.local_reparametrization(network)(*args).std(0)
       Array([0.03846868, 0.08746041], dtype=float32)
-      >>> rpx.explain(rpx.transforms.local(network), *args)
+      >>> rpx.explain(rpx.transforms.local_reparametrization(network), *args)
       1 of 1 noisy weights draw for each example
         for each example:
           weights/w  float32[4, 2]  1 product
@@ -531,7 +475,33 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     References:
       Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
     """
-    return Local(fun, argnums)
+    who = check_call("local_reparametrization", fun, argnums)
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call, program, consts = _rewritten(Drawing(), Arguments.of(who, fun, argnums, args, kwargs))
+        # A draw that nothing reads is not drawn.
+        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
+
+    def reported(args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
+        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
+        check_this_jax()
+        rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
+        call, *_ = _rewritten(rules, arguments)
+        return rules.reads, paths_of(arguments, call), lines_by_origin(call.program)
+
+    setattr(function, REPORTED, reported)
+    return function
+
+
+def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
+    """The program, the one in which products draw for each row, and the constants that are its first inputs."""
+    call, interpreter = arguments.trace(), Interpreter(rules)
+    closed_over = len(call.inputs) - len(arguments.arrays)
+    facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
+    rewritten = jax.make_jaxpr(lambda *inputs: interpreter.arrays(call.program, inputs, facts))(*call.inputs)
+    return call, *jaxprs.consts_first(rewritten)
 
 
 @functools.cache
@@ -542,7 +512,11 @@ def check_this_jax() -> None:
 
 def _draws_of_a_network() -> list[bool]:
     """For each product of a small network whether it draws for itself."""
-    w, way = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
-    noisy = Local(lambda w, key, x: jaxprs.small_network(w + random.normal(key, w), x), None)
-    noisy.rewritten(way, (w, jax.random.key(0), w), {})
-    return [read.is_own for read in way.reads]
+    w, rules = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
+    args = w, jax.random.key(0), w
+
+    def noisy(w: Array, key: Array, x: Array) -> Array:
+        return jaxprs.small_network(w + random.normal(key, w), x)
+
+    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, args, {}))
+    return [read.is_own for read in rules.reads]

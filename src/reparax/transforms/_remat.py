@@ -109,4 +109,5 @@ def remat(
             recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
         )
 
+    vars(function)["hides_weights"] = True  # from transforms that look for them
     return function

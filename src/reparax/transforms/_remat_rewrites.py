@@ -55,8 +55,9 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
         if run_with_body is None or all(known) or not any(known):
             return None
         body, consts = jaxprs.body(eqn)
-        known = [True for _ in consts] + (dependence.steady_inputs(eqn, known) if jaxprs.is_scan(eqn) else known)
-        known = with_roots(body, known)
+        if jaxprs.is_scan(eqn):
+            known = dependence.steady_inputs(eqn, known, dependence.IsKnown())
+        known = with_roots(body, [True for _ in consts] + known)
         if jaxprs.is_scan(eqn):
             body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
             consts, known = [*new_consts, *consts], [True for _ in new_consts] + known

@@ -109,7 +109,7 @@ BY_NAME = [
     lambda axis, **where: rpx.sparse.NByM(1, 1, along=axis, **where),
     lambda axis, **where: rpx.MagnitudePruning(0.5, axis=axis, **where),
     lambda axis, **where: rpx.sparse.RandomPruning(0.5, axis=axis, **where),
-    lambda axis, **where: rpx.WeightDropout(0.5, broadcast=axis, **where),
+    lambda axis, **where: rpx.WeightDropout(0.5, broadcast_dims=axis, **where),
 ]
 
 
@@ -139,7 +139,12 @@ def test_several_names_and_numbers_may_stand_together() -> None:
 
 
 def test_names_hold_for_values_of_stages_that_keep_the_axes() -> None:
-    p = rpx.WeightDropout(0.5, broadcast="mlp") >> rpx.WeightNorm(axis="mlp") >> rpx.Mask() >> rpx.numbers.Scale(2.0)
+    p = (
+        rpx.WeightDropout(0.5, broadcast_dims="mlp")
+        >> rpx.WeightNorm(axis="mlp")
+        >> rpx.Mask()
+        >> rpx.numbers.Scale(2.0)
+    )
     raw = init(p, boxed())
     g = arrays(raw)["down/kernel/@scale/x/@mask/w/@weight_norm/g"]
     np.testing.assert_allclose(g, lengths(DOWN, 1) / 2, rtol=1e-6)
@@ -183,8 +188,8 @@ def test_the_laws_hold() -> None:
 
 
 def test_names_are_part_of_the_configuration() -> None:
-    p = rpx.WeightNorm(axis="mlp") >> rpx.WeightDropout(0.5, broadcast=("embed", 0), where="up/kernel")
-    assert repr(p) == "WeightNorm(axis='mlp') >> WeightDropout(0.5, broadcast=('embed', 0), where='up/kernel')"
+    p = rpx.WeightNorm(axis="mlp") >> rpx.WeightDropout(0.5, broadcast_dims=("embed", 0), where="up/kernel")
+    assert repr(p) == "WeightNorm(axis='mlp') >> WeightDropout(0.5, broadcast_dims=('embed', 0), where='up/kernel')"
     assert rpx.from_json(p.to_json()) == p == pickle.loads(pickle.dumps(p))
     assert hash(rpx.WeightNorm(axis=("mlp",))) == hash(rpx.WeightNorm(axis="mlp"))
 

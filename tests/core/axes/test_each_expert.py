@@ -65,7 +65,9 @@ def test_noise_of_each_expert_is_its_own():
     noise = np.asarray(effective(rpx.VarNoise(0.5), {"w": np.zeros((E, 64, 64), np.float32)}, KEY)["w"])
     assert np.all(np.abs(noise.std((1, 2)) / 0.5 - 1) < 5 / np.sqrt(2 * 64 * 64))
     assert np.all(np.abs(np.corrcoef(noise.reshape(E, -1)) - np.eye(E)) < 5 / 64)
-    dropped = effective(rpx.WeightDropout(0.5, broadcast=-1, stacked=0), {"w": np.ones((E, 64, 3), np.float32)}, KEY)
+    dropped = effective(
+        rpx.WeightDropout(0.5, broadcast_dims=-1, stacked=0), {"w": np.ones((E, 64, 3), np.float32)}, KEY
+    )
     rows = np.asarray(dropped["w"]) != 0
     assert np.all(rows == rows[..., :1])
     assert len({row.tobytes() for row in rows}) == E

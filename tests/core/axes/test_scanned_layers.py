@@ -316,7 +316,7 @@ def stepped(loss: Callable[[Any], Array], raw: Any) -> Any:
 
 
 def test_scanned_layers_train_as_separate_ones(model: Scanned, raw: Any) -> None:
-    dropout = rpx.WeightDropout(0.5, broadcast=-1, stacked=model.stacked)
+    dropout = rpx.WeightDropout(0.5, broadcast_dims=-1, stacked=model.stacked)
     noise = rpx.VarNoise(0.1, stacked=model.stacked)
     p, key = model.p >> dropout >> noise, jax.random.key(4)
 
@@ -342,7 +342,7 @@ def test_a_chain_inside_of_the_scan_is_the_stacked_chain_outside(model: Scanned,
 
 
 def test_scanned_layers_draw_independently(model: Scanned) -> None:
-    dropout = rpx.WeightDropout(0.5, broadcast=-1, stacked=model.stacked)
+    dropout = rpx.WeightDropout(0.5, broadcast_dims=-1, stacked=model.stacked)
     noise = rpx.VarNoise(1.0, stacked=model.stacked)
 
     @jax.jit

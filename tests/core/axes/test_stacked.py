@@ -112,7 +112,7 @@ def test_power_iteration_of_stacked_matrices_is_that_of_each():
 
 @pytest.mark.parametrize("broadcast", [(), 0, -1], ids=repr)
 def test_masks_of_stacked_arrays_are_independent(broadcast):
-    p = rpx.WeightDropout(0.5, broadcast=broadcast, stacked=1)
+    p = rpx.WeightDropout(0.5, broadcast_dims=broadcast, stacked=1)
     w = effective(p, {"w": np.ones((40, COUNT, 50), np.float32)}, jax.random.key(1))["w"]
     kept = np.moveaxis(np.asarray(w) != 0, 1, 0)
     if broadcast != ():
@@ -124,8 +124,8 @@ def test_masks_of_stacked_arrays_are_independent(broadcast):
 
 def test_neighbours_with_the_same_stacked_axes_draw_once_and_with_others_twice():
     w, key = {"w": np.ones((COUNT, 40, 50), np.float32)}, jax.random.key(1)
-    one, other = (rpx.WeightDropout(0.5, broadcast=-1, stacked=axes) for axes in (0, ()))
-    alike = rpx.WeightDropout(0.75, broadcast=-1, stacked=0)
+    one, other = (rpx.WeightDropout(0.5, broadcast_dims=-1, stacked=axes) for axes in (0, ()))
+    alike = rpx.WeightDropout(0.75, broadcast_dims=-1, stacked=0)
     np.testing.assert_allclose(effective(one >> one, w, key)["w"], effective(alike, w, key)["w"], rtol=1e-5, atol=1e-6)
     kept = np.asarray(effective(one >> other, w, key)["w"]) != 0
     assert len(np.unique(kept.mean(-1))) == 2  # whole rows

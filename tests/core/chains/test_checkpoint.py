@@ -294,7 +294,9 @@ CONFIGURATIONS = {
     '[{"class": "reparax.SpectralNorm", "n_steps": 3, "columns": 0}]': rpx.SpectralNorm(3, columns=0),
     '[{"class": "reparax.LowRank", "rank": 2}]': rpx.LowRank(2),
     '[{"class": "reparax.VarNoise", "std": 0.075}]': rpx.VarNoise(0.075),
-    '[{"class": "reparax.WeightDropout", "rate": 0.5, "broadcast": -1}]': rpx.WeightDropout(0.5, broadcast=-1),
+    '[{"class": "reparax.WeightDropout", "rate": 0.5, "broadcast_dims": -1}]': rpx.WeightDropout(
+        0.5, broadcast_dims=-1
+    ),
     '[{"class": "reparax.Positive", "where": ".*scale"}]': rpx.Positive(where=".*scale"),
     '[{"class": "reparax.Freeze"}]': rpx.Freeze(),
     '[{"class": "reparax.Cast", "dtype": "bfloat16"}]': rpx.quantized.Cast(jnp.bfloat16),

@@ -134,10 +134,10 @@ def test_equal_builds_are_equal_and_hash_equal(p):
 def test_repr_of_stages():
     p = (
         rpx.WeightNorm(axis=(0, -1), where=".*kernel")
-        >> rpx.WeightDropout(0.1, broadcast=-1)
+        >> rpx.WeightDropout(0.1, broadcast_dims=-1)
         >> rpx.quantized.Cast(jnp.bfloat16)
     )
-    text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast=-1) >> Cast('bfloat16')"
+    text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast_dims=-1) >> Cast('bfloat16')"
     assert repr(p) == text
 
 
@@ -201,7 +201,13 @@ def test_a_random_start_needs_a_key_and_what_only_needs_its_structure_does_not(w
 
 @pytest.mark.parametrize(
     "p",
-    [rpx.LoRA(2, start="pissa"), rpx.SpectralNorm(), rpx.LowRank(2), rpx.matrices.Kronecker((2, 2)), rpx.WeightNorm()],
+    [
+        rpx.LoRA(2, init_weights="pissa"),
+        rpx.SpectralNorm(),
+        rpx.LowRank(2),
+        rpx.matrices.Kronecker((2, 2)),
+        rpx.WeightNorm(),
+    ],
 )
 def test_a_start_that_the_weights_determine_needs_no_key(p):
     params = {"w": np.asarray(np.random.default_rng(0).normal(size=(4, 4)), np.float32)}
@@ -388,13 +394,13 @@ def test_an_empty_node_may_be_restored_as_none():
 
 
 def test_a_value_that_is_no_array_in_a_block_is_named():
-    p = rpx.shared.Pack("haiku.lstm", at="l")
+    p = rpx.shared.Pack("haiku.lstm", where="l")
     raw = p.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
     raw["l"]["linear"]["b"]["@pack"]["bias_f"] = "text"
     with raises(
         ValueError,
-        "Pack('haiku.lstm', at='l').apply at 'l': expected an array as 'bias_f', got str: another chain made this raw "
-        "tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
+        "Pack('haiku.lstm', where='l').apply at 'l': expected an array as 'bias_f', got str: another chain made this "
+        "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ):
         p.apply(raw)
 

@@ -176,7 +176,7 @@ def test_eight_bit_floats_are_reproduced():
 
 EMPTY_CHAINS = [
     *(NORM, rpx.WeightNorm(axis=None), SPECTRAL, rpx.Freeze(), rpx.Positive(), NOISE, rpx.quantized.Cast("float32")),
-    *(rpx.WeightDropout(0.5), rpx.WeightDropout(0.5, broadcast=-1)),
+    *(rpx.WeightDropout(0.5), rpx.WeightDropout(0.5, broadcast_dims=-1)),
 ]
 
 

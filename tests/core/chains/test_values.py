@@ -61,7 +61,7 @@ STAGES = {
         rpx.matrices.Fibration(jnp.diagonal, jnp.diag),
         rpx.matrices.Fibration(jnp.linalg.inv, jax.lax.linalg.cholesky),
     ],
-    "FixedRank": [rpx.matrices.FixedRank(1, least=0), rpx.matrices.FixedRank(2, least=1e-30)],
+    "FixedRank": [rpx.matrices.FixedRank(1, eps=0), rpx.matrices.FixedRank(2, eps=1e-30)],
     "Freeze": [rpx.Freeze(where="'\"\\\\d")],
     "Gaussian": [rpx.Gaussian(), rpx.Gaussian(0.1, prior=2.0, axis=-1)],
     "Gain": [rpx.adapters.Gain(), rpx.adapters.Gain(axis=(-1, "heads"))],
@@ -73,13 +73,13 @@ STAGES = {
     "Grassmann": [rpx.matrices.Grassmann("householder")],
     "Hadamard": [rpx.adapters.Hadamard()],
     "HardConcrete": [rpx.noise.HardConcrete(0.5, axis=0)],
-    "Invertible": [rpx.matrices.Invertible(least=0.5)],
+    "Invertible": [rpx.matrices.Invertible(eps=0.5)],
     "Kronecker": [rpx.matrices.Kronecker((2, 1)), rpx.matrices.Kronecker(shape=[3, 2])],
-    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, divisor="sqrt", start="pissa", rows=0, columns=(1, 2))],
+    "LoRA": [rpx.LoRA(8), rpx.LoRA(2, 4.0, use_rslora=True, init_weights="pissa", rows=0, columns=(1, 2))],
     "LowRank": [rpx.LowRank(1)],
     "MagnitudePruning": [
-        rpx.MagnitudePruning(0.5, axis=0, order=math.inf),
-        rpx.MagnitudePruning(count=4, axis="mlp", order=1),
+        rpx.MagnitudePruning(0.5, axis=0, ord=math.inf),
+        rpx.MagnitudePruning(count=4, axis="mlp", ord=1),
         rpx.MagnitudePruning((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
@@ -88,7 +88,7 @@ STAGES = {
     "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
     "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
     "Pack": [
-        rpx.shared.Pack("haiku.lstm", at="lstm(/.*)?"),
+        rpx.shared.Pack("haiku.lstm", where="lstm(/.*)?"),
         rpx.shared.Pack(
             {"w": rpx.shared.Concat(("q: n heads h", "k: n heads h"), axis=1, per="heads")}, sizes={"heads": 2}
         ),
@@ -97,14 +97,14 @@ STAGES = {
     "PositiveDefinite": [rpx.matrices.PositiveDefinite("expm")],
     "Positive": [rpx.Positive("square")],
     "PositiveSemidefinite": [rpx.matrices.PositiveSemidefinite(), rpx.matrices.PositiveSemidefinite(rank=1)],
-    "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block=64, step="learned")],
+    "FakeQuantized": [rpx.FakeQuantized("ternary"), rpx.FakeQuantized("int4", axis=-1, block_size=64, step="learned")],
     "RandomPruning": [rpx.sparse.RandomPruning(0.0, axis=-1)],
-    "SET": [rpx.sparse.SET({".*kernel": 0.5}, 0.2)],
+    "SET": [rpx.sparse.SET({".*kernel": 0.5}, drop_fraction=0.2)],
     "Scale": [rpx.numbers.Scale(-1e-300), rpx.numbers.Scale(3)],
-    "RigL": [rpx.sparse.RigL(0.75, drop=0.1)],
+    "RigL": [rpx.sparse.RigL(0.75, drop_fraction=0.1)],
     "Rotated": [
         rpx.adapters.Rotated(4),
-        rpx.adapters.Rotated(2, shared=True),
+        rpx.adapters.Rotated(2, block_share=True),
         rpx.adapters.Rotated(2, rows=1, columns=0),
     ],
     "TrainableSlices": [
@@ -115,14 +115,17 @@ STAGES = {
     "Skew": [rpx.matrices.Skew()],
     "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
     "SpecialOrthogonal": [rpx.matrices.SpecialOrthogonal("householder")],
-    "SpectralNorm": [rpx.SpectralNorm(n_steps=3, columns=1), rpx.SpectralNorm(window=(8, 8), padding=((1, 0), (2, 3)))],
+    "SpectralNorm": [
+        rpx.SpectralNorm(n_steps=3, columns=1),
+        rpx.SpectralNorm(input_shape=(8, 8), padding=((1, 0), (2, 3))),
+    ],
     "Sphere": [rpx.norms.Sphere(radius=2, along=None)],
     "Split": [
-        rpx.shared.Split({"W": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, at="cell"),
-        rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm", sizes={"h": 2}),
+        rpx.shared.Split({"W": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, where="cell"),
+        rpx.shared.Split("equinox.lstm", where="cell", model="flax.lstm", sizes={"h": 2}),
     ],
     "Stiefel": [rpx.matrices.Stiefel("expm")],
-    "Quantized": [rpx.Quantized("int8"), rpx.Quantized("nf4", block=64, double_quant=True, where="a|b")],
+    "Quantized": [rpx.Quantized("int8"), rpx.Quantized("nf4", block_size=64, double_quant=True, where="a|b")],
     "Symmetric": [rpx.matrices.Symmetric(where=".*")],
     "Tie": [rpx.Tie({"out/kernel": ("in/table", jnp.transpose), r"l/(\d)": r"m/\1"}, unequal="overwrite")],
     "Toeplitz": [rpx.matrices.Toeplitz()],
@@ -130,7 +133,7 @@ STAGES = {
     "VarNoise": [rpx.VarNoise(0), rpx.VarNoise(1e-300, where="a|b"), rpx.VarNoise(-1, relative="max", axis=0)],
     "VariationalDropout": [rpx.noise.VariationalDropout(), rpx.noise.VariationalDropout(0.1, threshold=2.0)],
     "VeRA": [rpx.adapters.VeRA(256), rpx.adapters.VeRA(4, 0.5, seed=3, rows=1)],
-    "WeightDropout": [rpx.WeightDropout(0.999, broadcast=("a", -1))],
+    "WeightDropout": [rpx.WeightDropout(0.999, broadcast_dims=("a", -1))],
     "WeightNorm": [rpx.WeightNorm(axis=None), rpx.WeightNorm(detach=True), rpx.WeightNorm(axis=(0, "heads"))],
     "WeightStandardization": [rpx.norms.WeightStandardization(axis=(0, 1))],
 }
@@ -271,9 +274,11 @@ def test_known_arrays_stay_arrays():
 
 OF_SCALARS = {
     "AlmostOrthogonal(radius=0.25)": lambda: rpx.matrices.AlmostOrthogonal(np.float64(0.25)),
-    "Invertible(least=0.5)": lambda: rpx.matrices.Invertible(least=np.float32(0.5)),
-    "FixedRank(2, least=0.5)": lambda: rpx.matrices.FixedRank(jnp.int32(2), least=jnp.bfloat16(0.5)),
-    "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(np.bool_(0), jnp.array(1, bool)),
+    "Invertible(eps=0.5)": lambda: rpx.matrices.Invertible(eps=np.float32(0.5)),
+    "FixedRank(2, eps=0.5)": lambda: rpx.matrices.FixedRank(jnp.int32(2), eps=jnp.bfloat16(0.5)),
+    "Triangular(lower=False, unit_diagonal=True)": lambda: rpx.matrices.Triangular(
+        lower=np.bool_(0), unit_diagonal=jnp.array(1, bool)
+    ),
     "Positive(map='exp')": lambda: rpx.Positive(np.str_("exp")),
     "CudnnLSTM(3, 2, bidirectional=True)": lambda: rpx.shared.CudnnLSTM(np.int64(3), 2, bidirectional=np.bool_(1)),
     "MagnitudePruning(sparsity=(1.0, 0.5), axis=1)": lambda: rpx.MagnitudePruning(
@@ -310,9 +315,9 @@ def test_numbers_that_are_not_finite_are_read_back_equal(value):
 
 
 def test_infinity_as_code_and_in_json():
-    p = rpx.MagnitudePruning(0.5, axis=0, order=math.inf)
-    assert repr(p) == "MagnitudePruning(sparsity=0.5, axis=0, order=float('inf'))"
-    assert json.loads(p.to_json())["stages"][0]["order"] == {"float": "inf"}
+    p = rpx.MagnitudePruning(0.5, axis=0, ord=math.inf)
+    assert repr(p) == "MagnitudePruning(sparsity=0.5, axis=0, ord=float('inf'))"
+    assert json.loads(p.to_json())["stages"][0]["ord"] == {"float": "inf"}
     assert repr(Anything({"a": [-math.inf, (math.nan,)]})) == (
         "Anything(value={'a': [float('-inf'), (float('nan'),)]}, computed=7)"
     )
@@ -628,11 +633,11 @@ OF_NUMBERS = [
     ("Scale", "factor", rpx.numbers.Scale),
     ("Bounded", "low", lambda f: rpx.numbers.Bounded(f, 1)),
     ("Bounded", "high", lambda f: rpx.numbers.Bounded(0, f)),
-    ("MagnitudePruning", "order", lambda f: rpx.MagnitudePruning(0.5, axis=0, order=f)),
+    ("MagnitudePruning", "ord", lambda f: rpx.MagnitudePruning(0.5, axis=0, ord=f)),
     ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
-    ("MaxNorm", "max", rpx.norms.MaxNorm),
+    ("MaxNorm", "max_norm", rpx.norms.MaxNorm),
     ("PoincareBall", "curvature", rpx.norms.PoincareBall),
-    ("Invertible", "least", lambda f: rpx.matrices.Invertible(least=f)),
+    ("Invertible", "eps", lambda f: rpx.matrices.Invertible(eps=f)),
 ]
 
 
@@ -648,7 +653,7 @@ def test_a_schedule_is_no_number(who, name, build):
     ("who", "name", "build"),
     [
         ("AlmostOrthogonal", "radius", rpx.matrices.AlmostOrthogonal),
-        ("FixedRank", "least", lambda x: rpx.matrices.FixedRank(1, least=x)),
+        ("FixedRank", "eps", lambda x: rpx.matrices.FixedRank(1, eps=x)),
     ],
 )
 def test_numbers_that_must_be_known_are_not_traced(who, name, build):

@@ -56,10 +56,13 @@ ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
         (rpx.SpectralNorm(where="lay.*nel"), "SpectralNorm(columns=-2, where='lay.*nel', stacked=0)"),
         (rpx.LoRA(2, where="query"), "LoRA(2, columns=(-2, -1), where='query')"),
         (rpx.LoRA(2, rows=0, where="query"), "LoRA(2, rows=0, where='query')"),
-        (rpx.Quantized("int4", block=4, where="embed"), "Quantized('int4', axis=-1, block=4, where='embed')"),
+        (rpx.Quantized("int4", block_size=4, where="embed"), "Quantized('int4', axis=-1, block_size=4, where='embed')"),
         (rpx.Quantized("mxfp4", where="lay.*nel"), "Quantized('mxfp4', axis=-2, where='lay.*nel', stacked=0)"),
         (rpx.Quantized("int8", where="out"), "Quantized('int8', where='out')"),
-        (rpx.Quantized("int8", block=3, where="out"), "Quantized('int8', axis=(-3, -1), block=3, where='out')"),
+        (
+            rpx.Quantized("int8", block_size=3, where="out"),
+            "Quantized('int8', axis=(-3, -1), block_size=3, where='out')",
+        ),
         (rpx.norms.Sphere(where="query"), "Sphere(along=-3, where='query')"),
         (rpx.norms.Sphere(where="embed"), "Sphere(along=-1, where='embed')"),  # the rows that are looked up
         (rpx.numbers.Simplex(where="embed|query"), "Simplex(along={'embed': -1, 'query': -3}, where='embed|query')"),
@@ -74,8 +77,8 @@ ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
             "VarNoise(0.1, relative='std', axis={'out': -1, 'query': (-2, -1)}, where='out|query')",
         ),
         (
-            rpx.WeightDropout(0.5, broadcast="inputs", where="lay.*nel"),
-            "WeightDropout(0.5, broadcast=-1, where='lay.*nel', stacked=0)",
+            rpx.WeightDropout(0.5, broadcast_dims="inputs", where="lay.*nel"),
+            "WeightDropout(0.5, broadcast_dims=-1, where='lay.*nel', stacked=0)",
         ),
         (
             rpx.Quantized("int8", axis=("stacked", "outputs"), where="lay.*nel"),
@@ -300,8 +303,8 @@ SHAPED = [
     rpx.Gaussian(axis="outputs"),
     rpx.noise.HardConcrete(axis="inputs"),
     rpx.FakeQuantized("int8", axis="outputs"),
-    rpx.FakeQuantized("int4", block=2),
-    rpx.Quantized("int4", block=2) >> rpx.LoRA(2),
+    rpx.FakeQuantized("int4", block_size=2),
+    rpx.Quantized("int4", block_size=2) >> rpx.LoRA(2),
     rpx.LowRank(2),
     rpx.LoRA(2),
     rpx.WeightNorm() >> rpx.LoRA(2),
@@ -448,7 +451,7 @@ def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_opera
     [
         (rpx.WeightNorm(), "query", "axis", (-1,), (-2, -1)),  # one norm for all heads
         (rpx.SpectralNorm(columns=-1), "query", "columns", (-1,), (-2, -1)),  # across heads
-        (rpx.Quantized("int4", axis=0, block=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
+        (rpx.Quantized("int4", axis=0, block_size=2), "embed", "axis", (-2,), (-1,)),  # blocks along outputs
         (rpx.LoRA(2, columns=-1), "layers/kernel", "stacked", (), (0,)),  # layers as one matrix
         (rpx.MagnitudePruning(0.5), "layers/kernel", "stacked", (), (0,)),
         (rpx.WeightNorm(stacked=0), "layers/kernel", "axis", (-1,), (-2,)),  # weights (out, in)

@@ -198,7 +198,8 @@ def test_the_mean_is_checked_by_its_name():
 
     with raises(
         ValueError,
-        "Jumps().init at 'w': mean_leaf must return float32[2, 3], like the model's array, but returns float32[1, 3]. "
+        "Jumps().init at 'w': mean_leaf must return float32[2, 3], like the array that it stands for, but returns "
+        "float32[1, 3]. "
         "Cast or reshape in mean_leaf, or set `changes_type = True` in the class.",
     ):
         Jumps().init({"w": jnp.ones((2, 3))})
@@ -235,7 +236,8 @@ def test_a_formula_of_matrices_on_a_vector():
 
     with raises(
         ValueError,
-        "Outer().init at 'b': apply_leaf must return float32[3], like the model's array, but returns float32[3, 3]. "
+        "Outer().init at 'b': apply_leaf must return float32[3], like the array that it stands for, but returns "
+        "float32[3, 3]. "
         "Cast or reshape in apply_leaf, or set `changes_type = True` in the class, or `min_ndim = 2` to leave vectors "
         "alone.",
     ):

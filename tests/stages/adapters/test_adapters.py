@@ -61,8 +61,8 @@ def trains(p, raw, key=None):
     [
         (rpx.LoRA(2), 1.0),
         (rpx.LoRA(2, 6.0), 3.0),
-        (rpx.LoRA(4, 6, divisor="sqrt"), 3.0),
-        (rpx.LoRA(2, divisor="sqrt"), 1.0),
+        (rpx.LoRA(4, 6, use_rslora=True), 3.0),
+        (rpx.LoRA(2, use_rslora=True), 1.0),
     ],
 )
 def test_lora_is_the_base_and_a_scaled_product(p, factor):
@@ -85,7 +85,7 @@ def test_lora_is_the_base_and_a_scaled_product(p, factor):
 def test_a_zero_factor_keeps_the_model_bit_for_bit(case):
     start, dtype = case
     params = jax.tree.map(lambda w: np.asarray(w).astype(dtype), model())
-    p = rpx.LoRA(2, 16.0, start=start)
+    p = rpx.LoRA(2, 16.0, init_weights=start)
     raw = init(p, params, jax.random.key(3))
     got = effective(p, raw)
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b) and a.dtype == b.dtype, got, params))
@@ -100,13 +100,13 @@ def test_starts_are_those_of_peft():
     assert np.max(np.abs(uniform)) <= bound
     # The standard error of the variance of n uniform numbers is sqrt(4 / 5 / n) of it.
     assert abs(np.var(uniform) / (bound**2 / 3) - 1) < 5 * np.sqrt(0.8 / uniform.size)
-    gaussian = drawn(rpx.LoRA(8, start="gaussian"), 0)
+    gaussian = drawn(rpx.LoRA(8, init_weights="gaussian"), 0)
     assert abs(np.std(gaussian) * 8 - 1) < 5 / np.sqrt(2 * gaussian.size)
     assert not np.array_equal(uniform, drawn(rpx.LoRA(8), 1))
 
 
 def test_pissa_moves_the_principal_part_out_of_the_base():
-    params, p = model(), rpx.LoRA(3, 6.0, start="pissa")
+    params, p = model(), rpx.LoRA(3, 6.0, init_weights="pissa")
     raw = init(p, params)
     held = jax.tree.map(np.asarray, values(raw))
     left, singular, right = np.linalg.svd(np.asarray(params["dense"]["kernel"], np.float64))
@@ -118,7 +118,7 @@ def test_pissa_moves_the_principal_part_out_of_the_base():
 
 
 def test_olora_starts_with_an_orthogonal_factor():
-    params, p = model(), rpx.LoRA(3, start="olora")
+    params, p = model(), rpx.LoRA(3, init_weights="olora")
     held = jax.tree.map(np.asarray, values(init(p, params)))
     q, r = np.linalg.qr(np.asarray(params["dense"]["kernel"], np.float64).T)
     np.testing.assert_allclose(held["a"] @ held["b"], (q[:, :3] @ r[:3]).T, atol=1e-5)
@@ -205,7 +205,7 @@ def language_model():
 
 
 @pytest.mark.parametrize(
-    "p", [rpx.LoRA(2), rpx.adapters.VeRA(2), rpx.Quantized("nf4", block=4) >> rpx.LoRA(2)], ids=repr
+    "p", [rpx.LoRA(2), rpx.adapters.VeRA(2), rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2)], ids=repr
 )
 def test_of_a_language_model_the_kernels_are_adapted_and_rounded_and_nothing_else_trains(p):
     params, p = language_model(), rpx.Freeze() >> p
@@ -424,11 +424,11 @@ def test_one_factor_is_frozen_by_its_place():
 
 
 def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
-    p = rpx.LoRA(2, start="pissa")
+    p = rpx.LoRA(2, init_weights="pissa")
     raw = init(p, {"w": np.zeros((4, 6), np.float32)})
     grads = pulled(p, raw, normal(4, 6))["@lora"]
     assert np.asarray(grads["a"]).any()
-    negative, w = rpx.LoRA(2, -1.0, start="pissa"), normal(4, 6)
+    negative, w = rpx.LoRA(2, -1.0, init_weights="pissa"), normal(4, 6)
     np.testing.assert_allclose(effective(negative, init(negative, {"w": w}))["w"], w, atol=1e-5)
 
 
@@ -492,7 +492,7 @@ def test_cayley_neumann_is_the_start_of_the_series_of_the_cayley_map(degree):
 
 def test_shared_blocks_turn_all_parts_of_the_rows_alike():
     r = normal(1, 4, 4, seed=5)
-    got, base, _ = on_kernel(rpx.adapters.Rotated(2, shared=True), r=r)
+    got, base, _ = on_kernel(rpx.adapters.Rotated(2, block_share=True), r=r)
     np.testing.assert_allclose(got, np.kron(np.eye(2), np.asarray(r)[0]) @ base, rtol=1e-5, atol=1e-6)
 
 

@@ -44,7 +44,7 @@ def unit_product(x):
 
 SPECTRA = {
     "fixed rank": (rpx.matrices.FixedRank(2), (4, 3), 2, lambda s: softplus(s) + 1e-6),
-    "invertible": (rpx.matrices.Invertible(least=0.5), (3, 3), 3, lambda s: softplus(s) + 0.5),
+    "invertible": (rpx.matrices.Invertible(eps=0.5), (3, 3), 3, lambda s: softplus(s) + 0.5),
     "special linear": (rpx.matrices.SpecialLinear(), (3, 3), 3, unit_product),
     "almost orthogonal": (rpx.matrices.AlmostOrthogonal(0.3), (2, 4), 2, lambda s: 1 + 0.3 * np.sin(s)),
 }
@@ -83,7 +83,7 @@ def started(stage, w):
         ),
         pytest.param(rpx.matrices.Invertible(), normal(3, 3), id="invertible"),
         pytest.param(
-            rpx.matrices.Invertible(least=0.5),
+            rpx.matrices.Invertible(eps=0.5),
             with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)),
             id="hardly invertible",
         ),
@@ -157,7 +157,7 @@ def test_the_rounding_of_a_matrix_grows_with_its_condition():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "stage", [rpx.matrices.FixedRank(2), rpx.matrices.Invertible(), rpx.matrices.FixedRank(2, least=0.0)], ids=repr
+    "stage", [rpx.matrices.FixedRank(2), rpx.matrices.Invertible(), rpx.matrices.FixedRank(2, eps=0.0)], ids=repr
 )
 def test_effective_matrices_that_rounding_makes_singular_are_contained_by_tolerance(stage):
     raw = stage.init({"w": jnp.eye(2)})
@@ -205,7 +205,7 @@ def test_the_sign_of_the_determinant_stays():
 FAMILY = (
     rpx.matrices.FixedRank(2, where="fixed")
     >> rpx.LowRank(2, where="low")
-    >> rpx.matrices.Invertible(least=0.1, where="invertible")
+    >> rpx.matrices.Invertible(eps=0.1, where="invertible")
     >> rpx.matrices.SpecialLinear(where="special")
 )
 
@@ -237,7 +237,7 @@ def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
         pytest.param(rpx.matrices.FixedRank(1), np.zeros((3, 2)), False, id="fixed rank, zero"),
         pytest.param(rpx.matrices.Invertible(), np.diag([1.0, 1e-3]), True, id="invertible"),
         pytest.param(rpx.matrices.Invertible(), np.ones((2, 2)), False, id="singular"),
-        pytest.param(rpx.matrices.Invertible(least=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
+        pytest.param(rpx.matrices.Invertible(eps=0.5), np.diag([1.0, 0.4]), False, id="below the bound"),
         pytest.param(rpx.matrices.SpecialLinear(), np.array([[2.0, 3.0], [1.0, 2.0]]), True, id="special linear"),
         pytest.param(rpx.matrices.SpecialLinear(), np.diag([1.0, -1.0]), False, id="determinant -1"),
         pytest.param(rpx.matrices.SpecialLinear(), np.zeros((2, 2)), False, id="determinant 0"),

@@ -15,7 +15,7 @@ from reparax.core.keys import LOOPED
 KEYS = jax.random.split(jax.random.key(11), 3)
 EPS = 2.0**-23
 """A unit in the last place of 1, of which a normal number may differ by four between programs."""
-STAGES = [rpx.VarNoise(1.0), rpx.WeightDropout(0.4), rpx.WeightDropout(0.4, broadcast=-1)]
+STAGES = [rpx.VarNoise(1.0), rpx.WeightDropout(0.4), rpx.WeightDropout(0.4, broadcast_dims=-1)]
 
 every_stage = pytest.mark.parametrize("p", STAGES, ids=repr)
 

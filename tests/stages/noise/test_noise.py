@@ -177,7 +177,7 @@ BROADCASTS = [
 
 
 def kept(key, shape, broadcast):
-    return applied(rpx.WeightDropout(0.3, broadcast=broadcast), np.ones(shape, np.float32), key) != 0
+    return applied(rpx.WeightDropout(0.3, broadcast_dims=broadcast), np.ones(shape, np.float32), key) != 0
 
 
 @pytest.mark.parametrize(("shape", "broadcast", "drawn"), BROADCASTS)
@@ -199,7 +199,7 @@ def test_neighbours_along_an_axis_that_is_not_shared_are_uncorrelated(key):
 
 
 def test_sharing_all_axes_is_one_draw_for_the_whole_array():
-    p, keys = rpx.WeightDropout(0.3, broadcast=(0, 1)), jax.random.split(jax.random.key(0), 10_000)
+    p, keys = rpx.WeightDropout(0.3, broadcast_dims=(0, 1)), jax.random.split(jax.random.key(0), 10_000)
     masks = np.asarray(jax.jit(jax.vmap(p.apply, (None, 0)))({"w": np.ones((2, 3), np.float32)}, keys)["w"]) != 0
     np.testing.assert_array_equal(masks, np.broadcast_to(masks[:, :1, :1], masks.shape))
     assert within(masks[:, 0, 0].mean(), 0.7, np.sqrt(0.3 * 0.7 / 10_000))
@@ -292,8 +292,8 @@ ONE = {"w": jnp.ones((4, 3))}
         pytest.param(rpx.Chain((rpx.VarNoise(2),) * 4), rpx.VarNoise(4), id="four noises"),
         pytest.param(rpx.WeightDropout(0.5) >> rpx.WeightDropout(0.5), rpx.WeightDropout(0.75), id="dropout"),
         pytest.param(
-            rpx.WeightDropout(0.5, broadcast=(0, -1)) >> rpx.WeightDropout(0.5, broadcast=[0, -1]),
-            rpx.WeightDropout(0.75, broadcast=(0, -1)),
+            rpx.WeightDropout(0.5, broadcast_dims=(0, -1)) >> rpx.WeightDropout(0.5, broadcast_dims=[0, -1]),
+            rpx.WeightDropout(0.75, broadcast_dims=(0, -1)),
             id="axes",
         ),
     ],
@@ -340,7 +340,7 @@ class Clipped(rpx.VarNoise):
     [
         Clipped(0.1) >> Clipped(0.1),
         rpx.VarNoise(0.1) >> Clipped(0.1),
-        rpx.WeightDropout(0.5, broadcast=0) >> rpx.WeightDropout(0.5),
+        rpx.WeightDropout(0.5, broadcast_dims=0) >> rpx.WeightDropout(0.5),
         rpx.WeightDropout(0.5) >> rpx.VarNoise(3),
     ],
     ids=repr,
@@ -484,7 +484,7 @@ LOOPS = {
     "jit": lambda f, keys: jnp.stack([jax.jit(f)(key) for key in keys]),
     "checkpoint": lambda f, keys: jnp.stack([jax.checkpoint(f)(key) for key in keys]),
 }
-OF_ROWS = rpx.WeightDropout(0.5, broadcast=-1)
+OF_ROWS = rpx.WeightDropout(0.5, broadcast_dims=-1)
 SHARED = pytest.param(OF_ROWS, id="weight_dropout of rows", marks=pytest.mark.thorough)
 
 

@@ -45,15 +45,21 @@ CASES = {
     "valid": ({"padding": "VALID", "strides": (1, 2)}, (1, 2), ((0, 0), (0, 0)), "constant", {}),
     "a number of zeros": ({"padding": 2}, (1, 1), ((2, 2), (2, 2)), "constant", {}),
     "pairs": ({"padding": ((0, 1), (2, 0))}, (1, 1), ((0, 1), (2, 0)), "constant", {}),
-    "dilation": ({"padding": "VALID", "dilation": (2, 1)}, (1, 1), ((0, 0), (0, 0)), "constant", {"dilation": (2, 1)}),
+    "dilation": (
+        {"padding": "VALID", "kernel_dilation": (2, 1)},
+        (1, 1),
+        ((0, 0), (0, 0)),
+        "constant",
+        {"dilation": (2, 1)},
+    ),
     "circular, dilation": (
-        {"padding": "CIRCULAR", "dilation": 2},
+        {"padding": "CIRCULAR", "kernel_dilation": 2},
         (1, 1),
         ((2, 2), (2, 2)),
         "wrap",
         {"dilation": (2, 2)},
     ),
-    "groups": ({"groups": 2}, (1, 1), ((1, 1), (1, 1)), "constant", {"groups": 2}),
+    "groups": ({"feature_group_count": 2}, (1, 1), ((1, 1), (1, 1)), "constant", {"groups": 2}),
 }
 
 
@@ -62,7 +68,7 @@ CASES = {
 def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
     given, strides, padding, mode, rest = CASES[name]
     window, kernel = (6, 7), normal(3, 3, 2, 4)
-    p = rpx.SpectralNorm(300, window=window, **given)
+    p = rpx.SpectralNorm(300, input_shape=window, **given)
     matrix = dense(kernel, window, strides, padding, mode, **rest)
     raw = p.update(p.init({"w": jnp.asarray(kernel)}))
     sigma = np.linalg.norm(matrix, 2)
@@ -79,28 +85,28 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
     kernel = np.ones((3, 3, 1, 1), np.float32)
     flat, whole = (
         np.asarray(projected(p, kernel))[0, 0, 0, 0]
-        for p in (rpx.SpectralNorm(columns=-1), rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR"))
+        for p in (rpx.SpectralNorm(columns=-1), rpx.SpectralNorm(input_shape=(8, 8), padding="CIRCULAR"))
     )
     np.testing.assert_allclose([1 / flat, 1 / whole], [3.0, 9.0], rtol=1e-5)
 
 
 def test_one_and_three_axes_and_the_layout_of_torch():
     line = normal(3, 2, 4)
-    p = rpx.SpectralNorm(window=6, padding="VALID")
+    p = rpx.SpectralNorm(input_shape=6, padding="VALID")
     matrix = dense(line[None], (1, 6), (1, 1), ((0, 0), (0, 0)), "constant")
     np.testing.assert_allclose(projected(p, line), line / np.linalg.norm(matrix, 2), rtol=1e-3)
     cube = normal(2, 2, 2, 2, 3)
-    q = rpx.SpectralNorm(window=(3, 3, 3), padding="VALID")
+    q = rpx.SpectralNorm(input_shape=(3, 3, 3), padding="VALID")
     assert init(q, {"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
     kernel = normal(3, 3, 2, 4)
-    ours = projected(rpx.SpectralNorm(window=(5, 5)), kernel)
-    theirs = np.asarray(projected(rpx.SpectralNorm(columns=0, window=(5, 5)), kernel.transpose(3, 2, 0, 1)))
+    ours = projected(rpx.SpectralNorm(input_shape=(5, 5)), kernel)
+    theirs = np.asarray(projected(rpx.SpectralNorm(columns=0, input_shape=(5, 5)), kernel.transpose(3, 2, 0, 1)))
     np.testing.assert_array_equal(ours, theirs.transpose(2, 3, 1, 0))
 
 
 def test_the_gradient_is_that_of_the_weight_over_its_norm():
     kernel = normal(3, 3, 2, 4)
-    p = rpx.SpectralNorm(200, window=(4, 4), padding="CIRCULAR")
+    p = rpx.SpectralNorm(200, input_shape=(4, 4), padding="CIRCULAR")
     raw = p.update(init(p, {"w": kernel}))
     slope = normal(3, 3, 2, 4, seed=1)
     got = np.asarray(pulled(p, raw, slope)["@spectral_norm"]["w"])
@@ -117,15 +123,15 @@ def test_the_gradient_is_that_of_the_weight_over_its_norm():
 
 @pytest.mark.thorough
 def test_it_takes_the_kernels_of_convolutions_alone_by_default_and_keeps_the_laws():
-    p = rpx.SpectralNorm(window=(5, 5), strides=2)
+    p = rpx.SpectralNorm(input_shape=(5, 5), strides=2)
     params = {"dense": normal(6, 4), "conv": normal(3, 3, 2, 4), "layers": normal(2, 3, 3, 2, 2)}
     raw = p.init(params)
     assert [name for name in params if isinstance(raw[name], dict)] == ["conv"]
-    check_laws(rpx.SpectralNorm(window=(5, 5), stacked=0, where="layers") >> p, params)
+    check_laws(rpx.SpectralNorm(input_shape=(5, 5), stacked=0, where="layers") >> p, params)
 
 
 def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
-    p = rpx.SpectralNorm(window=(4, 4))
+    p = rpx.SpectralNorm(input_shape=(4, 4))
     kernel = np.zeros((3, 3, 2, 2), np.float32)
     raw = p.update(init(p, {"w": kernel}))
     np.testing.assert_array_equal(fold(p, raw)["w"], 0)

@@ -47,9 +47,9 @@ def extremes(dtype):
 
 FITS = {
     "absmax": {},
-    "rms": {"fit": "rms", "reach": 2.5},
-    "fixed": {"fit": "fixed", "reach": 1e30},
-    "reach": {"reach": 3.0},
+    "rms": {"calibration_method": "rms", "calibration_scale": 2.5},
+    "fixed": {"calibration_method": "fixed", "calibration_scale": 1e30},
+    "calibration_scale": {"calibration_scale": 3.0},
     "twice": {"double_quant": True},
 }
 
@@ -57,7 +57,7 @@ FITS = {
 def stages(name, stage=rpx.Quantized):
     """The format with each fit that it has."""
     row = rpx.quantized._formats.FORMATS[name]
-    block = {} if row.block else {"block": 16}
+    block = {} if row.block else {"block_size": 16}
     for fit, fields in FITS.items():
         if fit != "twice" or not (row.numbers.bits == 8 or row.scales):
             yield fit, stage(name, **block, **fields)
@@ -93,7 +93,7 @@ def test_what_is_rounded_is_near(dtype):
     largest = np.repeat(np.max(np.abs(wide.reshape(2, 16, -1)), axis=1), 16, axis=0)
     least = 4 * float(np.finfo(np.float32).tiny)  # XLA takes numbers below for zeros
     bounds = {"int4": 1 / 14, "int8": 1 / 254, "uint4": 2 / 15, "nf4": 0.16, "float8_e4m3fn": 2**-4, "mxfp4": 0.26}
-    got = jax.jit(lambda w: {name: rpx.FakeQuantized(name, block=16).apply({"w": w})["w"] for name in bounds})(w)
+    got = jax.jit(lambda w: {name: rpx.FakeQuantized(name, block_size=16).apply({"w": w})["w"] for name in bounds})(w)
     for name, bound in bounds.items():
         off = np.abs(np.asarray(got[name]).astype(np.float64) - wide)
         slack = 2 * float(jnp.finfo(dtype).eps) * largest + 8 * float(jnp.finfo(dtype).smallest_subnormal)
@@ -102,7 +102,7 @@ def test_what_is_rounded_is_near(dtype):
 
 @pytest.mark.parametrize("step", ["absmax", "learned"])
 def test_ternary_numbers_and_learned_steps_are_finite(step):
-    p = rpx.FakeQuantized("ternary" if step == "absmax" else "int4", block=16, step=step)
+    p = rpx.FakeQuantized("ternary" if step == "absmax" else "int4", block_size=16, step=step)
     for dtype, got in effective(p, init(p, {dtype: extremes(dtype) for dtype in DTYPES})).items():
         assert np.all(np.isfinite(np.asarray(got).astype(np.float32))), dtype
 
@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_not_hidden(value):
     @jax.jit
     def each(w):
         ways = {name: rpx.FakeQuantized(name) for name in names} | {
-            name: rpx.FakeQuantized(name, fit=fit) for name, fit in fits.items()
+            name: rpx.FakeQuantized(name, calibration_method=fit) for name, fit in fits.items()
         }
         return {name: p.apply({"w": w})["w"] for name, p in ways.items()}
 

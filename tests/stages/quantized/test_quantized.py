@@ -41,8 +41,8 @@ TOPS = {"int8": 127, "int4": 7, "nf4": 1, "float8_e4m3fn": 448, "float8_e5m2": 5
 BLOCKS = {
     "one": ({}, lambda w: (w.reshape(1, -1), lambda x: x.reshape(w.shape))),
     "columns": ({"axis": -1}, lambda w: (w.T, lambda x: x.T)),
-    "of a column": ({"block": 4}, lambda w: (w.T.reshape(-1, 4), lambda x: x.reshape(w.T.shape).T)),
-    "of a row": ({"axis": 0, "block": 3}, lambda w: (w.reshape(-1, 3), lambda x: x.reshape(w.shape))),
+    "of a column": ({"block_size": 4}, lambda w: (w.T.reshape(-1, 4), lambda x: x.reshape(w.T.shape).T)),
+    "of a row": ({"axis": 0, "block_size": 3}, lambda w: (w.reshape(-1, 3), lambda x: x.reshape(w.shape))),
 }
 
 
@@ -65,7 +65,7 @@ def test_numbers_are_the_nearest_in_units_of_the_largest(case):
     assert np.sum(np.abs(got - want) > 1e-5 * np.abs(want) + 1e-7) <= 1
 
 
-HOW = ({}, {"axis": -1}, {"block": 16}, {"axis": 0, "block": 4})
+HOW = ({}, {"axis": -1}, {"block_size": 16}, {"axis": 0, "block_size": 4})
 
 
 @pytest.mark.thorough
@@ -114,14 +114,14 @@ def test_a_compiled_loss_reads_the_weights_that_apply_gives():
 )
 def test_scales_that_are_rounded_too(name, dtype):
     w = {"w": normal(64, 8, dtype=dtype)}
-    stored = rpx.Quantized(name, block=16, double_quant=True)
+    stored = rpx.Quantized(name, block_size=16, double_quant=True)
     raw = init(stored, w)
     fixed = raw["w"]["@quantized"]["@fixed"]
     assert (fixed["scale"].dtype, fixed["scale"].shape) == (jnp.int8, (4, 8))
     assert (fixed["unit"].dtype, fixed["unit"].shape) == (dtype, (1, 8))
     got = effective(stored, raw)["w"]
-    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, block=16, double_quant=True), w)["w"])
-    single = effective(rpx.FakeQuantized(name, block=16), w)["w"]
+    np.testing.assert_array_equal(got, effective(rpx.FakeQuantized(name, block_size=16, double_quant=True), w)["w"])
+    single = effective(rpx.FakeQuantized(name, block_size=16), w)["w"]
     off, error = (np.mean(np.abs(np.asarray(x, np.float32) - np.asarray(w["w"], np.float32))) for x in (got, single))
     assert off < 1.02 * error
 
@@ -134,7 +134,9 @@ def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
     assert np.max(np.abs(got - np.asarray(w["w"]))) < np.ptp(w["w"]) / 15  # a step of four bits
 
 
-@pytest.mark.parametrize(("name", "how"), [("int8", {"axis": -1}), ("int4", {"block": 32, "fit": "rms"})])
+@pytest.mark.parametrize(
+    ("name", "how"), [("int8", {"axis": -1}), ("int4", {"block_size": 32, "calibration_method": "rms"})]
+)
 def test_raw_values_of_training_are_stored_as_what_the_model_has_read(name, how):
     trained, stored = rpx.FakeQuantized(name, **how), rpx.Quantized(name, **how)
     raw = init(trained, {"w": normal(64, 96)})
@@ -157,13 +159,13 @@ def test_two_numbers_of_four_bits_share_a_byte():
 @pytest.mark.parametrize(
     ("p", "dtype", "most"),
     [
-        (rpx.Quantized("int8", block=256), np.float32, 1.02),
-        (rpx.Quantized("float8_e4m3fn", block=256), np.float32, 1.02),
-        (rpx.Quantized("int4", block=64), jnp.bfloat16, 0.532),
-        (rpx.Quantized("int4", block=128), np.float32, 0.532),
-        (rpx.Quantized("int4", block=64, double_quant=True), np.float32, 0.52),
-        (rpx.Quantized("nf4", block=64, double_quant=True), np.float32, 0.52),
-        (rpx.Quantized("nf4", block=64, double_quant=True), jnp.bfloat16, 0.52),
+        (rpx.Quantized("int8", block_size=256), np.float32, 1.02),
+        (rpx.Quantized("float8_e4m3fn", block_size=256), np.float32, 1.02),
+        (rpx.Quantized("int4", block_size=64), jnp.bfloat16, 0.532),
+        (rpx.Quantized("int4", block_size=128), np.float32, 0.532),
+        (rpx.Quantized("int4", block_size=64, double_quant=True), np.float32, 0.52),
+        (rpx.Quantized("nf4", block_size=64, double_quant=True), np.float32, 0.52),
+        (rpx.Quantized("nf4", block_size=64, double_quant=True), jnp.bfloat16, 0.52),
     ],
 )
 def test_bytes_in_memory_and_in_a_file(p, dtype, most):
@@ -181,7 +183,7 @@ def test_zeros_and_tiny_weights_stay_what_they_are():
     zeros = {np.dtype(dtype).name: np.zeros((8, 2), dtype) for dtype in (np.float32, jnp.bfloat16, np.float16)}
     w = np.asarray(normal(8, 2, dtype=np.float16)) * np.float16(1e-5)
     for name in FORMATS:
-        for dtype, zero in effective(rpx.FakeQuantized(name, block=4), zeros).items():
+        for dtype, zero in effective(rpx.FakeQuantized(name, block_size=4), zeros).items():
             assert not np.asarray(zero).any(), (name, dtype)
         got = np.asarray(effective(rpx.FakeQuantized(name, axis=-1), {"w": w})["w"])
         assert np.max(np.abs(got - w)) < 0.5 * np.max(np.abs(w)), name
@@ -249,7 +251,7 @@ def test_a_learned_step_is_the_finest_that_fits():
 
 def test_rounded_scales_keep_small_blocks_and_twice_is_once():
     w = jnp.asarray([[1.0], [0.5], [1.6 / 127], [-0.3 / 127]])
-    p = rpx.FakeQuantized("nf4", block=2, double_quant=True)
+    p = rpx.FakeQuantized("nf4", block_size=2, double_quant=True)
     once = effective(p, {"w": w})["w"]
     np.testing.assert_array_equal(effective(p, {"w": once})["w"], once)
     assert np.max(np.abs(np.asarray(once) - np.asarray(w))[2:]) < 0.01
@@ -271,9 +273,9 @@ def test_numbers_are_made_where_an_array_lies_on_an_explicit_mesh(name):
     ("p", "sizes"),
     [
         (rpx.Quantized("int8", axis=-1), {"q": P("x", "y"), "scale": P(None, "y")}),
-        (rpx.Quantized("int4", block=4), {"q": P("x", "y"), "scale": P("x", "y")}),
+        (rpx.Quantized("int4", block_size=4), {"q": P("x", "y"), "scale": P("x", "y")}),
         (
-            rpx.Quantized("nf4", block=8, double_quant=True),
+            rpx.Quantized("nf4", block_size=8, double_quant=True),
             {"q": P("x", "y"), "scale": P("x", "y"), "unit": P(None, "y")},
         ),
     ],
@@ -287,7 +289,7 @@ def test_stored_arrays_lie_as_their_weights_do(p, sizes):
 @pytest.mark.thorough
 def test_adapters_on_a_stored_base_lie_as_their_weights_do():
     mesh = jax.make_mesh((2, 4), ("x", "y"))
-    p = rpx.Quantized("nf4", block=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
+    p = rpx.Quantized("nf4", block_size=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
     like = {"w": normal(64, 32)}
     got = p.shardings({"w": P("x", "y")}, mesh, like=like)["w"]["@weight_norm"]
     lora = got["v"]["@lora"]
@@ -300,7 +302,7 @@ def test_adapters_on_a_stored_base_lie_as_their_weights_do():
 
 def test_stored_experts_and_convolutions():
     conv, experts = normal(3, 3, 8, 4), normal(2, 8, 4)
-    p = rpx.Quantized("int4", axis=(0, 1, 3), block=4)
+    p = rpx.Quantized("int4", axis=(0, 1, 3), block_size=4)
     raw = init(p, {"conv": conv})["conv"]["@quantized"]["@fixed"]
     assert (raw["q"].shape, raw["scale"].shape) == ((3, 3, 4, 4), (3, 3, 2, 4))
     stacked, alone = rpx.Quantized("int8", axis=-1, stacked=0), rpx.Quantized("int8", axis=-1)

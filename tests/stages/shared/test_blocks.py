@@ -89,7 +89,7 @@ def test_a_block_keeps_the_dtype(dtype):
 def test_letters_take_their_sizes_from_the_arrays_so_one_stage_serves_layers_of_all_sizes():
     block = rpx.shared.Concat(tuple(rpx.shared.Concat((f"input_{g}: n h", f"hidden_{g}: h' h")) for g in "ab"), axis=1)
     params = {"layers": [{"w": normal(5, 4)}, {"w": normal(7, 6)}]}
-    raw, effective = made_and_read(rpx.shared.Pack({"w": block}, at=r"layers/\d+"), params)
+    raw, effective = made_and_read(rpx.shared.Pack({"w": block}, where=r"layers/\d+"), params)
     assert [raw["layers"][i]["w"]["@pack"]["input_b"].shape for i in (0, 1)] == [(3, 2), (4, 3)]
     same(effective, params)
 
@@ -109,7 +109,7 @@ def test_several_layers_stand_in_one_block():
 
 def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():
     p = rpx.VarNoise(0.1, where="cell/wi/w") >> rpx.shared.Split(
-        {"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}, at="cell"
+        {"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}, where="cell"
     )
     params = {"cell": {"wi": WI, "wh": WH}, "b": B}
     raw = p.init(params)
@@ -527,10 +527,10 @@ def test_one_bias_of_cudnn_is_the_sum_of_two_and_none_leaves_zeros():
 @pytest.mark.parametrize(
     "p",
     [
-        rpx.shared.Pack("haiku.lstm", at="lstm"),
+        rpx.shared.Pack("haiku.lstm", where="lstm"),
         rpx.shared.Pack("returnn.attention", sizes={"heads": 8, "key": 64}),
         rpx.shared.Split({"W": rpx.shared.Concat(("a: 3 4", rpx.shared.Concat(("b: 2 2", "c: 2 2"), axis=1)))}),
-        rpx.shared.Split("equinox.lstm", at="a", model="flax.lstm"),
+        rpx.shared.Split("equinox.lstm", where="a", model="flax.lstm"),
         rpx.shared.Pack({"w": rpx.shared.gates("hidden", "rzn", out_first=True), "b": rpx.shared.gates("bias", "r")}),
         rpx.shared.CudnnLSTM(3, 2, biases=1),
     ],

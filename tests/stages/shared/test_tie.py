@@ -163,7 +163,7 @@ def test_gradients_of_all_uses_add_up_at_the_owner_and_the_optimizer_has_no_copy
 def test_ties_reach_the_raw_blocks_of_cells():
     cell = {"wi": normal(3, 8), "wh": normal(2, 8, seed=1)}
     params = {"encoder": cell, "decoder": cell}
-    split = rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}, at="encoder|decoder")
+    split = rpx.shared.Split({"w": rpx.shared.Concat(("wi: 3 8", "wh: 2 8"))}, where="encoder|decoder")
     p = rpx.Tie({"decoder/wi/w": "encoder/wi/w"}) >> split
     raw = p.init(params)
     assert len(jax.tree.leaves(raw)) == 1

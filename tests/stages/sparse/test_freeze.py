@@ -68,8 +68,8 @@ def test_frozen_weights_that_were_folded_are_computed_no_more():
 
 
 CODES = {
-    "all that trains": rpx.Freeze() >> rpx.Quantized("nf4", block=64) >> rpx.LoRA(2),
-    "the base by its path": rpx.Freeze(where=".*kernel") >> rpx.Quantized("nf4", block=64) >> rpx.LoRA(2),
+    "all that trains": rpx.Freeze() >> rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(2),
+    "the base by its path": rpx.Freeze(where=".*kernel") >> rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(2),
     "all": rpx.Freeze() >> rpx.Quantized("int8", axis=-1),
     "codes by their path": rpx.Freeze(where=".*kernel") >> rpx.Quantized("int8", axis=-1),
 }

@@ -13,7 +13,7 @@ from compiled import fold, init, pulled, read, update
 from errors import table
 
 import reparax as rpx
-from reparax.stages.sparse import _pruning
+from reparax.stages.sparse import _sparse
 
 
 def normal(*shape, seed=0, scale=1.0, dtype=np.float32):
@@ -70,14 +70,14 @@ def test_magnitude_pruning_takes_the_smallest_weights(p, count):
 
 @functools.partial(jax.jit, static_argnums=1)
 def left_by_a_traced_share(share, size):
-    return _pruning.count_left(rpx.MagnitudePruning((share, 0.5)), size)
+    return _sparse.count_left(rpx.MagnitudePruning((share, 0.5)), size)
 
 
 @pytest.mark.parametrize("size", [35, 45, 1000, 4097**2, 2**31 - 1])
 @pytest.mark.parametrize("share", [0.0, 1e-9, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.99])
 def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(share, size):
     left = size - round(share * size)
-    assert _pruning.count_left(rpx.MagnitudePruning((share, 0.5)), size) == left - round(0.5 * left)
+    assert _sparse.count_left(rpx.MagnitudePruning((share, 0.5)), size) == left - round(0.5 * left)
     # The float32 number in units of 2^-31, exactly multiplied; Python rounds fractions as it does floats.
     units = Fraction(round(Fraction(float(np.float32(share))) * 2**31), 2**31)
     left = size - round(units * size)
@@ -86,8 +86,8 @@ def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(shar
 
 @pytest.mark.parametrize(("size", "share", "pruned"), [(45, 0.7, 31), (1000, 0.3, 300), (4097**2, 0.99, 16617555)])
 def test_a_schedule_prunes_as_many_weights_as_a_number(size, share, pruned):
-    assert size - _pruning.count_left(rpx.MagnitudePruning(share), size) == pruned
-    assert size - jax.jit(lambda share: _pruning.count_left(rpx.MagnitudePruning(share), size))(share) == pruned
+    assert size - _sparse.count_left(rpx.MagnitudePruning(share), size) == pruned
+    assert size - jax.jit(lambda share: _sparse.count_left(rpx.MagnitudePruning(share), size))(share) == pruned
 
 
 def test_of_equal_weights_the_first_stay():
@@ -106,7 +106,7 @@ def test_slices_are_pruned_by_their_norm(axis, others, order, score):
     norms = np.max(np.abs(w), others) if order == np.inf else np.sum(np.abs(w.astype(float)) ** score, others)
     kept = norms > np.sort(norms)[1]  # half of four, or a third of six, but two
     expected = w * np.expand_dims(kept, others)
-    p = rpx.MagnitudePruning(axis=axis, order=order, count=2)
+    p = rpx.MagnitudePruning(axis=axis, ord=order, count=2)
     (got,) = projected(p, [w])
     np.testing.assert_array_equal(got, expected)
     mask = jax.eval_shape(p.init, {"w": w})["w"]["@magnitude_pruning"]["@fixed"]["mask"]

@@ -44,7 +44,7 @@ def regrown(weights, active, scores, share):
     ],
 )
 def test_masks_worked_by_hand(grads, expected):
-    p = rpx.sparse.RigL(count=2, drop=0.5)
+    p = rpx.sparse.RigL(count=2, drop_fraction=0.5)
     raw = init(p, {"w": np.float32([[4.0, -3.0, 1.0, 2.0, 0.0, 0.0]])}, jax.random.key(0))
     np.testing.assert_array_equal(mask_of(raw), [[1, 1, 1, 1, 0, 0]])
     raw = update(p, raw, grads={"w": np.float32([grads])})
@@ -62,8 +62,8 @@ def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates
     def step(raw, t, x):
         values, grads = x
         raw = with_values(raw, raw["w"]["@rigl"]["w"] + values)
-        before = rpx.sparse.RigL(0.8, drop=share(t)).fold(raw)["w"]
-        raw = rpx.sparse.RigL(0.8, drop=share(t)).update(raw, grads={"w": grads})
+        before = rpx.sparse.RigL(0.8, drop_fraction=share(t)).fold(raw)["w"]
+        raw = rpx.sparse.RigL(0.8, drop_fraction=share(t)).update(raw, grads={"w": grads})
         return raw, (before, mask_of_traced(raw), rpx.sparse.RigL(0.8).fold(raw)["w"])
 
     def mask_of_traced(raw):
@@ -83,7 +83,7 @@ def test_masks_follow_the_algorithm_and_density_is_constant_through_1000_updates
 
 
 def test_set_drops_the_smallest_and_grows_at_random():
-    p = rpx.sparse.SET(0.75, drop=0.5)
+    p = rpx.sparse.SET(0.75, drop_fraction=0.5)
     w = normal(16, 16)
     raw = init(p, {"w": w}, jax.random.key(0))
     first = mask_of(raw, "set") != 0
@@ -100,7 +100,7 @@ def test_set_drops_the_smallest_and_grows_at_random():
 
 
 def test_set_grows_at_random_under_the_key_of_init_too():
-    p, w = rpx.sparse.SET(0.75, drop=0.5), normal(16, 16)
+    p, w = rpx.sparse.SET(0.75, drop_fraction=0.5), normal(16, 16)
 
     @jax.jit
     @jax.vmap
@@ -130,7 +130,7 @@ def test_without_what_an_update_reads_the_mask_stays():
 
 
 def test_a_weight_that_is_grown_again_begins_at_zero_and_trains_as_any_other():
-    p = rpx.sparse.RigL(count=1, drop=1.0)
+    p = rpx.sparse.RigL(count=1, drop_fraction=1.0)
     raw = init(p, {"w": np.float32([[5.0, 0.0]])}, jax.random.key(0))
     raw = update(p, raw, grads={"w": np.float32([[0.0, 1.0]])})  # the first goes
     np.testing.assert_array_equal(fold(p, raw)["w"], [[0.0, 0.0]])
@@ -146,7 +146,7 @@ def test_init_hides_no_numbers():
 
 
 def test_numbers_that_are_none_do_not_change_the_density():
-    p = rpx.sparse.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
     raw = init(p, {"w": normal(4, 4)}, jax.random.key(0))
     for grads in (jnp.full((4, 4), jnp.nan), jnp.where(normal(4, 4) > 0, jnp.nan, 1.0), jnp.full((4, 4), jnp.inf)):
         assert mask_of(p.update(raw, grads={"w": grads})).sum() == 8
@@ -159,13 +159,13 @@ def test_numbers_that_are_none_do_not_change_the_density():
 @pytest.mark.parametrize("drop", [-0.5, 1.5, 2.0])
 def test_a_traced_share_is_kept_within_zero_and_one(drop):
     raw = rpx.sparse.RigL(0.5).init({"w": normal(4, 4)}, jax.random.key(0))
-    update = jax.jit(lambda drop: rpx.sparse.RigL(0.5, drop=drop).update(raw, grads={"w": normal(4, 4)}))
+    update = jax.jit(lambda drop: rpx.sparse.RigL(0.5, drop_fraction=drop).update(raw, grads={"w": normal(4, 4)}))
     np.testing.assert_array_equal(mask_of(update(drop)), mask_of(update(float(np.clip(drop, 0, 1)))))
 
 
 def test_gradients_reach_a_stage_through_those_behind_it():
     """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
-    p = rpx.sparse.RigL(0.5, drop=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
     a = np.float32([[3.0, 1.0, 0.0, 0.0]])
     raw = init(p, {"a": a, "b": 10 * a}, jax.random.key(0))
     # By itself the third place of `a` has the larger gradient, with that through `b` the fourth.
@@ -175,14 +175,14 @@ def test_gradients_reach_a_stage_through_those_behind_it():
 
 
 def test_gradients_behind_noise_are_those_by_its_mean():
-    p = rpx.sparse.RigL(0.5, drop=0.5) >> rpx.VarNoise(0.1)
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5) >> rpx.VarNoise(0.1)
     raw = init(p, {"w": np.float32([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
     raw = update(p, raw, grads={"w": np.float32([[0.0, 0.0, 0.0, 1.0]])})
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
 def test_stacked_arrays_move_by_themselves():
-    each, stacked = rpx.sparse.RigL(0.5, drop=0.5), rpx.sparse.RigL(0.5, drop=0.5, stacked=0)
+    each, stacked = rpx.sparse.RigL(0.5, drop_fraction=0.5), rpx.sparse.RigL(0.5, drop_fraction=0.5, stacked=0)
     w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
     raw = init(stacked, {"w": w}, jax.random.key(0))
     together = mask_of(update(stacked, raw, grads={"w": g}))
@@ -192,7 +192,7 @@ def test_stacked_arrays_move_by_themselves():
 
 
 def test_set_draws_for_each_of_stacked_arrays_alone():
-    p, w = rpx.sparse.SET(0.5, drop=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
+    p, w = rpx.sparse.SET(0.5, drop_fraction=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
     first = init(p, {"w": w}, jax.random.key(0))
     after = update(p, first, jax.random.key(1))
     masks = [mask_of(raw, "set") for raw in (first, after)]
@@ -243,9 +243,9 @@ def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
 
 
 def test_errors():
-    p = rpx.sparse.RigL(0.5, drop=0.5)
+    p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
     raw = init(p, {"w": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)}, jax.random.key(0))
-    who = "RigL(sparsity=0.5, drop=0.5).update"
+    who = "RigL(sparsity=0.5, drop_fraction=0.5).update"
     with raises(
         ValueError,
         f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold '@rigl' at 'w'. Pass "
@@ -271,8 +271,8 @@ def test_errors():
         "value. Put that stage later in the chain.",
     ):
         behind.update(behind.init({"w": normal(4, 4)}, jax.random.key(0)), grads={"w": normal(4, 4)})
-    with raises(ValueError, "RigL got drop=1.5, but takes a share of the weights from 0 to 1."):
-        rpx.sparse.RigL(0.5, 1.5)
+    with raises(ValueError, "RigL got drop_fraction=1.5, but takes a share of the weights from 0 to 1."):
+        rpx.sparse.RigL(0.5, drop_fraction=1.5)
     with raises(
         ValueError,
         "RigL(count=5).init at 'w': expected to prune at most 4, the number of weights or slices, got count=5. "

@@ -7,7 +7,7 @@ from reparax.stages.adapters._adapters import CayleyNeumann as CayleyNeumann
 from reparax.stages.adapters._adapters import Delta as Delta
 from reparax.stages.adapters._adapters import Gain as Gain
 from reparax.stages.adapters._adapters import Hadamard as Hadamard
+from reparax.stages.adapters._adapters import LoRA as LoRA
 from reparax.stages.adapters._adapters import Rotated as Rotated
 from reparax.stages.adapters._adapters import TrainableSlices as TrainableSlices
-from reparax.stages.adapters._lora import LoRA as LoRA
-from reparax.stages.adapters._lora import VeRA as VeRA
+from reparax.stages.adapters._adapters import VeRA as VeRA

@@ -1,11 +1,14 @@
-"""Adapters by differences, gains and rotations."""
+"""Small differences to fixed weights: of low rank, of slices, gains and rotations."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.axes import Axes, Axis, check_axis, check_features, count_from_front, other_axes, position
 from reparax.core.fields import Number, argument, per_array
@@ -13,9 +16,20 @@ from reparax.core.leaf import Reparametrization
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.roles import INPUTS
 from reparax.core.values import Values, aux, fixed, main
-from reparax.numerics.arguments import check_flag, check_positive_whole, check_weight, is_whole
+from reparax.numerics.arguments import (
+    check_flag,
+    check_known_number,
+    check_number,
+    check_positive_whole,
+    check_weight,
+    check_whole,
+    is_whole,
+    one_of,
+    optional,
+)
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.linalg import identity, product, why_not_divisible
+from reparax.numerics.linalg import identity, product, rank_error, why_not_divisible
+from reparax.numerics.threefry import bits
 
 
 class Delta(Reparametrization):
@@ -148,7 +162,7 @@ class Gain(Reparametrization):
         return (jnp.expand_dims(g, other_axes(self.axis, w)).astype(x.dtype) * x).astype(w.dtype)
 
 
-def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
+def _check_indices(value: Any, who: str, name: str) -> tuple[int, ...]:
     """At least one whole number from 0 on, all different."""
     if not isinstance(value, tuple | list) or not all(is_whole(item) and item >= 0 for item in value):
         raise TypeError(f"{who} takes whole numbers from 0 on as {name}, but got {value!r}.")
@@ -160,20 +174,20 @@ def _check_index(value: Any, who: str, name: str) -> tuple[int, ...]:
 class TrainableSlices(Reparametrization):
     r"""Fixed weights of which a few slices train, such as the rows of new tokens in a table.
 
-    Raw values: ``x`` (main), these slices, like ``w`` with ``len(index)`` entries along ``axis``; ``w`` (fixed), the
+    Raw values: ``x`` (main), these slices, like ``w`` with ``len(indices)`` entries along ``axis``; ``w`` (fixed), the
     base, like ``w``. The effective array is the base with the slices in their places. ``init`` is exact, bit for bit.
     ``Freeze() >> TrainableSlices((5, 7), where="embed/embedding")`` trains two tokens.
 
     Args:
-      index: The indices of the slices, from 0.
+      indices: The indices of the slices, from 0.
       axis: The axis along which they are counted, by number or by name.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``index`` or ``axis`` has the wrong type.
-      ValueError: If ``index`` is out of range.
+      TypeError: If ``indices`` or ``axis`` has the wrong type.
+      ValueError: If ``indices`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -184,7 +198,7 @@ class TrainableSlices(Reparametrization):
              [5., 6.]], dtype=float32)
     """
 
-    index: tuple[int, ...] = argument(_check_index)
+    indices: tuple[int, ...] = argument(_check_indices)
     axis: Axis = argument(check_axis, default=0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(), "w": fixed(base=True)}
@@ -193,38 +207,40 @@ class TrainableSlices(Reparametrization):
 
     def refuse_leaf(self, w: Array) -> str | None:
         size = w.shape[position(self.axis, w)]
-        if max(self.index) < size:
+        if max(self.indices) < size:
             return None
-        return f"expected slices below {size}, the size of axis {self.axis}, got {max(self.index)}. Correct `index`."
+        return (
+            f"expected slices below {size}, the size of axis {self.axis}, got {max(self.indices)}. Correct `indices`."
+        )
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return {"x": jnp.take(w, jnp.array(self.index), axis=position(self.axis, w)), "w": w}
+        return {"x": jnp.take(w, jnp.array(self.indices), axis=position(self.axis, w)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, x, axis = values["w"], values["x"], position(self.axis, values["w"])
-        rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.index)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
+        rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.indices)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
         return jnp.moveaxis(rows, 0, axis)
 
 
 class Rotated(RowsAndColumns):
     r"""Fixed weights times a trained block-diagonal matrix: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
-    Raw values: ``r`` (main) of shape ``(blocks, n, n)`` with n rows in each block, identities at the start; ``w``
+    Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, identities at the start; ``w``
     (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the
     angles between the columns: ``Freeze() >> Orthogonal(stacked=0) >> Rotated(4)``. Half-precision matrices are
     computed in float32.
 
     Args:
-      blocks: The number of blocks; it must divide the number of rows.
-      shared: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
+      num_blocks: The number of blocks; it must divide the number of rows.
+      block_share: Whether all blocks are equal; then ``r`` has the shape ``(1, n, n)``.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
       stacked: As for :class:`Reparametrization`.
       rows, columns: As for :class:`LoRA`: rows are the inputs of a kernel ``(in, out)``.
 
     Raises:
-      TypeError: If ``blocks`` or ``shared`` has the wrong type.
-      ValueError: If ``blocks`` is out of range.
+      TypeError: If ``num_blocks`` or ``block_share`` has the wrong type.
+      ValueError: If ``num_blocks`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -238,21 +254,24 @@ class Rotated(RowsAndColumns):
       Finetuning*, 2023.
     """
 
-    blocks: int = argument(check_positive_whole)
-    shared: bool = argument(check_flag, default=False, kw_only=True)
+    num_blocks: int = argument(check_positive_whole)
+    block_share: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return why_not_divisible((self.blocks, 1), w)
+        return why_not_divisible((self.num_blocks, 1), w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        size = w.shape[0] // self.blocks
-        return {"r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.shared else self.blocks, 1, 1)), "w": w}
+        size = w.shape[0] // self.num_blocks
+        return {
+            "r": jnp.tile(jnp.eye(size, dtype=w.dtype)[None], (1 if self.block_share else self.num_blocks, 1, 1)),
+            "w": w,
+        }
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w, r = values["w"], widened(values["r"])
-        parts = widened(w).reshape(self.blocks, -1, w.shape[1])
+        parts = widened(w).reshape(self.num_blocks, -1, w.shape[1])
         return product(r, parts).reshape(w.shape).astype(w.dtype)
 
 
@@ -307,3 +326,214 @@ class CayleyNeumann(RowsAndColumns):
         for _ in range(self.degree - 2):
             turn = 2 * eye + product(skew, turn)
         return product(eye + product(skew, turn), base).astype(values["base"].dtype)
+
+
+def _draw_kaiming(w: Array, rank: int, key: Array) -> Array:
+    """Uniform numbers with the bound of PEFT."""
+    bound = w.shape[0] ** -0.5
+    return jax.random.uniform(key, (w.shape[0], rank), w.real.dtype, -bound, bound)
+
+
+def _draw_gaussian(w: Array, rank: int, key: Array) -> Array:
+    """Normal numbers."""
+    return jax.random.normal(key, (w.shape[0], rank), w.dtype) / rank
+
+
+def _split_pissa(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
+    """The factors of the largest singular values, of equal norms."""
+    u, singular, vh = jnp.linalg.svd(w, full_matrices=False)
+    root = jnp.sqrt(singular[:rank] / jnp.abs(scaling))
+    nonzero_root = jnp.where(root == 0, 1, root)  # keeps one factor nonzero, so that a zero matrix trains
+    a = u[:, :rank] * (jnp.sign(scaling) * root).astype(u.dtype)[None]
+    return a, nonzero_root.astype(vh.dtype)[:, None] * vh[:rank]
+
+
+def _split_olora(w: Array, rank: int, scaling: Array) -> tuple[Array, Array]:
+    """The first rows and columns of the QR decomposition of the transposed matrix."""
+    del scaling
+    q, r = jnp.linalg.qr(w.T)
+    return r[:rank].T, q[:, :rank].T
+
+
+DRAWN = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
+"""Starts that draw A, where B is zero."""
+SPLIT = {"pissa": _split_pissa, "olora": _split_olora}
+"""Starts that move a part of the base into both factors."""
+
+
+class LoRA(RowsAndColumns):
+    r"""A low-rank difference to fixed weights: :math:`W = W_0 + c \, A B`.
+
+    Raw values: ``a`` of shape ``(rows, rank)`` and ``b`` of shape ``(rank, columns)``, both main; ``w`` (fixed), the
+    base :math:`W_0`, like ``W``. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
+    the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
+    Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
+    computed in float32. Both factors start in the dtype of W; in bfloat16 the small steps of an optimizer round to
+    nothing, so cast the free values of ``rpx.partition(raw)`` to float32, which ``apply`` takes.
+
+    ================================  =========================================================
+    LoRA                              ``Freeze() >> LoRA(8, alpha=16)``
+    rsLoRA                            ``Freeze() >> LoRA(8, alpha=16, use_rslora=True)``
+    PiSSA, OLoRA                      ``Freeze() >> LoRA(8, init_weights="pissa")``, ``init_weights="olora"``
+    DoRA                              ``Freeze() >> LoRA(8) >> WeightNorm(detach=True)``
+    QLoRA                             ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``
+    QDoRA                             the same, then ``>> WeightNorm(detach=True)``
+    ================================  =========================================================
+
+    ``Freeze`` also freezes the rest of the model, such as biases, norms and embeddings; ``rpx.partition(raw)[0]`` holds
+    the values that train. If one array holds all layers, as under a scan, give every stage except ``Freeze``
+    ``stacked=0``.
+
+    With ``init_weights="pissa"`` and ``"olora"`` the base becomes the rest of W: save the whole raw tree.
+
+    Args:
+      rank: The rank of the difference, at least 1. If B starts at zero, it may exceed ``min(rows, columns)``, as PEFT's
+        default of 8 does on a layer of two outputs.
+      alpha: :math:`c = \alpha / r`, a number or a traced scalar; 0 is the base model. Default: :math:`c = 1`.
+      use_rslora: Whether :math:`c = \alpha / \sqrt r` (rsLoRA). Has no effect without ``alpha``.
+      init_weights: ``"kaiming"``: A is uniform with the bound :math:`1 / \sqrt{\text{rows}}`, B zero, as in PEFT.
+        ``"gaussian"``: A is normal with the standard deviation :math:`1 / r`, B zero. ``"pissa"``: the ``r`` largest
+        singular values move from the base into :math:`c A B`, split evenly. ``"olora"``: with :math:`W^T = Q R`,
+        ``b`` is the first columns of Q and ``a`` the first rows of R, both transposed; the base is W without
+        :math:`c A B`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases,
+        scales, and tables, which are named ``embedding`` or ``embeddings``.
+      stacked: As for :class:`Reparametrization`: axes along which independent matrices are stacked, such as experts.
+      rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
+        first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
+        and equinox, pass ``rows=1``.
+      columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
+
+    Raises:
+      TypeError: If ``rank``, ``alpha`` or ``use_rslora`` has the wrong type.
+      ValueError: If ``rank`` is out of range, or if ``init_weights`` is not one of the words above.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)
+      >>> raw = p.init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)}, jax.random.key(0))
+      >>> jax.tree.map(jnp.shape, rpx.partition(raw)[0]["kernel"]["@lora"])["a"]
+      (8, 2)
+      >>> p.fold(raw)["kernel"].shape
+      (8, 3)
+
+    References:
+      Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022; Kalajdzievski, *A Rank Stabilization Scaling
+      Factor for Fine-Tuning with LoRA*, 2023; Meng, Wang and Zhang, *PiSSA*, 2024; Büyükakyüz, *OLoRA*, 2024; Liu,
+      Wang, Yin, Molchanov, Wang, Cheng and Chen, *DoRA*, 2024; Dettmers, Pagnoni, Holtzman and Zettlemoyer, *QLoRA*,
+      2023.
+    """
+
+    rank: int = argument(check_positive_whole)
+    alpha: Number = argument(per_array(optional(check_number)), default=None)
+    use_rslora: bool = argument(check_flag, default=False, kw_only=True)
+    init_weights: str = argument(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
+
+    raw_values: ClassVar[Values] = {
+        "a": main(axes=("rows", "rank")),
+        "b": main(axes=("rank", "columns")),
+        "w": fixed(base=True),
+    }
+    tables: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.alpha, float) and self.alpha == 0.0 and self.init_weights in SPLIT:
+            raise ValueError(
+                f"LoRA got alpha=0.0 and init_weights={self.init_weights!r}, which moves a part of the base into "
+                "factors that alpha multiplies. Use another alpha, or init_weights='kaiming'."
+            )
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        return rank_error(self.rank, w) if self.init_weights in SPLIT or 0 in w.shape else None
+
+    @property
+    def random_start(self) -> bool:
+        return self.init_weights in DRAWN
+
+    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+        x = widened(w)
+        if self.init_weights in DRAWN:
+            a = DRAWN[self.init_weights](x, self.rank, key).astype(w.dtype)
+            return {"a": a, "b": jnp.zeros((self.rank, w.shape[1]), w.dtype), "w": w}
+        a, b = (factor.astype(w.dtype) for factor in SPLIT[self.init_weights](x, self.rank, self._factor(x)))
+        return {"a": a, "b": b, "w": (x - self._difference(a, b)).astype(w.dtype)}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        x = widened(values["w"])
+        return (x + self._difference(values["a"], values["b"]).astype(x.dtype)).astype(values["w"].dtype)
+
+    def _factor(self, like: Array) -> Array:
+        """The number c."""
+        if self.alpha is None:
+            return jnp.ones((), like.real.dtype)
+        return scalar(self.alpha, like.real) / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    def _difference(self, a: Array, b: Array) -> Array:
+        """The scaled product of the factors."""
+        a, b = widened(a), widened(b)
+        return self._factor(a).astype(a.dtype) * product(a, b)
+
+
+class VeRA(RowsAndColumns):
+    r"""Trained vectors and fixed random factors that are never stored: :math:`W = W_0 + A \, D(d) \, B \, D(b)`.
+
+    :math:`D(d)` is the diagonal matrix of a vector d.
+
+    Raw values: ``d`` of shape ``(rank,)`` and ``b`` of shape ``(columns,)``, both main; ``w`` (fixed), the base
+    :math:`W_0`, like ``W``. A of shape ``(rows, rank)`` and B of ``(rank, columns)`` depend only on ``seed`` and their
+    shapes, so all arrays of one shape share them. They are uniform with the bounds :math:`\sqrt{6 / \text{rows}}` and
+    :math:`\sqrt{6 / r}`, as in PEFT. ``d`` starts at ``d_initial`` and ``b`` at zero, so ``init`` is exact, bit for
+    bit. Half-precision matrices are computed in float32.
+
+    Args:
+      rank: The rank of the difference, at least 1. It may exceed the size of the matrix, as A and B use no memory.
+      d_initial: The initial value of ``d``.
+      seed: The seed of A and B. Keep it with the raw values, as ``to_json`` does.
+      where: As for :class:`LoRA`, with the same default.
+      stacked: As for :class:`Reparametrization`.
+      rows, columns: As for :class:`LoRA`.
+
+    Raises:
+      TypeError: If ``rank``, ``d_initial`` or ``seed`` has the wrong type.
+      ValueError: If ``rank`` is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> raw = (rpx.Freeze() >> rpx.adapters.VeRA(256)).init({"kernel": jnp.ones((8, 3)), "bias": jnp.zeros(3)})
+      >>> jax.tree.map(jnp.size, rpx.partition(raw)[0]["kernel"]["@vera"])["d"]
+      256
+
+    References:
+      Kopiczko, Blankevoort and Asano, *VeRA: Vector-based Random Matrix Adaptation*, 2024.
+    """
+
+    rank: int = argument(check_positive_whole)
+    d_initial: float = argument(check_known_number, default=0.1)
+    seed: int = argument(check_whole, default=0, kw_only=True)
+
+    kind: ClassVar[str] = "vera"
+    raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}
+    tables: ClassVar[bool] = False
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        w, d, b = values["w"], widened(values["d"]), widened(values["b"])
+        a_random, b_random = self.factors(w)
+        return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
+
+    def factors(self, w: Array) -> tuple[Array, Array]:
+        """The random factors A and B for a matrix like ``w``."""
+        key, dtype = jax.random.key(self.seed, impl="threefry2x32"), widened(w).real.dtype
+        a_random = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
+        b_random = _draw_uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
+        return a_random.astype(dtype), b_random.astype(dtype)
+
+
+def _draw_uniform(key: Array, shape: tuple[int, int], inputs: int, w: Array) -> Array:
+    """Uniform numbers that do not depend on JAX's settings or on the dtype and mesh of ``w``."""
+    words = bits(key, shape, 32, NamedSharding(jax.typeof(w).sharding.mesh, PartitionSpec(None, None)))
+    bound = math.sqrt(6 / max(inputs, 1))
+    return (words >> 8).astype(jnp.float32) * (2 * bound / 2**24) - bound

@@ -229,18 +229,18 @@ class _SingularValues(RowsAndColumns, Constraint):
         """The ``s`` for given singular values, or for the nearest possible ones that are at least ``least``."""
 
 
-def _check_least(value: Any, who: str, name: str) -> float:
+def _check_eps(value: Any, who: str, name: str) -> float:
     """A known bound that is finite and not negative."""
-    least = check_known_number(value, who, name)
-    if not 0 <= least < math.inf:
-        raise ValueError(f"{who} got {name}={least}, but takes a finite bound that is not negative.")
-    return least
+    eps = check_known_number(value, who, name)
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"{who} got {name}={eps}, but takes a finite bound that is not negative.")
+    return eps
 
 
 class _BoundedBelow(_SingularValues):
-    """Singular values above ``least``: :math:`f(s) = least + log(1 + e^s)`."""
+    r"""Singular values above ``eps``: :math:`f(s) = \epsilon + log(1 + e^s)`."""
 
-    least: float = argument(_check_least, default=1e-6, kw_only=True)
+    eps: float = argument(_check_eps, default=1e-6, kw_only=True)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         inside = super().contains(w, tolerance)
@@ -248,15 +248,15 @@ class _BoundedBelow(_SingularValues):
             return inside
         x, rank = widened(jnp.asarray(w)), self.rank_of(w)
         singular = jnp.linalg.svd(x, compute_uv=False)
-        least = jnp.maximum(self.least, resolution(w, singular[..., 0]) / 2)
+        least = jnp.maximum(self.eps, resolution(w, singular[..., 0]) / 2)
         return inside & jnp.all(singular[..., rank - 1] > least)
 
     def spectrum(self, s: Array) -> Array:
-        return jax.nn.softplus(s) + self.least
+        return jax.nn.softplus(s) + self.eps
 
     def coordinates(self, singular: Array, least: Array) -> Array:
-        floor = jnp.maximum(self.least, least)
-        return softplus_inverse(jnp.where(singular > floor, singular, 2 * floor) - self.least)
+        floor = jnp.maximum(self.eps, least)
+        return softplus_inverse(jnp.where(singular > floor, singular, 2 * floor) - self.eps)
 
 
 class FixedRank(_BoundedBelow):
@@ -265,12 +265,12 @@ class FixedRank(_BoundedBelow):
     Raw values, all main: ``u`` and ``v`` of shapes ``(n, rank)`` and ``(m, rank)``, which move the singular vectors
     from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real. Fixed: ``base_u``
     and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular value decomposition; it
-    is exact for a matrix of that rank whose singular values exceed ``least`` and rounding. Otherwise it starts at the
+    is exact for a matrix of that rank whose singular values exceed ``eps`` and rounding. Otherwise it starts at the
     nearest such matrix, with twice that bound for smaller singular values. :meth:`rebase` moves the bases.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.
-      least: The lower bound epsilon of the ``rank`` singular values.
+      eps: The lower bound of the ``rank`` singular values.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -278,8 +278,8 @@ class FixedRank(_BoundedBelow):
       rows, columns: As for :class:`LowRank`.
 
     Raises:
-      TypeError: If ``least`` or ``rank`` has the wrong type.
-      ValueError: If ``least`` is out of range.
+      TypeError: If ``eps`` or ``rank`` has the wrong type.
+      ValueError: If ``eps`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -309,7 +309,7 @@ class Invertible(_BoundedBelow):
     for :class:`FixedRank`; a singular matrix starts at the nearest matrix in the image.
 
     Args:
-      least: The lower bound epsilon of all singular values.
+      eps: The lower bound of all singular values.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -317,8 +317,8 @@ class Invertible(_BoundedBelow):
       rows, columns: As for :class:`LowRank`.
 
     Raises:
-      TypeError: If ``least`` has the wrong type.
-      ValueError: If ``least`` is out of range.
+      TypeError: If ``eps`` has the wrong type.
+      ValueError: If ``eps`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -166,25 +166,25 @@ class WeightDropout(_Drawn):
     r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
-    ``broadcast`` on one array draw once: the keep probabilities multiply.
+    ``broadcast_dims`` on one array draw once: the keep probabilities multiply.
 
     Args:
       rate: Probability :math:`p` that a weight is dropped, ``0 <= rate < 1``, a number or a traced scalar (its range
         is not checked).
-      broadcast: Axes along which entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
+      broadcast_dims: Axes along which entries share one draw: ``-1`` drops whole rows of a matrix, ``0`` whole
         columns, ``(1, 2)`` whole heads of a kernel of shape ``(heads, dim, out)``. By number or by name, as for
         :class:`WeightNorm`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
-      stacked: As for :class:`Perturbation`; ``broadcast`` refers to the other axes.
+      stacked: As for :class:`Perturbation`; ``broadcast_dims`` refers to the other axes.
 
     Raises:
-      TypeError: If ``rate`` or ``broadcast`` has the wrong type.
-      ValueError: If ``rate`` or ``broadcast`` is out of range.
+      TypeError: If ``rate`` or ``broadcast_dims`` has the wrong type.
+      ValueError: If ``rate`` or ``broadcast_dims`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.WeightDropout(0.5, broadcast=-1)
+      >>> p = rpx.WeightDropout(0.5, broadcast_dims=-1)
       >>> p.apply({"w": jnp.ones((3, 2))}, jax.random.key(2))["w"]
       Array([[2., 2.],
              [2., 2.],
@@ -196,14 +196,14 @@ class WeightDropout(_Drawn):
     """
 
     rate: Number = argument(per_array(_check_rate))
-    broadcast: Axes = argument(check_axes, default=(), kw_only=True)
+    broadcast_dims: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = property(lambda self: self.broadcast == ())
-    shared: ClassVar[Any] = property(lambda self: (self.broadcast, self.stacked))
+    entrywise: ClassVar[Any] = property(lambda self: self.broadcast_dims == ())
+    shared: ClassVar[Any] = property(lambda self: (self.broadcast_dims, self.stacked))
 
     def draw(self, like: Array, key: Array) -> Array:
-        return random.uniform(key, like, axes_in_stack(self.broadcast, like, self.stacked))
+        return random.uniform(key, like, axes_in_stack(self.broadcast_dims, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
         x, keep = widened(w), _keep_probability(self.rate)
@@ -217,7 +217,7 @@ class WeightDropout(_Drawn):
             rate = min(1 - math.prod(1 - rate for rate in rates), math.nextafter(1, 0))
         else:
             rate = 1 - jnp.asarray(_keep_probability(self.rate)) * jnp.asarray(_keep_probability(later.rate))
-        return WeightDropout(rate, broadcast=self.broadcast, stacked=self.stacked)
+        return WeightDropout(rate, broadcast_dims=self.broadcast_dims, stacked=self.stacked)
 
 
 def _root_of_squares(a: Any, b: Any) -> Any:

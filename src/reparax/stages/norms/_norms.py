@@ -224,7 +224,7 @@ class MaxNorm(Constraint):
     outside the ball could never come back. Half-precision arrays are computed in float32.
 
     Args:
-      max: The largest norm :math:`c`, a number or a traced scalar.
+      max_norm: The largest norm :math:`c`, a number or a traced scalar.
       axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
         output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
         attention kernel ``(in, heads, dim)``, ``0`` each row of an embedding. None bounds the norm of the whole array.
@@ -235,8 +235,8 @@ class MaxNorm(Constraint):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``max`` or ``axis`` has the wrong type.
-      ValueError: If ``max`` or ``axis`` is out of range.
+      TypeError: If ``max_norm`` or ``axis`` has the wrong type.
+      ValueError: If ``max_norm`` or ``axis`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -250,7 +250,7 @@ class MaxNorm(Constraint):
       co-adaptation of feature detectors*, 2012.
     """
 
-    max: Number = argument(per_array(check_positive_number))
+    max_norm: Number = argument(per_array(check_positive_number))
     axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
@@ -268,7 +268,7 @@ class MaxNorm(Constraint):
     def _shrinkage(self, x: Array) -> Array:
         """The factor that scales ``x`` to the sphere if it is outside the ball; 1 inside."""
         length = norm(x, other_axes(self.axis, x))
-        largest = scalar(self.max, length)
+        largest = scalar(self.max_norm, length)
         beyond = length > largest
         inside = jnp.ones_like(length)
         return jnp.where(beyond, largest / jnp.where(beyond, length, inside), inside).astype(x.dtype)

@@ -26,7 +26,7 @@ Sizes = int | tuple[int, ...]
 _PADDINGS = ("SAME", "VALID", "CIRCULAR")
 
 
-def check_window(value: Any, who: str, name: str) -> tuple[int, ...]:
+def check_input_shape(value: Any, who: str, name: str) -> tuple[int, ...]:
     """The shape of an image, without empty axes."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not sizes or not all(is_whole(size) and size > 0 for size in sizes):
@@ -64,46 +64,52 @@ def _is_pair(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Convolution:
-    """The settings of a convolution with a kernel ``(..., in, out)`` on images of shape ``window``."""
+    """The settings of a convolution with a kernel ``(..., in, out)`` on images of shape ``input_shape``."""
 
-    window: tuple[int, ...]
+    input_shape: tuple[int, ...]
     strides: Sizes
     padding: Padding
-    dilation: Sizes
-    groups: int
+    kernel_dilation: Sizes
+    feature_group_count: int
 
     def refuse(self, kernel: Any) -> str | None:
         """Why the kernel does not fit this convolution, or None."""
-        ndim = len(self.window)
+        ndim = len(self.input_shape)
         if kernel.ndim != ndim + 2:
             return (
-                f"expected a kernel of {ndim + 2} dimensions for window={self.window}, got shape {kernel.shape}. Leave "
-                f"it out with `where`."
+                f"expected a kernel of {ndim + 2} dimensions for input_shape={self.input_shape}, got shape "
+                f"{kernel.shape}. Leave it out with `where`."
             )
-        for name in ("strides", "dilation", "padding"):
+        for name in ("strides", "kernel_dilation", "padding"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != ndim:
-                return f"expected {name} for each of the {ndim} axes of window={self.window}, got {value}. Correct it."
+                return (
+                    f"expected {name} for each of the {ndim} axes of input_shape={self.input_shape}, got {value}. "
+                    "Correct it."
+                )
         if not kernel.size:
             return f"expected a kernel that is not empty, got shape {kernel.shape}. Leave it out with `where`."
-        if kernel.shape[-1] % self.groups:
-            return f"expected outputs that groups={self.groups} divides, got shape {kernel.shape}. Correct `groups`."
+        if kernel.shape[-1] % self.feature_group_count:
+            return (
+                f"expected outputs that feature_group_count={self.feature_group_count} divides, got shape "
+                f"{kernel.shape}. Correct `feature_group_count`."
+            )
         image = jax.eval_shape(self, kernel, self.start(kernel))
         if not math.prod(image.shape):
             return (
-                f"expected a window at least as large as the kernel, got window={self.window} for shape "
-                f"{kernel.shape}. Enlarge it."
+                f"expected an input_shape at least as large as the kernel, got input_shape={self.input_shape} for "
+                f"shape {kernel.shape}. Enlarge it."
             )
         return None
 
     def start(self, kernel: Any) -> jax.ShapeDtypeStruct:
         """The type of the input images."""
-        return jax.ShapeDtypeStruct((*self.window, kernel.shape[-2] * self.groups), kernel.dtype)
+        return jax.ShapeDtypeStruct((*self.input_shape, kernel.shape[-2] * self.feature_group_count), kernel.dtype)
 
     def __call__(self, kernel: Array, image: Array) -> Array:
         """The output image, of shape ``(..., out)``."""
-        ndim = len(self.window)
-        strides, dilation = (self._each(sizes) for sizes in (self.strides, self.dilation))
+        ndim = len(self.input_shape)
+        strides, dilation = (self._each(sizes) for sizes in (self.strides, self.kernel_dilation))
         padding: Any = self.padding
         if isinstance(padding, int):
             padding = [(padding, padding)] * ndim
@@ -121,12 +127,12 @@ class Convolution:
             dimension_numbers=lax.ConvDimensionNumbers(
                 lhs_spec=(0, ndim + 1, *front), rhs_spec=(ndim + 1, ndim, *range(ndim)), out_spec=(0, ndim + 1, *front)
             ),
-            feature_group_count=self.groups,
+            feature_group_count=self.feature_group_count,
             precision="highest",
         )[0]
 
     def _each(self, sizes: Sizes) -> tuple[int, ...]:
-        return (sizes,) * len(self.window) if isinstance(sizes, int) else sizes
+        return (sizes,) * len(self.input_shape) if isinstance(sizes, int) else sizes
 
     def adjoint(self, kernel: Array, image: Array) -> Array:
         """The adjoint map, applied to an image of shape ``(..., out)``."""
@@ -134,7 +140,7 @@ class Convolution:
         return transpose(image.conj())[0].conj()
 
 
-_OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "dilation": 1, "groups": 1}
+_OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
 
 
 class SpectralNorm(MatrixAxes, Constraint):
@@ -159,31 +165,33 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     A convolution is a linear map of images. Its norm depends on strides and padding, and can exceed that of the kernel
     as a matrix, which ``columns=-1`` and other libraries take, by up to the square root of the kernel's area. With
-    ``window``, the shape of the input images, :math:`\sigma` is the norm of that map: ``v`` has the shape ``(*window,
-    in)``, ``u`` that of the output image, and ``project`` iterates 500 times. The largest singular values are close to
-    each other, so use more steps, such as ``n_steps=5``.
+    ``input_shape``, the shape of the input images, :math:`\sigma` is the norm of that map: ``v`` has the shape
+    ``(*input_shape, in)``, ``u`` that of the output image, and ``project`` iterates 500 times. The largest singular
+    values are close to each other, so use more steps, such as ``n_steps=5``.
 
     Args:
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       rows: As for :class:`LowRank`.
       columns: As for :class:`LowRank`. One axis is torch's ``dim``: 0, and 1 for transposed convolutions. With
-        ``window``, the axis of outputs, the first or the last one, which is the default; its neighbour (1 or -2) is the
-        input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the shape
-        of its output images as ``window``.
-      window: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
+        ``input_shape``, the axis of outputs, the first or the last one, which is the default; its neighbour (1 or -2)
+        is the input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the
+        shape of its output images as ``input_shape``.
+      input_shape: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
       strides: The strides of the convolution, a number or one for each axis of the image.
       padding: ``"SAME"`` and ``"VALID"`` as in flax, ``"CIRCULAR"``, a number of zeros on each side, or a pair
         ``(low, high)`` for each axis.
-      dilation: The dilation of the kernel, a number or one for each axis of the image.
-      groups: The number of channel groups, flax's ``feature_group_count``.
+      kernel_dilation: The dilation of the kernel, a number or one for each axis of the image.
+      feature_group_count: The number of channel groups.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
-        and scales; with ``window``, those with two dimensions more than the image.
+        and scales; with ``input_shape``, those with two dimensions more than the image.
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``n_steps``, ``window``, ``strides``, ``padding``, ``dilation`` or ``groups`` has the wrong type.
-      ValueError: If ``n_steps``, ``strides``, ``padding``, ``dilation`` or ``groups`` is out of range.
+      TypeError: If ``n_steps``, ``input_shape``, ``strides``, ``padding``, ``kernel_dilation`` or
+        ``feature_group_count`` has the wrong type.
+      ValueError: If ``n_steps``, ``strides``, ``padding``, ``kernel_dilation`` or ``feature_group_count`` is out of
+        range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -193,7 +201,7 @@ class SpectralNorm(MatrixAxes, Constraint):
       Array([[1. , 0. ],
              [0. , 0.5]], dtype=float32)
       >>> raw = p.update(raw)
-      >>> q = rpx.SpectralNorm(window=(8, 8), padding="CIRCULAR")
+      >>> q = rpx.SpectralNorm(input_shape=(8, 8), padding="CIRCULAR")
       >>> q.fold(q.init({"w": jnp.full((3, 3, 1, 1), 9.0)}))["w"].sum().round(3)  # this kernel sums nine pixels
       Array(1., dtype=float32)
 
@@ -204,11 +212,11 @@ class SpectralNorm(MatrixAxes, Constraint):
     """
 
     n_steps: int = argument(check_positive_whole, default=1)
-    window: tuple[int, ...] | None = argument(optional(check_window), default=None, kw_only=True)
+    input_shape: tuple[int, ...] | None = argument(optional(check_input_shape), default=None, kw_only=True)
     strides: Sizes = argument(check_sizes, default=1, kw_only=True)
     padding: Padding = argument(check_padding, default="SAME", kw_only=True)
-    dilation: Sizes = argument(check_sizes, default=1, kw_only=True)
-    groups: int = argument(check_positive_whole, default=1, kw_only=True)
+    kernel_dilation: Sizes = argument(check_sizes, default=1, kw_only=True)
+    feature_group_count: int = argument(check_positive_whole, default=1, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
@@ -216,25 +224,25 @@ class SpectralNorm(MatrixAxes, Constraint):
     def __post_init__(self) -> None:
         super().__post_init__()
         names_given = [name for name, usual in _OF_A_CONVOLUTION.items() if getattr(self, name) != usual]
-        if self.window is None and names_given:
+        if self.input_shape is None and names_given:
             raise ValueError(
-                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `window`, the shape of "
-                f"the input images. Give it, such as window=(32, 32)."
+                f"SpectralNorm got {names_given[0]}={getattr(self, names_given[0])!r} without `input_shape`, the shape "
+                "of the input images. Give it, such as input_shape=(32, 32)."
             )
-        if self.window is not None and self.rows is not None:
+        if self.input_shape is not None and self.rows is not None:
             raise ValueError(
-                f"SpectralNorm got rows={self.rows!r} with `window`, whose convolution has one output axis and its "
-                f"neighbour as input axis. Leave `rows` out, and give the outputs, such as columns=-1."
+                f"SpectralNorm got rows={self.rows!r} with `input_shape`, whose convolution has one output axis and "
+                "its neighbour as input axis. Leave `rows` out, and give the outputs, such as columns=-1."
             )
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
-        return super().axes_in_use(w) if self.window is None else {}
+        return super().axes_in_use(w) if self.input_shape is None else {}
 
     def default(self, w: Array) -> bool:
-        return super().default(w) and (self.window is None or w.ndim == len(self.window) + 2)
+        return super().default(w) and (self.input_shape is None or w.ndim == len(self.input_shape) + 2)
 
     def _matrix_error(self, w: Array) -> str | None:
-        return super()._matrix_error(w) if self.window is None else None
+        return super()._matrix_error(w) if self.input_shape is None else None
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._convolution is None:
@@ -279,15 +287,15 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     @property
     def _convolution(self) -> Convolution | None:
-        if self.window is None:
+        if self.input_shape is None:
             return None
-        return Convolution(self.window, self.strides, self.padding, self.dilation, self.groups)
+        return Convolution(self.input_shape, self.strides, self.padding, self.kernel_dilation, self.feature_group_count)
 
     def _matrix(self, w: Array) -> Array:
         """``w`` as a matrix, or as a kernel ``(..., in, out)``."""
         if why := self._axes_error(w):
             raise ValueError(why)
-        if self.window is not None:
+        if self.input_shape is not None:
             axis = self._outputs(w)[0]
             return jnp.moveaxis(widened(w), (axis - 1 if axis else 1, axis), (-2, -1))
         rows, columns = (tuple(sorted(axes)) for axes in self.axes_of(w.ndim))

@@ -145,10 +145,10 @@ class Scaled(Reparametrization):
 
     format: str = argument(one_of(*FORMATS))
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
-    block: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
+    block_size: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
-    fit: str = argument(one_of(*FITS), default="absmax", kw_only=True)
-    reach: float = argument(check_known_positive, default=1.0, kw_only=True)
+    calibration_method: str = argument(one_of(*FITS), default="absmax", kw_only=True)
+    calibration_scale: float = argument(check_known_positive, default=1.0, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -161,16 +161,16 @@ class Scaled(Reparametrization):
         who, row = type(self).__name__, self._format
         if self.double_quant and self._block is None:
             raise ValueError(
-                f"{who} got double_quant=True without a block, but it rounds the scales of blocks. "
-                f"Give a block, or leave double_quant out."
+                f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
+                f"Give block_size, or leave double_quant out."
             )
         if self.double_quant and (row.numbers.bits == 8 or row.scales):
             which = "scales are rounded anyway" if row.scales else "numbers have no fewer bits than the rounded scales"
             raise ValueError(f"{who} got double_quant=True with {self.format}, whose {which}. Use it with int4 or nf4.")
-        if isinstance(self.block, tuple) and self.axis is not None:
+        if isinstance(self.block_size, tuple) and self.axis is not None:
             raise ValueError(
-                f"{who} got axis={self.axis!r} and block={self.block}, which has a length for each axis already. Leave "
-                f"out axis, or give a single number as block."
+                f"{who} got axis={self.axis!r} and block_size={self.block_size}, which has a length for each axis "
+                "already. Leave out axis, or give a single number as block_size."
             )
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -180,8 +180,8 @@ class Scaled(Reparametrization):
             if len(self._block) == w.ndim:
                 return None
             return (
-                f"expected an array of {len(self._block)} dimensions, for block={self._block}, got shape {w.shape}. "
-                f"Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
+                f"expected an array of {len(self._block)} dimensions, for block_size={self._block}, got shape "
+                f"{w.shape}. Give the axes along which arrays are stacked (stacked=0), or leave it out with `where`."
             )
         if self._block is None:
             return None
@@ -211,7 +211,7 @@ class Scaled(Reparametrization):
     @property
     def _block(self) -> int | tuple[int, ...] | None:
         """The block that is given, else that of the format; None if scales have axes of their own."""
-        return self._format.block if self.block is None and self.format in FORMATS else self.block
+        return self._format.block if self.block_size is None and self.format in FORMATS else self.block_size
 
     @property
     def _scales(self) -> Scales | None:
@@ -242,12 +242,15 @@ class Scaled(Reparametrization):
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
-            numbers, (low, high) = self._format.numbers, range_of(x, blocks, self.fit, self.reach, with_zero=True)
+            numbers, (low, high) = (
+                self._format.numbers,
+                range_of(x, blocks, self.calibration_method, self.calibration_scale, with_zero=True),
+            )
             values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
             zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
             return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
         if self._scales is not None and self._scales.dtype == "exponent":
-            return self._power_values(reach_of(x, blocks, self.fit, self.reach), w.dtype)
+            return self._power_values(reach_of(x, blocks, self.calibration_method, self.calibration_scale), w.dtype)
         values: dict[str, Array] = {}
         for name, scale in self._ideal_scales(x).items():
             values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, w.dtype)
@@ -258,9 +261,11 @@ class Scaled(Reparametrization):
         row, blocks = self._format, self._blocks(x)
         numbers = row.numbers
         if row.zero == "offset":
-            low, high = range_of(x, blocks, self.fit, self.reach, with_zero=not row.early)
+            low, high = range_of(x, blocks, self.calibration_method, self.calibration_scale, with_zero=not row.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(reach_of(x, blocks, self.fit, self.reach), abs(numbers.top))
+        scale = self._divide_extent(
+            reach_of(x, blocks, self.calibration_method, self.calibration_scale), abs(numbers.top)
+        )
         return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
@@ -375,9 +380,9 @@ HALF_MOST = float(jnp.finfo(jnp.float16).max)
 class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
-    For inference, use ``Quantized("int8", axis=-1)``, on a trained model as ``Quantized("int8",
-    axis=-1).init(p.fold(raw))``. For LoRA on few bits (QLoRA), use ``Freeze() >> Quantized("nf4", block=64) >>
-    LoRA(8)``: if an array has an adapter, only its base is stored in few bits.
+    For inference, use ``Quantized("int8", axis=-1)``; on a trained model, init it with ``p.fold(raw)``. For LoRA on few
+    bits (QLoRA), use ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)``: if an array has an adapter, only its
+    base is stored in few bits.
 
     ``init`` rounds to the nearest numbers in float32. The scale maps the largest magnitude of a block to the largest
     number, up to a sixteenth with ``double_quant``. ``apply`` returns the dtype of the weights; in a jitted step, that
@@ -388,7 +393,7 @@ class Quantized(Scaled):
     format                        numbers                             bits per weight, with scales of float32
     ============================  ==================================  ===========================================
     ``"int8"``, ... ``"int2"``    -127 to 127, ... -1 to 1            8.13 by 256, ... 2.5 by 64
-    ``"int1"``                    -1 and 1                            1.25 by 128, with ``fit="rms"``
+    ``"int1"``                    -1 and 1                            1.25 by 128, with ``calibration_method="rms"``
     ``"uint8"``, ... ``"uint1"``  0 to 255, ... 0 to 1, less a zero   9 by 64, ... 2 by 64
     ``"nf4"``                     16, as in QLoRA                     4.5 by 64, 4.16 with ``double_quant``
     ``"float8_e4m3fn"``           4 bits of exponent                  8.13 by 256
@@ -415,20 +420,22 @@ class Quantized(Scaled):
     number of the largest magnitude of a block becomes the lowest one, so scales may be negative. Their scales reach
     from 6e-8 to 65504: a larger one is refused, or cut off if the weights are traced. In all formats, finite weights of
     any magnitude give finite ones, and a block with a number that is not finite becomes NaN. Rounding a
-    second time may move the last bits of scales and, with ``fit="rms"``, the codes.
+    second time may move the last bits of scales and, with ``calibration_method="rms"``, the codes.
 
     Args:
       format: One of the formats above.
       axis: The axes with separate scales for each index, by number or by name. Default: one scale for the whole array;
-        with ``block``, all axes but the cut one.
-      block: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the cut
-        axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Or a length for each axis:
-        ``(128, 128)``. The last block may be shorter: with ``block=256``, a column of 64 weights has one scale.
-        Default: the block of the table for microscaled formats.
+        with ``block_size``, all axes but the cut one.
+      block_size: The number of consecutive entries that share a scale, along the one axis that is not in ``axis`` (the
+        cut axis; by default the first axis of a matrix, the inputs of a kernel ``(in, out)``). Or a length for each
+        axis: ``(128, 128)``. The last block may be shorter: with ``block_size=256``, a column of 64 weights has one
+        scale. Default: the block of the table for microscaled formats.
       double_quant: Whether the scales of blocks are rounded too, as in QLoRA; for formats of fewer than eight bits.
-      fit: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block (with zeros,
-        the range from its least to its largest number, and zero); ``"rms"``, its root mean square; ``"fixed"``, 1.
-      reach: A factor for that, as in ``fit="rms", reach=3.0``. Numbers beyond are cut off.
+      calibration_method: What the last number of a format stands for. ``"absmax"``, the largest magnitude of the block
+        (with zeros, the range from its least to its largest number, and zero); ``"rms"``, its root mean square;
+        ``"fixed"``, 1.
+      calibration_scale: A factor for that, as in ``calibration_method="rms", calibration_scale=3.0``. Numbers beyond
+        are cut off.
       desc_act: Whether stored entries may have another order along the cut axis, as in files of GPTQ of that setting.
         The raw value ``order``, int32, of the size of that axis, gives the place of each entry; ``init`` counts up.
       rounding: ``"nearest"``, or ``"stochastic"``: up or down at random, with the number itself as the mean; ``init``
@@ -438,9 +445,10 @@ class Quantized(Scaled):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant``, ``reach`` or ``desc_act`` has the wrong type.
-      ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``rounding`` is not
-        one of the words above.
+      TypeError: If ``axis``, ``block_size``, ``double_quant``, ``calibration_scale`` or ``desc_act`` has the wrong
+        type.
+      ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
+        ``calibration_method`` or ``rounding`` is not one of the words above.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -448,7 +456,7 @@ class Quantized(Scaled):
       >>> raw["w"]["@quantized"]["@fixed"]["q"]
       Array([[  64,  127],
              [-127,  127]], dtype=int8)
-      >>> raw = rpx.Quantized("nf4", block=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
+      >>> raw = rpx.Quantized("nf4", block_size=64, double_quant=True).init({"w": jnp.ones((1024, 256))})
       >>> sum(x.nbytes for x in jax.tree.leaves(raw)) / (1024 * 256)
       0.51953125
 
@@ -561,15 +569,15 @@ class FakeQuantized(Scaled):
     Args:
       format: As for :class:`Quantized`, or ``"ternary"``: -1, 0 and 1, with the mean magnitude as scale, as in BitNet
         b1.58.
-      axis, block, double_quant, fit, reach: As for :class:`Quantized`.
+      axis, block_size, double_quant, calibration_method, calibration_scale: As for :class:`Quantized`.
       step: ``"absmax"``, the largest magnitude of a block; or ``"learned"``, with int2 to int8.
       where: Which arrays to act on. Default: floating parameters of two or more dimensions, except biases and scales.
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``axis``, ``block``, ``double_quant`` or ``reach`` has the wrong type.
-      ValueError: If ``axis``, ``block`` or ``reach`` is out of range, or if ``format``, ``fit`` or ``step`` is
-        not one of the words above.
+      TypeError: If ``axis``, ``block_size``, ``double_quant`` or ``calibration_scale`` has the wrong type.
+      ValueError: If ``axis``, ``block_size`` or ``calibration_scale`` is out of range, or if ``format``,
+        ``calibration_method`` or ``step`` is not one of the words above.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx

@@ -92,10 +92,10 @@ class _Cells(Planner):
         return self.layer(method, sites)
 
     def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
-        """The cells that ``at`` selects, each with the places of its arrays by their relative paths."""
+        """The cells that ``where`` selects, each with the places of its arrays by their relative paths."""
         candidates = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
         cells_selected = {
-            match[0] for match in matches(self.stage.at, [cell for cell, _, _ in candidates if cell is not None])
+            match[0] for match in matches(self.stage.where, [cell for cell, _, _ in candidates if cell is not None])
         }
         cells: dict[str, PlacesByName] = {}
         for cell, path, i in candidates:
@@ -105,10 +105,10 @@ class _Cells(Planner):
                     f"block. Put the stage that replaces it earlier in the chain."
                 )
         if not cells:
-            path_of_first = _path_below(self.stage.at, next(iter(self.stage._model)))
+            path_of_first = _path_below(self.stage.where, next(iter(self.stage._model)))
             raise ValueError(
                 f"{self.who(method)} found no array {path_of_first!r}; the nearest paths are "
-                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `at` or the layout."
+                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `where` or the layout."
             )
         return cells
 
@@ -121,7 +121,7 @@ class _Rearranged(Parametrization):
     """
 
     layout: Any
-    at: str = ""
+    where: str = field(default="", kw_only=True)
     sizes: Any = field(default=(), kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
@@ -130,9 +130,11 @@ class _Rearranged(Parametrization):
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_as_field(self.layout))
         object.__setattr__(self, "sizes", _check_sizes(self.sizes, type(self).__name__))
-        at: Any = self.at
-        if not isinstance(at, str):
-            raise TypeError(f"{type(self).__name__} takes a path or a regular expression as `at`, but got {at!r}.")
+        where: Any = self.where
+        if not isinstance(where, str):
+            raise TypeError(
+                f"{type(self).__name__} takes a path or a regular expression as `where`, but got {where!r}."
+            )
         model, raw = (
             [name for block in b.values() for name in value_names(block)] for b in (self._model, self._stored)
         )
@@ -254,16 +256,16 @@ class Pack(_Rearranged):
     Args:
       layout: The arrays that the model reads: the name of a layout, such as ``"haiku.lstm"``, or a dict of paths and
         blocks (:class:`Concat`, :func:`gates`). Arrays of biases may be missing.
-      at: The path of the cell that holds these arrays, or a regular expression for several cells.
+      where: The path of the cell that holds these arrays, or a regular expression for several cells.
       sizes: Sizes that the shapes do not determine, such as ``{"heads": 8}``.
 
     Raises:
-      TypeError: If ``at`` is not a text, or if the layout or the sizes are of another form.
+      TypeError: If ``where`` is not a text, or if the layout or the sizes are of another form.
       ValueError: If the layout is not known, or names a value twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.shared.Pack("haiku.lstm", at="lstm")
+      >>> p = rpx.shared.Pack("haiku.lstm", where="lstm")
       >>> raw = p.init({"lstm": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
       >>> {name: x.shape for name, x in raw["lstm"]["linear"]["w"]["@pack"].items() if name.endswith("_f")}
       {'input_f': (3, 2), 'hidden_f': (2, 2)}
@@ -289,23 +291,23 @@ class Split(_Rearranged):
 
     Args:
       layout: The raw arrays: a dict of names and blocks, or the name of a layout, such as ``"equinox.lstm"``.
-      at: The path of the cell that holds the parts, or a regular expression for several cells.
+      where: The path of the cell that holds the parts, or a regular expression for several cells.
       model: The arrays that the model reads, in the same forms, such as ``"flax.lstm"``. None: each value of the raw
         blocks is an array, and its path is its name.
       sizes: Sizes that the shapes of the raw arrays do not determine.
 
     Raises:
-      TypeError: If ``at`` is not a text, or if a layout or the sizes are of another form.
+      TypeError: If ``where`` is not a text, or if a layout or the sizes are of another form.
       ValueError: If a layout is not known, or names a value twice, or if the two hold different values.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.shared.Split({"W": rpx.shared.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, at="cell")
+      >>> p = rpx.shared.Split({"W": rpx.shared.Concat(("Wi: 3 8", "Wh: 2 8", "b: 8 -> 1 8"))}, where="cell")
       >>> raw = p.init({"cell": {"Wi": jnp.ones((3, 8)), "Wh": jnp.ones((2, 8)), "b": jnp.ones(8)}})
       >>> jax.tree.map(jnp.shape, raw)
       {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
-      >>> rpx.shared.Split("equinox.lstm", at="cell", model="flax.lstm")
-      Split('equinox.lstm', at='cell', model='flax.lstm')
+      >>> rpx.shared.Split("equinox.lstm", where="cell", model="flax.lstm")
+      Split('equinox.lstm', where='cell', model='flax.lstm')
     """
 
     model: Any = field(default=None, kw_only=True)
@@ -367,9 +369,9 @@ class CudnnLSTM(Reparametrization):
 
     input_size: int = argument(check_whole)
     hidden_size: int = argument(check_whole)
-    num_layers: int = argument(check_whole, default=1)
-    bidirectional: bool = False
-    biases: int = argument(check_whole, default=2)
+    num_layers: int = argument(check_whole, default=1, kw_only=True)
+    bidirectional: bool = field(default=False, kw_only=True)
+    biases: int = argument(check_whole, default=2, kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating

@@ -69,7 +69,7 @@ class _Ties(Planner):
                 f"{self.who('init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
                 f"{describe(given_type)}. Add a transform from the source to the target."
             )
-        if self.stage.unequal == "refuse" and _differ(target_array, source_array, transform):
+        if self.stage.unequal == "raise" and _differ(target_array, source_array, transform):
             raise ValueError(
                 f"{self.who('init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
@@ -173,8 +173,8 @@ class Tie(Parametrization):
       ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
         target is a path, or a regular expression for whole paths; its source may refer to groups of the expression. A
         target that resolves to itself owns the parameter.
-      unequal: What ``init`` does with a target that differs from its transformed source: ``"refuse"`` raises an error;
-        ``"overwrite"`` ties it anyway, which changes the model.
+      unequal: What ``init`` does with a target that differs from its transformed source: ``"raise"``: an error;
+        ``"overwrite"``: it ties it anyway, which changes the model.
 
     Raises:
       TypeError: If a tie is not a path, or a pair of path and function, for each target path.
@@ -194,7 +194,7 @@ class Tie(Parametrization):
     """
 
     ties: Any
-    unequal: str = field(default="refuse", kw_only=True)
+    unequal: str = field(default="raise", kw_only=True)
 
     _planner: ClassVar[type[Planner]] = _Ties
 
@@ -202,15 +202,15 @@ class Tie(Parametrization):
         ties = _parse_ties(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
-        if self.unequal not in ("refuse", "overwrite"):
-            raise ValueError(f"Tie takes 'refuse' or 'overwrite' as unequal, but got {self.unequal!r}.")
+        if self.unequal not in ("raise", "overwrite"):
+            raise ValueError(f"Tie takes 'raise' or 'overwrite' as unequal, but got {self.unequal!r}.")
 
     def __repr__(self) -> str:
         def value(source: str, transform: Transform | None) -> str:
             return repr(source) if transform is None else f"({source!r}, {code(transform)})"
 
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
-        return f"Tie({{{ties}}}{'' if self.unequal == 'refuse' else f', unequal={self.unequal!r}'})"
+        return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
 
 def _find_tied(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:

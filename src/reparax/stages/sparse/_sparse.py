@@ -1,8 +1,9 @@
-"""Pruning: how many entries go and which, once, on a schedule, or with masks that regrow."""
+"""Frozen and masked weights, and pruning: how many entries go and which, once, again, or with masks that regrow."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -10,16 +11,211 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import EACH, Axes, check_slices, count_from_front, other_axes
+from reparax.core.axes import (
+    EACH,
+    LAST,
+    Axes,
+    Axis,
+    check_one_along,
+    check_slices,
+    count_from_front,
+    last_to_number,
+    other_axes,
+    position,
+)
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import Number, argument, per_array
+from reparax.core.leaf import Reparametrization
+from reparax.core.plan import Layer, Planner
+from reparax.core.planners import OnArrays
+from reparax.core.raw import Flat
+from reparax.core.roles import INPUTS
 from reparax.core.several import Together
+from reparax.core.sites import find_nodes
 from reparax.core.values import Values, fixed, main
+from reparax.core.where import Candidate
 from reparax.numerics.arguments import check_number, check_whole, is_whole, optional
-from reparax.numerics.arithmetic import widened
+from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.numerics.lengths import scale
 from reparax.numerics.select import largest, largest_of_all
-from reparax.stages.sparse._masks import apply_mask, mask_values
+
+
+class _Freezing(OnArrays):
+    """The planner of a stage that has nothing to do where a later stage, such as ``Quantized``, left fixed codes."""
+
+    def plan(self, method: str, tree: Flat) -> Layer:
+        if not find_nodes(tree, self.stage.kind) and not self.present(method, tree):
+            return self.layer(method, [])
+        return super().plan(method, tree)
+
+    def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
+        """Whether a default may find no array to freeze."""
+        return self.stage.where is None and any(place.present for place in candidates)
+
+    def is_done(self, candidate: Candidate) -> bool:
+        """Whether an array is fixed already, and holds codes."""
+        return candidate.slot.fixed and not is_inexact(candidate.array())
+
+
+class Freeze(Reparametrization):
+    """Frozen weights: ``w`` itself, as a fixed value.
+
+    Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
+    weight decay changes it. ``init`` is exact.
+
+    ``Freeze`` freezes the output of the stages before it in the chain, with all their raw values:
+
+    ==============================================  ==========================================================
+    ``WeightNorm() >> Freeze()``                    freezes ``g`` and ``v``: the weights do not move
+    ``Freeze() >> WeightNorm()``                    freezes the direction ``v``; the lengths ``g`` still train
+    ``WeightNorm() >> Freeze(where="encoder/.*")``  freezes a part of the model
+    ==============================================  ==========================================================
+
+    To freeze or unfreeze during training, continue with another chain: ``raw = q.init(p.fold(raw))`` keeps the weights.
+    ``Freeze().init(p.fold(raw))`` freezes the computed weights, so ``apply`` costs nothing. Start the optimizer again
+    with the new raw tree, or convert its state with :func:`transfer`. If an array has an adapter, ``Freeze`` acts on
+    the base only: ``Freeze() >> LoRA(8)`` trains only the adapters. It freezes what later stages leave: codes of
+    ``Quantized`` are fixed anyway, so ``Freeze() >> Quantized("nf4", block_size=64) >> LoRA(8)`` freezes biases and
+    scales, if the model has any.
+
+    Args:
+      where: Which arrays to act on. Default: every floating or complex parameter, if there is one.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.Freeze(where="table").init({"table": jnp.ones(2), "bias": jnp.zeros(1)})
+      {'bias': Array([0.], dtype=float32), 'table': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}}
+    """
+
+    raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
+    entrywise: ClassVar[Any] = True
+    _takes_base: ClassVar[bool] = True
+    _planner: ClassVar[type[Planner]] = _Freezing
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return {"w": w}
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return values["w"]
+
+    def log_det_leaf(self, values: dict[str, Array]) -> Array:
+        return jnp.zeros((), values["w"].real.dtype)  # no value is free
+
+
+def mask_values(w: Array, keep: Array) -> dict[str, Array]:
+    """The raw values of a masked weight."""
+    return {"w": w, "mask": keep.astype(w.real.dtype)}
+
+
+def apply_mask(values: dict[str, Array]) -> Array:
+    """The effective weight: zero where the mask is zero."""
+    return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
+
+
+class Mask(Reparametrization):
+    r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
+
+    To use masks of your own, multiply by them first: ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To
+    change the mask, call ``init`` again. An array of zeros would stay zero: leave it out with ``where``.
+
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, 0 where ``w`` is zero at ``init`` and 1
+    elsewhere. ``init`` is exact. No gradient passes to masked entries.
+
+    Args:
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> p = rpx.Mask()
+      >>> raw = p.init({"w": jnp.array([[3.0, 0.0], [0.0, 4.0]])})
+      >>> raw["w"]["@mask"]["@fixed"]["mask"]
+      Array([[1., 0.],
+             [0., 1.]], dtype=float32)
+
+    References:
+      Germain, Gregor, Murray and Larochelle, *MADE: Masked Autoencoder for Distribution Estimation*, 2015.
+    """
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+    entrywise: ClassVar[Any] = True
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        return mask_values(w, w != 0)
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return apply_mask(values)
+
+
+class NByM(Constraint):
+    r"""N:M sparsity, such as 2:4, :math:`w = m \, x`: of each ``m`` weights in a row, only the ``n`` largest.
+
+    Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
+    has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
+    those with lower index stay. ``update`` computes the mask again, from the current weight. No gradient passes to
+    masked entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them
+    back; :func:`reset_moments` then sets their momentum to zero.
+
+    Args:
+      n: The largest number of nonzero weights in a group.
+      m: The size of a group; it must divide the length of the axis.
+      along: The axis along which groups are formed. Default: the last axis of a matrix; arrays of more axes are
+        refused.
+      outside: As for :class:`Constraint`.
+      where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
+        and scales.
+      stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.
+
+    Raises:
+      TypeError: If ``n``, ``m`` or ``along`` has the wrong type.
+      ValueError: If ``n`` or ``m`` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
+      >>> rpx.sparse.NByM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
+      Array([[ 0. ,  0. ,  7. ,  8. ,  0. ,  0.2, -0.3,  0. ]], dtype=float32)
+
+    References:
+      Zhou, Ma, Zhu, Liu, Zhang, Yuan, Sun and Li, *Learning N:M Fine-grained Structured Sparse Neural Networks From
+      Scratch*, 2021.
+    """
+
+    n: int = argument(check_whole)
+    m: int = argument(check_whole)
+    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"along": INPUTS}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.n <= self.m or self.m < 1:
+            raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        if w.shape[position(self.along, w)] % self.m:
+            return (
+                f"expected an axis {last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
+                f"{w.shape}. Leave it out with `where`, or choose another axis."
+            )
+        return None
+
+    def init_leaf(self, w: Array) -> dict[str, Array]:
+        axis = position(self.along, w)
+        rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
+        groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
+        keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
+        return mask_values(w, jnp.moveaxis(keep.reshape(rows.shape), -1, axis))
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return apply_mask(values)
+
+    def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+        return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
 
 class Pruning(Protocol):
@@ -172,7 +368,7 @@ class MagnitudePruning(_Prune):
         by one for halves, and beyond 2^24 weights.
       axis: Prunes whole slices, one for each index of these feature axes: ``-1`` whole outputs of a dense kernel
         ``(in, out)``. Default: ``"each"``, single weights.
-      order: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
+      ord: The norm that compares slices, :math:`(\sum |x|^k)^{1/k}`, or ``inf`` for the largest magnitude.
       count: Instead of a share, the number of weights, or slices, to set to zero in each array.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -180,8 +376,8 @@ class MagnitudePruning(_Prune):
       stacked: As for :class:`Reparametrization`; ``axis`` refers to the other axes.
 
     Raises:
-      TypeError: If ``sparsity``, ``axis``, ``count`` or ``order`` has the wrong type.
-      ValueError: If ``sparsity``, ``axis``, ``count`` or ``order`` is out of range.
+      TypeError: If ``sparsity``, ``axis``, ``count`` or ``ord`` has the wrong type.
+      ValueError: If ``sparsity``, ``axis``, ``count`` or ``ord`` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
@@ -194,10 +390,10 @@ class MagnitudePruning(_Prune):
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
-    order: float = argument(_check_order, default=2.0, kw_only=True)
+    ord: float = argument(_check_order, default=2.0, kw_only=True)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _slice_scores(w, self.axis, self.order))
+        return self._masking(w, _slice_scores(w, self.axis, self.ord))
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
@@ -267,7 +463,7 @@ class _Regrow(Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
     sparsity: Number = argument(optional(per_array(check_shares)), default=None)
-    drop: Number = argument(per_array(_check_drop), default=0.3)
+    drop_fraction: Number = argument(per_array(_check_drop), default=0.3, kw_only=True)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
@@ -297,14 +493,14 @@ class _Regrow(Constraint):
         return mask_values(jnp.where(mask, w, jnp.zeros_like(w)), mask)
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
-        """The mask without the share ``drop`` of its smallest weights, and with as many new ones of largest scores."""
+        """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
         w, active = values["w"], values["mask"] != 0
         size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
         # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
-        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop).astype(jnp.float32), 0, 1)
+        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
@@ -319,19 +515,19 @@ class RigL(_Regrow):
     masked weights to zero. Zeros are pruned first, so it is exact if ``w`` is already that sparse. ``project`` gives
     the nearest such array.
 
-    ``p.update(raw, grads=grads)`` drops the share ``drop`` of the active weights, those of smallest magnitude. It
-    regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
+    ``p.update(raw, grads=grads)`` drops the share ``drop_fraction`` of the active weights, those of smallest magnitude.
+    It regrows as many, from zero, where the gradient has the largest magnitude. ``grads`` is the dense gradient with
     respect to the effective tree, so call it about once in a hundred steps, and stop after three quarters of the
     training. Without ``grads`` the mask stays. The paper decays the share:
-    ``drop=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of regrown
-    weights to zero.
+    ``drop_fraction=optax.cosine_decay_schedule(0.3, 75_000)(step)``. Use :func:`reset_moments` to set the momentum of
+    regrown weights to zero.
 
     ``update`` writes zeros into raw weights, so no earlier stage may compute them: put ``RigL`` before ``WeightNorm``.
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar; rounded
-        down to whole weights, in float32.
+      drop_fraction: The share of the active weights that an update replaces, from 0 to 1, a number or a traced scalar;
+        rounded down to whole weights, in float32.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -339,12 +535,12 @@ class RigL(_Regrow):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
-      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+      TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop_fraction`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.RigL(0.5, drop=0.5)
+      >>> p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> grads = {"w": jnp.array([[0.1, 0.2, -0.9, 0.3]])}
       >>> raw = p.update(raw, grads=grads)
@@ -367,12 +563,12 @@ class SET(_Regrow):
     r"""Sparse training with random regrowth, at constant density: :math:`w = m \, x`.
 
     Like :class:`RigL`, with the same raw values, but new weights are random: ``p.update(raw, key)`` drops the share
-    ``drop`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each update
-    needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
+    ``drop_fraction`` of the active weights, those of smallest magnitude, and regrows as many at random, from zero. Each
+    update needs a new key; without a key the mask stays. Call it once per epoch, or about once in a hundred steps.
 
     Args:
       sparsity: As for :class:`RandomPruning`.
-      drop: As for :class:`RigL`; the paper's :math:`\zeta`.
+      drop_fraction: As for :class:`RigL`; the paper's :math:`\zeta`.
       count: As for :class:`RandomPruning`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -380,12 +576,12 @@ class SET(_Regrow):
       stacked: As for :class:`Reparametrization`.
 
     Raises:
-      TypeError: If ``sparsity``, ``drop`` or ``count`` has the wrong type.
-      ValueError: If ``sparsity``, ``drop`` or ``count`` is out of range.
+      TypeError: If ``sparsity``, ``drop_fraction`` or ``count`` has the wrong type.
+      ValueError: If ``sparsity``, ``drop_fraction`` or ``count`` is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.sparse.SET(0.5, drop=0.5)
+      >>> p = rpx.sparse.SET(0.5, drop_fraction=0.5)
       >>> raw = p.init({"w": jnp.array([[3.0, 1.0, 0.0, 0.0]])}, jax.random.key(0))
       >>> p.update(raw, jax.random.key(1))["w"]["@set"]["@fixed"]["mask"].sum()
       Array(2., dtype=float32)
