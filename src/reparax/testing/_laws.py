@@ -23,7 +23,7 @@ from reparax.core.chain import Chain, Parametrization, from_json
 from reparax.core.checks import WrongType
 from reparax.core.config import code
 from reparax.core.paths import PyTree
-from reparax.core.raw import empty_nodes, flatten_slots, parameter_path
+from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
 from reparax.testing._evidence import (
@@ -163,7 +163,7 @@ def _require_shardings(case: Case) -> None:
 
     placed = jax.tree.map(place, case.params)
     raw = compiled_init(case.p, placed, case.key)
-    leaves, slots, _ = flatten_slots(raw)
+    leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
     for path, actual, want in paired(compiled_effective(case.p, raw, case.key), placed):
         source = sharding_of.get((path, want.shape))
