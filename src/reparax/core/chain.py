@@ -180,7 +180,8 @@ class Parametrization(Static, ABC):
         rarely.
 
         Raises:
-          ValueError: If ``raw`` is not a raw tree of this chain.
+          ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
+            change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
         return spread_like(raw, nest(rebase_raw(self._parts, flatten(gather_boxes(raw)))))
 

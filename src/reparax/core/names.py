@@ -72,7 +72,7 @@ FAMILIES = {
         (
             "transforms",
             "reparax.transforms",
-            "remat factored local explain Explained ExplainedDraws saved_residuals",
+            "remat factored local_reparametrization explain saved_residuals",
         ),
         (
             "axes",
