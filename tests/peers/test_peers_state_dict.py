@@ -338,17 +338,21 @@ def test_the_classes_of_modules_give_the_transposed_convolutions_of_torch():
     np.testing.assert_allclose(read(jnp.asarray(x[0]))[None], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["kernel", "same"])
 @pytest.mark.parametrize("map", ["cayley", "matrix_exp", "householder"])
-def test_modules_without_trivialization_load_what_is_written(map):
+def test_modules_without_trivialization_load_what_is_written(map, layout):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(3, 5, bias=False)}).double()
     for module in model.values():
         parametrizations.orthogonal(module, orthogonal_map=map, use_trivialization=False)
     like = {"a": {"kernel": np.eye(4), "bias": np.zeros(4)}, "b": {"kernel": np.eye(3, 5)}}
-    p = rpx.Orthogonal("expm" if map == "matrix_exp" else map)
+    p, how = (
+        rpx.Orthogonal("expm" if map == "matrix_exp" else map),
+        {"orthogonal_map": map, "layouts": {"a/kernel": layout}},
+    )
     with jax.enable_x64():
-        raw = rpx.io.from_torch(p, model.state_dict(), like, orthogonal_map=map)
-        state = rpx.io.to_torch(p, raw, orthogonal_map=map, style="no_trivialization")
+        raw = rpx.io.from_torch(p, model.state_dict(), like, **how)
+        state = rpx.io.to_torch(p, raw, style="no_trivialization", **how)
     before = {name: x.detach().numpy() for name, x in weights(model).items()}
     with torch.no_grad():
         model["a"].bias.zero_()
