@@ -264,7 +264,7 @@ class _Part:
         return self._whole._call_method(self._module, "__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return self._whole._attribute(self, self._module, name)
+        return self._whole._attribute(self._module, self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _set_attribute(self._module, name, value)
