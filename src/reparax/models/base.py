@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from reparax.core.bound import lineage_of
 from reparax.core.calls import call_name, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
-from reparax.core.plan import lineage_of
 from reparax.numerics.arithmetic import is_array
 from reparax.training import partition
 
