@@ -200,7 +200,7 @@ def test_a_convolution_with_a_result_in_float16():
         return jax.lax.conv_general_dilated(10 * x.astype(jnp.bfloat16)[None], kernel[None], (1,), "SAME", **settings)
 
     raw = {"a": A, "b": B}
-    assert [each.in_factors for each in rpx.explain(convolved, raw, X).weights] == [True]
+    assert [each.is_transformed for each in rpx.explain(convolved, raw, X).weights] == [True]
     expected = 10 * np.asarray(X) @ (2e-2 * np.asarray(A) @ np.asarray(B))
     got = jax.jit(rpx.factored(convolved))(raw, X)
     assert got.dtype == jnp.float16
@@ -234,7 +234,7 @@ def test_an_algorithm_in_float16_keeps_its_operands():
 
     raw = {"a": A, "b": B}
     assert rpx.explain(made, raw, X).weights == ()
-    assert [each.in_factors for each in rpx.explain(used, raw, X).weights] == [False]
+    assert [each.is_transformed for each in rpx.explain(used, raw, X).weights] == [False]
 
 
 def test_a_rounding_in_bfloat16_stays():

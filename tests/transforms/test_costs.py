@@ -114,7 +114,7 @@ def test_a_large_rank_is_formed_and_a_small_one_is_not():
         low = rpx.Freeze() >> rpx.LoRA(rank)
         raw = jax.eval_shape(low.init, {"w": floats(128, 128)}, KEY)
         weights = rpx.explain(lambda raw, x: jnp.sum(jnp.tanh(x @ low.apply(raw)["w"])), raw, floats(rows, 128)).weights
-        return weights[0].in_factors, weights[0].reason
+        return weights[0].is_transformed, weights[0].reason
 
     apart, reason = explained(4, 512)
     assert apart
@@ -249,7 +249,7 @@ def test_a_stage_gets_it_by_its_terms(stage, stacked):
         return jnp.mean(jnp.tanh(jnp.einsum("bi,...ij->...bj", x, w)))
 
     x = normal(256, 32, seed=1)
-    assert [each.in_factors for each in rpx.explain(loss, train, x).weights] == [True]
+    assert [each.is_transformed for each in rpx.explain(loss, train, x).weights] == [True]
     expected, got = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (loss, rpx.factored(loss))])(train, x)
     largest = max(np.max(np.abs(x)) for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -306,7 +306,7 @@ def test_explain_says_where_and_why():
         ]
 
     lines = repr(rpx.explain(loss, raw, floats(512, 64))).splitlines()
-    assert lines[0] == "2 of 4 weights with factors are never formed for a product"
+    assert lines[0] == "with rpx.factored, 2 of 4 weights with factors are never formed for a product"
     assert [line.split()[0] for line in lines[1:]] == [
         "in",
         "raw/folded",
@@ -319,6 +319,19 @@ def test_explain_says_where_and_why():
     assert lines[5].endswith("it is returned, or carried")
     assert "abs needs the array: " in lines[6]
     assert "test_costs.py" in lines[6]
+
+
+def test_explain_says_that_a_convolution_is_grouped():
+    p = rpx.LoRA(1, rows=(0, 1, 2), columns=3)
+    raw = jax.eval_shape(p.init, {"k": floats(3, 3, 2, 8)}, KEY)
+
+    def loss(raw, x):
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, p.apply(raw)["k"], (1, 1), "SAME", dimension_numbers=names, feature_group_count=4
+        )
+
+    assert "a grouped conv_general_dilated needs the array" in repr(rpx.explain(loss, raw, floats(2, 5, 5, 8)))
 
 
 def test_layers_are_told_in_one_line():

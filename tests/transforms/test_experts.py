@@ -124,7 +124,7 @@ def test_experts_cost_what_they_cost_by_hand_in_factors_and_nothing_is_formed():
     assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
     assert mine.memory_analysis().temp_size_in_bytes <= 1.1 * its.memory_analysis().temp_size_in_bytes
     (weight,) = rpx.explain(loss, *split(LORA), DATA, SIZES, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     assert weight.reason.startswith("1 product, 0.")
 
 
@@ -153,7 +153,7 @@ def test_experts_of_shards_stay_with_them():
     )
     assert "all-gather" not in step.lower(free, fixed, DATA, SIZES).compile().as_text()
     (weight,) = rpx.explain(sharded, free, fixed, DATA, SIZES, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
 
 
 def test_factors_in_half_precision_give_results_in_the_preferred_type():
@@ -163,7 +163,7 @@ def test_factors_in_half_precision_give_results_in_the_preferred_type():
 
     args = *split(LORA), DATA, SIZES
     (weight,) = rpx.explain(half, *args, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     got, want = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(half, (0, 1)), by_hand))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-2 * np.max(np.abs(b))), got[1], want[1])
@@ -225,7 +225,7 @@ def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name
     assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine(*args), its(*args))
     (weight,) = rpx.explain(own, *args, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     assert weight.reason.startswith("1 product, 0.")
 
 
@@ -262,7 +262,7 @@ def test_matrices_that_are_looked_up_are_data_for_other_weights():
 
     args = free, fixed, np.arange(32)
     table, weight, rows = rpx.explain(own, *args, argnums=(0, 1)).weights
-    assert (table.in_factors, rows.in_factors, weight.in_factors) == (True, False, True)
+    assert (table.is_transformed, rows.is_transformed, weight.is_transformed) == (True, False, True)
     assert (table.type, rows.type) == ("float32[4096, 4, 8]", "float32[32, 4, 8]")
     mine, its = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(own, (0, 1)), own))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)

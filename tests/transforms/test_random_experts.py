@@ -11,6 +11,7 @@ from grids import mostly_thorough
 from jax import lax
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 from reparax.transforms._factored import SumPlan
 
 N_DRAWS, ERRORS = 4096, 5.0
@@ -178,7 +179,9 @@ def check_local(network):
     def loss(w, key, x, e):
         return network.layer(0, p.apply(w, key)["up"], x, e)
 
-    draw = jax.jit(lambda keys, *args: lax.map(lambda key: rpx.transforms.local(loss)(args[0], key, *args[1:]), keys))
+    draw = jax.jit(
+        lambda keys, *args: lax.map(lambda key: local_reparametrization(loss)(args[0], key, *args[1:]), keys)
+    )
     keys = jax.random.split(jax.random.key(1), N_DRAWS)
     y = np.asarray(draw(keys, network.params, network.x, network.chosen[0]))
     mean = loop(network.params["up"], network.x, network.chosen[0], kept)

@@ -18,7 +18,7 @@ from reparax.core.keys import key_of_use
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import jaxprs
-from reparax.programs.call import Argnums, Arguments, Traced, check_call
+from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs
 from reparax.programs.equations import (
     Add,
@@ -413,39 +413,7 @@ def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
     return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))
 
 
-class Local:
-    """A function whose products with noisy weights draw for each example; :func:`explain` reports it."""
-
-    def __init__(self, fun: Callable[..., Any], argnums: Argnums) -> None:
-        self.who, self.fun, self.argnums = check_call("local", fun, argnums), fun, argnums
-        functools.update_wrapper(self, fun)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check_this_jax()
-        call, program, consts = self.rewritten(Drawing(), args, kwargs)
-        # A draw that nothing reads is not drawn.
-        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
-
-    def noisy_reads(self, args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
-        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
-        check_this_jax()
-        rules, arguments = Drawing(), Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        call, *_ = self.rewritten(rules, args, kwargs)
-        return rules.reads, paths_of(arguments, call), lines_by_origin(call.program)
-
-    def rewritten(self, rules: Drawing, args: Sequence[Any], kwargs: Any) -> tuple[Traced, Jaxpr, list[Any]]:
-        """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-        arguments = Arguments.of(self.who, self.fun, self.argnums, args, kwargs)
-        call = arguments.trace()
-        closed_over = len(call.inputs) - len(arguments.arrays)
-        facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
-        closed_jaxpr = jax.make_jaxpr(lambda *inputs: Interpreter(rules).arrays(call.program, inputs, facts))(
-            *call.inputs
-        )
-        return call, *jaxprs.consts_first(closed_jaxpr)
-
-
-def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
+def local_reparametrization(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
     r"""``fun`` with separate noise for each example, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
@@ -472,7 +440,7 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     :class:`WeightDropout`, :class:`HardConcrete`, complex weights and those in float16; weights whose entries a formula
     mixes after the noise, as in ``VarNoise(0.1) >> WeightNorm()``; products with arrays that depend only on named
     arguments; and any other read, such as the square of a weight. So does a ``shard_map`` with ``check_vma=False``.
-    ``rpx.explain(rpx.transforms.local(loss), *args)`` shows which, where and why.
+    ``rpx.explain(rpx.transforms.local_reparametrization(loss), *args)`` shows which, where and why.
 
     Means are computed as in ``fun``, variances in float32 or wider. Gradients pass both; the backward pass computes
     variances and noise again. Apply ``jax.grad``, ``jax.jit``, :func:`remat` and :func:`factored` outside of it.
@@ -497,9 +465,9 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
       >>> args = {"w": jnp.ones((4, 2))}, jax.random.key(0), jnp.ones((3, 4))
       >>> network(*args).std(0)
       Array([0., 0.], dtype=float32)
-      >>> rpx.transforms.local(network)(*args).std(0)
+      >>> rpx.transforms.local_reparametrization(network)(*args).std(0)
       Array([0.03846868, 0.08746041], dtype=float32)
-      >>> rpx.explain(rpx.transforms.local(network), *args)
+      >>> rpx.explain(rpx.transforms.local_reparametrization(network), *args)
       1 of 1 noisy weights draw for each example
         for each example:
           weights/w  float32[4, 2]  1 product
@@ -507,7 +475,33 @@ def local(fun: Callable[..., Any], argnums: Argnums = None) -> Local:
     References:
       Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
     """
-    return Local(fun, argnums)
+    who = check_call("local_reparametrization", fun, argnums)
+
+    @functools.wraps(fun)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        check_this_jax()
+        call, program, consts = _rewritten(Drawing(), Arguments.of(who, fun, argnums, args, kwargs))
+        # A draw that nothing reads is not drawn.
+        return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
+
+    def reported(args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
+        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
+        check_this_jax()
+        rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
+        call, *_ = _rewritten(rules, arguments)
+        return rules.reads, paths_of(arguments, call), lines_by_origin(call.program)
+
+    setattr(function, REPORTED, reported)
+    return function
+
+
+def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
+    """The program, the one in which products draw for each row, and the constants that are its first inputs."""
+    call, interpreter = arguments.trace(), Interpreter(rules)
+    closed_over = len(call.inputs) - len(arguments.arrays)
+    facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
+    rewritten = jax.make_jaxpr(lambda *inputs: interpreter.arrays(call.program, inputs, facts))(*call.inputs)
+    return call, *jaxprs.consts_first(rewritten)
 
 
 @functools.cache
@@ -519,6 +513,10 @@ def check_this_jax() -> None:
 def _draws_of_a_network() -> list[bool]:
     """For each product of a small network whether it draws for itself."""
     w, rules = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
-    noisy = Local(lambda w, key, x: jaxprs.small_network(w + random.normal(key, w), x), None)
-    noisy.rewritten(rules, (w, jax.random.key(0), w), {})
+    args = w, jax.random.key(0), w
+
+    def noisy(w: Array, key: Array, x: Array) -> Array:
+        return jaxprs.small_network(w + random.normal(key, w), x)
+
+    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, args, {}))
     return [read.is_own for read in rules.reads]
