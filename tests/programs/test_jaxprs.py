@@ -25,7 +25,7 @@ from reparax.core.recompute import recompute
 from reparax.numerics.inlined import inlined
 from reparax.programs import jaxprs
 from reparax.programs.dependence import is_apply
-from reparax.transforms import _factored, _remat, saved_residuals
+from reparax.transforms import _factored, _saved_residuals, saved_residuals
 
 ROOT = Path(__file__).parents[2]
 W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
@@ -448,10 +448,10 @@ def test_a_scan_with_a_parameter_that_is_not_known_is_refused(run, monkeypatch):
 def newer(monkeypatch):
     """JAX is newer than those that were tested."""
     monkeypatch.setattr(jaxprs, "NEWEST", "0.7.2")
-    for module in (_remat, _factored):
+    for module in (_saved_residuals, _factored):
         module.check_this_jax.cache_clear()
     yield
-    for module in (_remat, _factored):
+    for module in (_saved_residuals, _factored):
         module.check_this_jax.cache_clear()
 
 

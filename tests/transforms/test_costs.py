@@ -312,6 +312,19 @@ def test_explain_says_where_and_why():
     assert "test_costs.py" in lines[6]
 
 
+def test_explain_says_that_a_convolution_is_grouped():
+    p = rpx.LoRA(1, rows=(0, 1, 2), columns=3)
+    raw = jax.eval_shape(p.init, {"k": floats(3, 3, 2, 8)}, KEY)
+
+    def loss(raw, x):
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, p.apply(raw)["k"], (1, 1), "SAME", dimension_numbers=names, feature_group_count=4
+        )
+
+    assert "a grouped conv_general_dilated needs the array" in repr(rpx.explain(loss, raw, floats(2, 5, 5, 8)))
+
+
 def test_layers_are_told_in_one_line():
     p = rpx.LowRank(1)
     raw = jax.eval_shape(p.init, {f"layer{i}": floats(64, 64) for i in range(12)}, KEY)

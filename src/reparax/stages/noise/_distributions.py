@@ -405,7 +405,6 @@ def _log_alpha(values: dict[str, Array]) -> Array:
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
 LARGEST = 0.68
-NODES, SHARES = np.polynomial.legendre.leggauss(16)
 
 
 def _check_rate(value: Any, who: str, name: str) -> float:
@@ -512,7 +511,7 @@ class HardConcrete(Reparametrization):
 def _mean_gate(log_alpha: Array) -> Array:
     """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
-    for node, share in zip(NODES, SHARES, strict=True):
+    for node, share in zip(*np.polynomial.legendre.leggauss(16), strict=True):
         x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)
         total = total + float(share) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
     return total
