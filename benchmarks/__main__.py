@@ -39,6 +39,7 @@ REPEATS = {
     "normality": 1000,
     "steps": 10,
     "noisy_product": 10,
+    "imports": 9,
 }
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 

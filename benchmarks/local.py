@@ -1,8 +1,8 @@
 """What does noise of each example's own cost, and what does it spare the gradient?
 
-``apply`` draws once for all examples of a batch; ``rpx.transforms.local`` draws in each product, for each row. The
-variance of the gradient is its sum over all weights, over keys, for one batch. Times and temporary bytes are
-of the compiled gradient. "Plain" is the network without noise.
+``apply`` draws once for all examples of a batch; ``rpx.transforms.local_reparametrization`` draws in each product, for
+each row. The variance of the gradient is its sum over all weights, over keys, for one batch. Times and temporary
+bytes are of the compiled gradient. "Plain" is the network without noise.
 
 Run: python benchmarks/local.py [repeats]
 """
@@ -41,8 +41,8 @@ def ways(network: Network, p: rpx.Parametrization) -> dict[str, Callable[..., An
 
     losses = {
         "apply": loss,
-        "local": rpx.transforms.local(loss),
-        "remat(local)": rpx.remat(rpx.transforms.local(loss)),
+        "local": rpx.transforms.local_reparametrization(loss),
+        "remat(local)": rpx.remat(rpx.transforms.local_reparametrization(loss)),
         "plain": plain,
     }
     return {name: jax.grad(each) for name, each in losses.items()}

@@ -110,7 +110,7 @@ def main() -> None:
     found["after"] = both(weights)
     found["trained"] = sum(x.size for x in jax.tree.leaves(free))
     found["parameters"] = sum(x.size for x in jax.tree.leaves(params))
-    found["explained"] = repr(rpx.explain(apply, free, fixed, new[:BATCH], argnums=(0, 1))).splitlines()[0]
+    found["explained"] = repr(rpx.explain(rpx.factored(apply, (0, 1)), free, fixed, new[:BATCH])).splitlines()[0]
     say(f"Tuned on code: {found['after']}")
 
     tensors, settings = rpx.io.to_peft(p, raw, **tuning.FILE)

@@ -13,11 +13,9 @@ from rich.table import Table
 
 from examples.speech import features, training
 from examples.speech.model import Recognizer
-from examples.speech.voices import TASKS, VOICES, utterances
+from examples.speech.voices import TASKS, VOICES
 
 OUT = Path("build") / "speech"
-LEVELS = (0, 5, 10)
-TOLD = {"seen voices": "training", "unseen voices": "unseen"}
 
 
 def main() -> None:
@@ -25,37 +23,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.speech", description=__doc__)
     parser.add_argument("--task", choices=TASKS, default="digits")
     parser.add_argument("--body", choices=("lstm", "conformer"), default="lstm")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--utterances", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=training.STEPS)
+    parser.add_argument("--utterances", type=int, default=training.UTTERANCES)
     asked, console, begin = parser.parse_args(), Console(), time.perf_counter()
     say = functools.partial(console.print, highlight=False)
 
-    spoken = {group: utterances(asked.task, VOICES[group], 200, seed) for seed, group in enumerate(VOICES)}
-    said = utterances(asked.task, VOICES["training"], asked.utterances, len(VOICES))
-    data = features.batch(said, (5, 20), seed=0)
-    tests = {
-        (told, level): features.batch(spoken[group], (level, level), seed=1)
-        for told, group in TOLD.items()
-        for level in LEVELS
-    }
+    data = features.corpus(asked.task, "training", asked.utterances, training.DECIBELS, seed=0)
+    tests = features.tests(asked.task, 200)
     voices, seconds = len(VOICES["training"]), time.perf_counter() - begin
     say(f"{asked.utterances} strings of {asked.task} by {voices} voices, spoken in {seconds:.0f} s\n")
 
     model, curves, found = Recognizer(len(TASKS[asked.task]), asked.body), {}, {}
     for way in ("plain", "noise"):
-        setting = training.Setting(way, model, steps=asked.steps, start=asked.steps // 3)
+        setting = training.setting_of(way, model, 1.0, asked.steps)
         say(f"Training {way}: {setting.chain(1.0)}")
-        run, losses = training.fit(setting, 1.0, data, seed=0), list[float]()
+        run = training.fit(setting, data, rate=training.LEARNING_RATE, strength=1.0, seed=0)
+        losses = list[float]()
         for loss, raw in track(run, f"Training {way}", asked.steps, console=console, transient=True):
             losses.append(loss)
             params = raw
         found[way], curves[way] = setting.chain(1.0).fold(params), losses
 
-    table = Table("wrong words, %", *(f"{told}, {level} dB" for told, level in tests))
+    table = Table(
+        "wrong words, %", *(f"{told}, {level} dB" for told, level in tests), title="By seen and by unseen voices"
+    )
     for way, params in found.items():
         table.add_row(way, *(f"{training.wrong(model, params, test):.1f}" for test in tests.values()))
     say(table)
-    figure = picture(asked.task, curves, tests["unseen voices", 5], model, found["noise"])
+    figure = picture(asked.task, curves, tests["unseen", 5], model, found["noise"])
     OUT.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT / "speech.png", dpi=150)
     say(f"Curves, and an utterance with what was recognized: {OUT / 'speech.png'}; {time.perf_counter() - begin:.0f} s")

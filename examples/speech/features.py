@@ -1,5 +1,6 @@
 """Log-mel spectrograms, in JAX: how loud each of forty bands is in each of a hundred frames a second."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from examples.speech.voices import SAMPLES_PER_SECOND, SECONDS, Utterance, noisy
+from examples.speech.voices import SAMPLES_PER_SECOND, SECONDS, Utterance, noisy, utterances
 
 BANDS, WINDOW, HOP = 40, 512, 220
 SAMPLES = int(SECONDS * SAMPLES_PER_SECOND)
@@ -68,3 +69,19 @@ def batch(spoken: list[Utterance], decibels: tuple[float, float], seed: int) -> 
         made.padding[i, :length] = 0
         made.labels[i, : len(words)], made.label_padding[i, : len(words)] = words + 1, 0
     return made
+
+
+@functools.cache
+def corpus(task: str, group: str, count: int, decibels: tuple[float, float], seed: int) -> Batch:
+    """What a group of voices says, in noise."""
+    return batch(utterances(task, group, count, seed), decibels, seed)
+
+
+def tests(task: str, count: int) -> dict[tuple[str, int], Batch]:
+    """Other strings by voices of training and by unseen ones, in noise of three levels: 10 decibels are the least."""
+    groups = {"seen": "training", "unseen": "unseen"}
+    return {
+        (told, level): corpus(task, group, count, (level, level), seed=1)
+        for told, group in groups.items()
+        for level in (0, 5, 10)
+    }

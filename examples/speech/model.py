@@ -14,8 +14,8 @@ class BiLSTM(nn.Module):
     def __call__(self, x: Array, padding: Array, *, train: bool) -> Array:
         del train
         lengths = jnp.sum(1 - padding, axis=1).astype(jnp.int32)
-        forward = nn.RNN(nn.OptimizedLSTMCell(self.width), name="forward")
-        backward = nn.RNN(nn.OptimizedLSTMCell(self.width), reverse=True, keep_order=True, name="backward")
+        forward = nn.RNN(nn.OptimizedLSTMCell(self.width, name="forward"))
+        backward = nn.RNN(nn.OptimizedLSTMCell(self.width, name="backward"), reverse=True, keep_order=True)
         both = [layer(x, seq_lengths=lengths) for layer in (forward, backward)]
         return jnp.concatenate(both, axis=-1)
 

@@ -18,8 +18,13 @@ from examples.speech.model import Recognizer
 
 DROPPED = {"lstm": ".*/h[ifgo]/kernel", "conformer": "conformer_.*/kernel"}
 """Where weight dropout acts: on recurrent kernels, and in a conformer, which has none, on the kernels of its blocks."""
-STD, RATE = 0.075, 0.3
-"""Of noise, as in RETURNN's recipes, and of dropout of weights, at strength one."""
+STD, RATE, DROPOUT = 0.075, 0.3, 0.2
+"""At strength one: of noise, as in Lingvo and NeMo; of dropout of weights, as in recipes of RETURNN; of activations."""
+
+
+UTTERANCES, STEPS, LEARNING_RATE = 400, 1500, 3e-3
+DECIBELS = (5.0, 20.0)
+"""Of speech over the noise that is added to it."""
 
 
 def noise(strength: Array | float, body: str) -> rpx.Parametrization:
@@ -57,7 +62,6 @@ class Setting:
     Attributes:
       way: The name of one of ``CHAINS``.
       model: The recognizer.
-      rate: The highest learning rate, after a tenth of the steps; it decays to zero.
       steps: How many there are.
       start: The first step that has noise or weight dropout.
       batch: Utterances in a step.
@@ -65,9 +69,8 @@ class Setting:
 
     way: str
     model: Recognizer
-    rate: float = 3e-3
-    steps: int = 1000
-    start: int = 300
+    steps: int = STEPS
+    start: int = STEPS // 3
     batch: int = 16
 
     def chain(self, strength: Array | float) -> rpx.Parametrization:
@@ -76,18 +79,25 @@ class Setting:
 
     @property
     def optimizer(self) -> Any:
-        """Adam with clipped gradients."""
-        schedule = optax.warmup_cosine_decay_schedule(0.0, self.rate, self.steps // 10, self.steps)
+        """Adam with clipped gradients; the rate rises to one for a tenth of the steps, and decays to zero."""
+        schedule = optax.warmup_cosine_decay_schedule(0.0, 1.0, self.steps // 10, self.steps)
         return rpx.optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule)))
+
+
+def setting_of(way: str, model: Recognizer, strength: float, steps: int) -> Setting:
+    """What a way is compiled for: dropout of activations is the network's own, and so is its strength."""
+    if way == "dropout of activations":
+        model = model.clone(dropout=DROPOUT * strength)
+    return Setting(way, model, steps, steps // 3)
 
 
 @functools.cache
 def step_of(setting: Setting) -> Any:
-    """The compiled step, which takes the strength as a number."""
+    """The compiled step, which takes the learning rate and the strength as numbers."""
     tx = setting.optimizer
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(raw: Any, state: Any, number: Array, strength: Array, key: Array, batch: Batch) -> Any:
+    def step(raw: Any, state: Any, number: Array, rate: Array, strength: Array, key: Array, batch: Batch) -> Any:
         p = setting.chain(jnp.where(number < setting.start, 0.0, strength))
         for_weights, for_activations = jax.random.split(jax.random.fold_in(key, number))
 
@@ -98,7 +108,7 @@ def step_of(setting: Setting) -> Any:
 
         value, gradients = jax.value_and_grad(loss)(raw)
         updates, state = tx.update(gradients, state, raw)
-        return optax.apply_updates(raw, updates), state, value
+        return optax.apply_updates(raw, jax.tree.map(lambda update: rate * update, updates)), state, value
 
     return step
 
@@ -110,13 +120,13 @@ def start(setting: Setting, data: Batch, seed: int) -> Any:
     return setting.chain(1.0).init(params, keys[1])
 
 
-def fit(setting: Setting, strength: float, data: Batch, seed: int) -> Iterator[tuple[float, Any]]:
+def fit(setting: Setting, data: Batch, *, rate: float, strength: float, seed: int) -> Iterator[tuple[float, Any]]:
     """Yields, for each step, the loss and the raw tree, which the next step overwrites."""
     raw, step, drawn = start(setting, data, seed), step_of(setting), np.random.default_rng(seed)
     state, key = setting.optimizer.init(raw), jax.random.key(seed)
     for number in range(setting.steps):
         rows = data.rows(drawn.choice(len(data.labels), setting.batch, replace=False))
-        raw, state, value = step(raw, state, jnp.int32(number), jnp.float32(strength), key, rows)
+        raw, state, value = step(raw, state, jnp.int32(number), jnp.float32(rate), jnp.float32(strength), key, rows)
         yield float(value), raw
 
 
@@ -128,7 +138,7 @@ def scores_of(model: Recognizer) -> Any:
 
 def recognized(model: Recognizer, params: Any, data: Batch, size: int = 50) -> list[list[int]]:
     """The words of each utterance, as labels; ``size`` of them are read at once."""
-    found = list[list[int]]()
+    found, model = list[list[int]](), model.clone(dropout=0.0)
     for first in range(0, len(data.labels), size):
         some = data.rows(slice(first, first + size))
         found += decoding.greedy(*scores_of(model)(params, some.frames, some.padding))

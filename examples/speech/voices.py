@@ -1,6 +1,7 @@
 """What is said, by whom, and in how much noise: strings of words, drawn with a seed and spoken where this runs."""
 
 import base64
+import functools
 import hashlib
 import itertools
 import json
@@ -32,15 +33,10 @@ VARIANTS = {
 }
 
 
-def _cast() -> dict[str, list[str]]:
-    accents = itertools.cycle(ACCENTS)
-    return {
-        name: [f"{accent}+{variant}" for variant, accent in zip(variants.split(), accents, strict=False)]
-        for name, variants in VARIANTS.items()
-    }
-
-
-VOICES = _cast()
+VOICES = {
+    group: [f"{accent}+{variant}" for variant, accent in zip(variants.split(), itertools.cycle(ACCENTS), strict=False)]
+    for group, variants in VARIANTS.items()
+}
 """Three groups of voices, an accent and a speaker each; no speaker is in two groups."""
 
 
@@ -51,9 +47,10 @@ class Utterance(NamedTuple):
     words: np.ndarray
 
 
-def utterances(task: str, voices: list[str], count: int, seed: int) -> list[Utterance]:
-    """Strings of three to seven words of a task, each by one of the voices, at a rate and a pitch of its own."""
-    drawn = np.random.default_rng(seed)
+@functools.cache
+def utterances(task: str, group: str, count: int, seed: int) -> list[Utterance]:
+    """Strings of three to seven words of a task, each by a voice of the group, at a rate and a pitch of its own."""
+    drawn, voices = np.random.default_rng(seed), VOICES[group]
     strings, sentences = list[np.ndarray](), list[tuple[str, str, int, int]]()
     for _ in range(count + count // 5 + 5):
         words = drawn.integers(len(TASKS[task]), size=drawn.integers(3, 8))

@@ -13,7 +13,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.adapters``    small differences that train: ``LoRA``, ``Delta``, ``Gain``
 ``rpx.quantized``   few bits: ``Quantized``, ``FakeQuantized``, ``Cast``
 ``rpx.training``    which values train, and their optimizer: ``partition``, ``optimizer``, ``transfer``
-``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``local``, ``explain``, ``saved_residuals``
+``rpx.transforms``  functions of a loss: ``remat``, ``factored``, ``explain`` and more
 ``rpx.axes``        axes of weights, read from the network: ``roles``, ``axis_groups``, ``shrink``
 ``rpx.io``          files of torch, PEFT and few bits: ``from_torch``, ``from_peft``, ``from_quantized``
 ``rpx.nnx``         a flax nnx model that contains its chain, for trainers that own the loss: ``Parametrized``

@@ -1,6 +1,7 @@
 """The example of speech: what is said, features, recognizers, decoding and a step, at tiny sizes."""
 
 import functools
+import json
 import math
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scipy import signal
+from scipy import signal, stats
 
-from examples.speech import decoding, features, training, voices
+from benchmarks.evidence.record import Size
+from examples.speech import cells, decoding, features, report, training, voices
 from examples.speech.model import Recognizer
 from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
 
@@ -29,7 +31,7 @@ def test_groups_of_voices_have_no_speaker_in_common():
 
 
 def test_a_seed_says_the_same_each_time_and_another_seed_says_something_else():
-    one, again, other = (voices.utterances("digits", VOICES["training"], 2, seed) for seed in (1, 1, 2))
+    one, again, other = (voices.utterances.__wrapped__("digits", "training", 2, seed) for seed in (1, 1, 2))
     for mine, same, another in zip(one, again, other, strict=True):
         np.testing.assert_array_equal(mine.samples, same.samples)
         np.testing.assert_array_equal(mine.words, same.words)
@@ -179,10 +181,94 @@ def test_scores_do_not_depend_on_what_is_padding(body):
     assert float(jnp.min(optax.ctc_loss(one, padding, batch.labels, batch.label_padding))) < 100
 
 
+@pytest.mark.parametrize("body", ["lstm", "conformer"])
+def test_ways_act_where_they_say(body):
+    batch, model = data(), network(body, layers=2)
+    init = functools.partial(model.init, train=False)
+    shapes = jax.eval_shape(init, jax.random.key(0), batch.frames, batch.padding)["params"]
+    params = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), shapes)  # of few shapes
+    moved = {}
+    for way in ("plain", "noise", "weight dropout"):
+        p = training.Setting(way, model).chain(1.0)
+        got = p.apply(p.init(params), jax.random.key(0))
+        paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda x, y: bool((x != y).any()), got, params))
+        moved[way] = {jax.tree_util.keystr(path, simple=True, separator="/") for path, other in paths if other}
+    assert not moved["plain"]
+    assert len(moved["noise"]) == len(jax.tree.leaves(params))
+    kernels = {path for path in moved["noise"] if path.endswith("/kernel")}
+    recurrent = {
+        f"lstm_{i}/{direction}/h{gate}/kernel"
+        for i in range(2)
+        for direction in ("forward", "backward")
+        for gate in "ifgo"
+    }
+    inner = kernels - {"conv_0/kernel", "conv_1/kernel", "scores/kernel"}
+    assert moved["weight dropout"] == (recurrent if body == "lstm" else inner)
+
+
+@pytest.mark.thorough
 def test_from_its_first_step_on_noise_moves_the_loss_and_the_network_learns():
     """One program takes both strengths."""
-    setting = training.Setting("noise", network("lstm"), rate=0.02, steps=30, start=28, batch=4)
-    without, noisy = ([loss for loss, _ in training.fit(setting, strength, data(), 0)] for strength in (0.0, 1.0))
+    setting = training.Setting("noise", network("lstm"), steps=30, start=28, batch=4)
+    without, noisy = (
+        [loss for loss, _ in training.fit(setting, data(), rate=0.02, strength=strength, seed=0)]
+        for strength in (0.0, 1.0)
+    )
     np.testing.assert_allclose(noisy[: setting.start], without[: setting.start], rtol=1e-4)
     assert abs(noisy[setting.start] - without[setting.start]) > 1e-3 * without[setting.start]
     assert without[-1] < 0.8 * without[0]
+
+
+def on_file(way, value, development, rates):
+    """The cells of a way at a value, with the same number of wrong words in each of its tests."""
+    columns = [
+        f"{voices}, {level} dB, {bits}"
+        for voices in report.VOICES
+        for level in report.LEVELS
+        for bits in report.ROUNDED
+    ]
+    return {
+        report.name_of(way, value, seed): {"development": [development], **{column: [rate] for column in columns}}
+        for seed, rate in enumerate(rates)
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A table of three ways; the second value of noise is worse on development voices and better on the tested ones."""
+    kept = (
+        on_file("plain", 0.001, 9, [8.0])
+        | on_file("plain", 0.003, 5, [6.0, 7.0, 8.0])
+        | on_file("noise", 0.5, 4, [5.0, 6.5, 5.0])
+        | on_file("noise", 1, 6, [1.0])
+        | on_file("both", 1, 5, [6.0, 7.5, 7.8])
+    )
+    text = {name: {"seeds": 1, "seconds": 0, "values": cell} for name, cell in kept.items()}
+    (tmp_path / "digits_lstm.json").write_text(json.dumps({"cells": text}))
+    return tmp_path
+
+
+def test_values_are_chosen_on_development_voices_and_verdicts_are_those_of_a_paired_t_test(written):
+    table = report.table("digits_lstm", written).splitlines()
+    assert table[3].startswith("| noise | 5.5 ± 0.5 |")
+    noise, both = report.verdicts("digits_lstm", written)
+    p = stats.ttest_rel([5.0, 6.5, 5.0], [6.0, 7.0, 8.0]).pvalue
+    assert noise == (
+        f"With noise, 5.5 ± 0.5 % of the words of unseen voices are wrong: no other (-1.5 %) than plain (p = {p:.3f})."
+    )
+    assert "with both" in both.lower()
+    assert report.rounding_table("digits_lstm", written).splitlines()[2].startswith("| plain | 7.0 ± 0.6 | 7.0 ± 0.6 |")
+
+
+def test_a_way_is_run_once_its_base_is_tuned_and_seeds_once_it_is_itself(written):
+    asked = functools.partial(cells.cells, "digits_lstm", Size(seeds=1))
+    first = list(asked(written / "nothing"))
+    assert {name.partition(",")[0] for name in first} == {"plain", "weight norm"}
+    assert len(first) == 2 * len(cells.RATES)
+    kept = on_file("plain", 0.001, 9, [8.0]) | on_file("plain", 0.003, 5, [6.0]) | on_file("plain", 0.006, 7, [6.0])
+    text = {name: {"seeds": 1, "seconds": 0, "values": cell} for name, cell in kept.items()}
+    (written / "digits_lstm.json").write_text(json.dumps({"cells": text}))
+    second = set(asked(written)) - set(first)
+    more = {report.name_of("plain", 0.003, seed) for seed in range(1, 5)}
+    others = ("dropout of activations", "weight dropout", "noise", "both")
+    assert second == more | {report.name_of(way, value, 0) for way in others for value in cells.STRENGTHS}

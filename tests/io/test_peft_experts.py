@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, table
 
 import reparax as rpx
 
@@ -123,83 +123,6 @@ def written(chain, **how):
     return rpx.io.to_peft(chain, chain.init(two(), jax.random.key(0)), **how)
 
 
-FIT = "from_peft: the adapter does not fit this model:\n  "
-CORRECT = "\nCorrect `like`, `names` or `layouts`."
-ORDER = (
-    "PEFT adapts several parameters of 'experts' without recording which is which, in the order of the module. Give "
-    "each its own rule in that order, such as names={'down': 'experts.down', "
-    "'up': 'experts.up'}."
-)
-NO_SUCH = "to_peft: PEFT has no such adapter:\n  "
-MERGE = "\nMerge it with `p.fold(raw)`."
-REFUSED = {
-    "one rule for two parameters": (lambda: of_two(names={"(.*)": r"experts.\1"}, **BOTH), f"from_peft: {ORDER}"),
-    "one rule for two parameters, written": (
-        lambda: written(rpx.Freeze() >> rpx.LoRA(RANK, stacked=0), names={"(.*)": r"experts.\1"}, **BOTH),
-        f"to_peft: {ORDER}",
-    ),
-    "rules in another order": (
-        lambda: of_two(names=DOWN | UP, **BOTH),
-        f"{FIT}down: expected lora_A.weight of shape (6, 6), got (6, 4); expected lora_B.weight of shape (4, 6), got "
-        f"(6, 6). Correct its layout, or the order of `names` if they are another parameter's\n  up: expected "
-        f"lora_A.weight of shape (6, 4), got (6, 6); expected lora_B.weight of shape (6, 6), got (4, 6). Correct its "
-        f"layout, or the order of `names` if they are another parameter's{CORRECT}",
-    ),
-    "no layout": (
-        lambda: of_two(names=UP | DOWN),
-        "from_peft: PEFT adapts 'down' separately, which needs the layout of experts: layouts={'down': "
-        "'experts:kernel'} for (experts, in, out) here and (experts, out, in) in torch, 'experts:conv1d' for "
-        "(experts, in, out) in both, or 'experts:same' for (experts, out, in) in both.",
-    ),
-    "a parameter without tensors": (
-        lambda: rpx.io.from_peft(lora(OUTER, OUTS, INS), CONFIG, two(), names=UP | DOWN, **BOTH),
-        "from_peft: target_parameters lists 'experts.up', but the file has no tensors for it.",
-    ),
-    "a layout of three axes for two": (
-        lambda: rpx.io.to_torch(rpx.Chain(), {"up": jnp.zeros((4, 6))}, layouts={"up": "experts:kernel"}),
-        "to_torch: the layout 'experts:kernel' is for stacks of matrices with three axes, but 'up' has shape (4, 6).",
-    ),
-    "DoRA, read": (
-        lambda: rpx.io.from_peft(
-            lora(OUTER, INS, OUTS),
-            CONFIG | {"use_dora": True, "target_parameters": ["up"]},
-            {"up": two()["up"]},
-            names=UP,
-            **BOTH,
-        ),
-        f"{FIT}up: PEFT has no DoRA of experts{CORRECT}",
-    ),
-    "DoRA, written": (
-        lambda: written(
-            rpx.Freeze() >> rpx.LoRA(RANK, stacked=0, where="up") >> rpx.WeightNorm(stacked=0, detach=True, where="up"),
-            names=UP | DOWN,
-            **BOTH,
-        ),
-        f"{NO_SUCH}up: PEFT has no DoRA of experts{MERGE}",
-    ),
-    "factors of all experts together": (
-        lambda: written(rpx.Freeze() >> rpx.LoRA(RANK, rows=(0, 1), where="up"), names=UP | DOWN, **BOTH),
-        f"{NO_SUCH}up: PEFT has one adapter for each expert, but LoRA(2, rows=(0, 1), where='up') acts on all "
-        f"together. Give it `stacked`, with the axis of experts{MERGE}",
-    ),
-    "another method": (
-        lambda: written(rpx.Freeze() >> rpx.adapters.Rotated(2, stacked=0, where="up"), names=UP | DOWN, **BOTH),
-        f"{NO_SUCH}up: PEFT has no OFT for weights of the layout 'experts:kernel'{MERGE}",
-    ),
-    "one expert with inputs first": (
-        lambda: rpx.io.from_peft(
-            {f"{OUTER}.lora_A.weight": normal(2, 4), f"{OUTER}.lora_B.weight": normal(6, 2)},
-            CONFIG | {"target_parameters": ["up"]},
-            {"up": jnp.zeros((1, 4, 6))},
-            names=UP,
-            layouts={"up": "experts:conv1d"},
-        ),
-        f"{FIT}up: PEFT 0.21 transposes the update of a stack (experts, in, out) of one expert{CORRECT}",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(call, text):
-    with raises(ValueError, text):
-        call()
+@table(__file__)
+def test_what_does_not_fit_is_refused(case):
+    case.check(globals())

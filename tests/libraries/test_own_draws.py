@@ -16,6 +16,7 @@ from grids import mostly_thorough
 from samples import N, assert_alike
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 
 KEY = jax.random.key(0)
 P = rpx.Gaussian(0.3)
@@ -69,8 +70,8 @@ def test_each_example_has_noise_of_its_own(library: Callable[[], Network]) -> No
         return network(P.apply(raw, key), x)
 
     batch = jnp.broadcast_to(X, (N, 3))
-    got = eqx.filter_jit(rpx.transforms.local(outputs))(raw, KEY, batch)
+    got = eqx.filter_jit(local_reparametrization(outputs))(raw, KEY, batch)
     whole = eqx.filter_jit(lambda keys: jax.vmap(lambda key: outputs(raw, key, X[None])[0])(keys))
     assert_alike(np.asarray(got, np.float64), np.asarray(whole(jax.random.split(KEY, N)), np.float64))
-    report = rpx.explain(rpx.transforms.local(outputs), raw, KEY, batch)
-    assert [each.is_own for each in report.weights] == [True] * 4
+    report = rpx.explain(local_reparametrization(outputs), raw, KEY, batch)
+    assert [each.is_transformed for each in report.weights] == [True] * 4

@@ -14,6 +14,7 @@ from flax import nnx
 from grids import mostly_thorough
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 
 W = np.array([[1.0, -2.0], [0.5, 1.0], [-1.0, 3.0]], np.float32)
 X = np.tile(np.array([[1.0, -1.0, 2.0]], np.float32), (4096, 1))
@@ -24,7 +25,7 @@ EACH = mostly_thorough(layers.LIBRARIES, layers.of_linen)
 @pytest.mark.parametrize("library", EACH)
 def test_local_gives_each_example_noise_of_its_own_in_a_wrapped_model(library: Any) -> None:
     raw, call, _ = library(rpx.VarNoise(0.5), W)
-    got = np.asarray(jax.jit(rpx.transforms.local(call, argnums=(0, 1)))(raw, jax.random.key(1), jnp.asarray(X)))
+    got = np.asarray(jax.jit(local_reparametrization(call, argnums=(0, 1)))(raw, jax.random.key(1), jnp.asarray(X)))
     np.testing.assert_allclose(got.mean(axis=0), MEAN, atol=5 * STD / np.sqrt(len(X)))
     np.testing.assert_allclose(got.std(axis=0), STD, rtol=5 / np.sqrt(2 * len(X)))
 

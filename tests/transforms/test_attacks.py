@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
+from kept import in_factors
 
 import reparax as rpx
-from reparax.transforms._factored import SumPlan
 
 
 def normal(*shape, seed=0):
@@ -20,19 +20,9 @@ IDS = np.array([[0, 5, 9], [-7, 2, 6]], np.int32)
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch):
-    """Weights stay in factors wherever they can, also where that costs more."""
-    decide = SumPlan.decide
-
-    def keep(plan):
-        decide(plan)
-        needed = set()
-        for root, record in reversed(plan.records.items()):
-            if root in needed or any(read.cost_in_factors is not None for read in record.reads):
-                record.is_formed = False
-                needed.update(record.parents)
-
-    monkeypatch.setattr(SumPlan, "decide", keep)
+def _kept():
+    with in_factors():
+        yield
 
 
 def low(r):
@@ -200,7 +190,7 @@ def test_a_convolution_with_a_result_in_float16():
         return jax.lax.conv_general_dilated(10 * x.astype(jnp.bfloat16)[None], kernel[None], (1,), "SAME", **settings)
 
     raw = {"a": A, "b": B}
-    assert [each.in_factors for each in rpx.explain(convolved, raw, X).weights] == [True]
+    assert [each.is_transformed for each in rpx.explain(convolved, raw, X).weights] == [True]
     expected = 10 * np.asarray(X) @ (2e-2 * np.asarray(A) @ np.asarray(B))
     got = jax.jit(rpx.factored(convolved))(raw, X)
     assert got.dtype == jnp.float16
@@ -234,7 +224,7 @@ def test_an_algorithm_in_float16_keeps_its_operands():
 
     raw = {"a": A, "b": B}
     assert rpx.explain(made, raw, X).weights == ()
-    assert [each.in_factors for each in rpx.explain(used, raw, X).weights] == [False]
+    assert [each.is_transformed for each in rpx.explain(used, raw, X).weights] == [False]
 
 
 def test_a_rounding_in_bfloat16_stays():

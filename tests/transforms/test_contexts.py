@@ -322,7 +322,7 @@ def test_weights_stay_in_factors(name):
     loss, args = prepared(CONTEXTS[name](), zeros)  # whose values do not matter for a program
     with jax.numpy_rank_promotion("allow"):
         explained = rpx.explain(loss, *args)
-    assert any(weight.in_factors for weight in explained.weights), explained
+    assert any(weight.is_transformed for weight in explained.weights), explained
 
 
 @pytest.mark.thorough

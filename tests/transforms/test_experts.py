@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from grids import mostly_thorough
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as Spec
+from kept import in_factors
 from loops import LAYERS
 
 import reparax as rpx
-from reparax.transforms._factored import SumPlan
 
 KEY = jax.random.key(0)
 
@@ -50,16 +48,9 @@ def derivatives(p, layer, wrap, *, twice):
 
 
 @pytest.fixture
-def _kept(monkeypatch):
-    """Weights stay in factors wherever they can, also where that costs more."""
-    decide = SumPlan.decide
-
-    def keep(plan):
-        decide(plan)
-        for record in plan.records.values():
-            record.is_formed = record.is_formed and not any(read.cost_in_factors is not None for read in record.reads)
-
-    monkeypatch.setattr(SumPlan, "decide", keep)
+def _kept():
+    with in_factors():
+        yield
 
 
 ROWS = [*zip(LAYERS, itertools.cycle(stages(3)))]
@@ -124,36 +115,8 @@ def test_experts_cost_what_they_cost_by_hand_in_factors_and_nothing_is_formed():
     assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
     assert mine.memory_analysis().temp_size_in_bytes <= 1.1 * its.memory_analysis().temp_size_in_bytes
     (weight,) = rpx.explain(loss, *split(LORA), DATA, SIZES, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     assert weight.reason.startswith("1 product, 0.")
-
-
-def test_experts_of_shards_stay_with_them():
-    """Each of eight devices has one expert and all rows: adapters are gathered no more than weights of plain layers."""
-    mesh = jax.make_mesh((8,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
-
-    def layer(w, x, sizes):
-        def shard(w, x, sizes):
-            i = lax.axis_index("e")
-            before = jnp.sum(jnp.where(jnp.arange(E_, dtype=jnp.int32) < i, sizes, 0), dtype=jnp.int32)
-            mine = lax.ragged_dot(jnp.roll(x, -before, axis=0), w, lax.dynamic_slice(sizes, (i,), (1,)))
-            return lax.psum(jnp.roll(mine, before, axis=0), "e")
-
-        return jax.shard_map(shard, mesh=mesh, in_specs=(Spec("e"), Spec(), Spec()), out_specs=Spec())(w, x, sizes)
-
-    def sharded(free, fixed, x, sizes):
-        return squares(layer(LORA.apply(rpx.combine(free, fixed))["w"], x, sizes))
-
-    free, fixed = split(LORA)
-    free, fixed = jax.device_put((free, fixed), jax.NamedSharding(mesh, Spec("e")))
-    step = jax.jit(jax.grad(rpx.factored(sharded, (0, 1))))
-    want = jax.jit(jax.grad(by_hand))(*split(LORA), DATA, SIZES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), step(free, fixed, DATA, SIZES), want
-    )
-    assert "all-gather" not in step.lower(free, fixed, DATA, SIZES).compile().as_text()
-    (weight,) = rpx.explain(sharded, free, fixed, DATA, SIZES, argnums=(0, 1)).weights
-    assert weight.in_factors
 
 
 def test_factors_in_half_precision_give_results_in_the_preferred_type():
@@ -163,7 +126,7 @@ def test_factors_in_half_precision_give_results_in_the_preferred_type():
 
     args = *split(LORA), DATA, SIZES
     (weight,) = rpx.explain(half, *args, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     got, want = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(half, (0, 1)), by_hand))
     np.testing.assert_allclose(got[0], want[0], rtol=1e-2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-2 * np.max(np.abs(b))), got[1], want[1])
@@ -225,7 +188,7 @@ def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name
     assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine(*args), its(*args))
     (weight,) = rpx.explain(own, *args, argnums=(0, 1)).weights
-    assert weight.in_factors
+    assert weight.is_transformed
     assert weight.reason.startswith("1 product, 0.")
 
 
@@ -262,7 +225,7 @@ def test_matrices_that_are_looked_up_are_data_for_other_weights():
 
     args = free, fixed, np.arange(32)
     table, weight, rows = rpx.explain(own, *args, argnums=(0, 1)).weights
-    assert (table.in_factors, rows.in_factors, weight.in_factors) == (True, False, True)
+    assert (table.is_transformed, rows.is_transformed, weight.is_transformed) == (True, False, True)
     assert (table.type, rows.type) == ("float32[4096, 4, 8]", "float32[32, 4, 8]")
     mine, its = (jax.jit(jax.value_and_grad(f))(*args) for f in (rpx.factored(own, (0, 1)), own))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)

@@ -22,7 +22,7 @@ import reparax as rpx
 from reparax.core import random
 from reparax.core.random import DRAW
 from reparax.programs import jaxprs
-from reparax.transforms import _local
+from reparax.transforms import _local, local_reparametrization
 
 KEY = jax.random.key(0)
 
@@ -192,7 +192,7 @@ def whole_draws(name):
 def own_draws(name, transform=jax.jit):
     """The results of ``N`` equal examples."""
     case, raw, x = wide(name)
-    return flat(transform(rpx.transforms.local(noisy(case)))(raw, KEY, x))
+    return flat(transform(local_reparametrization(noisy(case)))(raw, KEY, x))
 
 
 @pytest.mark.parametrize("name", mostly_thorough(CASES, "two noises", "scan over layers", "embedding"))
@@ -255,7 +255,7 @@ def test_numbers_leave_each_example_its_own_noise():
         gains = {name: x * change(w, n)[:, 0][None] for name, (change, *_) in NUMBERS.items()}
         return gains, {name: x @ change(w, n) for name, (change, *_) in NUMBERS.items()}
 
-    gains, products = jax.jit(rpx.transforms.local(network))(weights, KEY, np.broadcast_to(x, (N, 4)))
+    gains, products = jax.jit(local_reparametrization(network))(weights, KEY, np.broadcast_to(x, (N, 4)))
     x, w = (np.asarray(each, np.float64) for each in (x, weights["w"]))
     for name, (_, a, b) in NUMBERS.items():
         for got, mean, variance in (
@@ -264,8 +264,8 @@ def test_numbers_leave_each_example_its_own_noise():
         ):
             assert np.all(np.abs(flat(got).mean(0) - mean) <= ERRORS * np.sqrt(variance / N)), name
             assert np.all(np.abs(flat(got).var(0) - variance) <= ERRORS * variance * np.sqrt(2 / N)), name
-    report = rpx.explain(rpx.transforms.local(network), weights, KEY, x[None].astype(np.float32))
-    assert all(each.is_own for each in report.weights)
+    report = rpx.explain(local_reparametrization(network), weights, KEY, x[None].astype(np.float32))
+    assert all(each.is_transformed for each in report.weights)
 
 
 # ---- contexts
@@ -278,7 +278,7 @@ def test_copies_under_vmap_with_a_key_for_each():
     def copies(raw, key, x):
         return jax.vmap(lambda key: noisy(case)(raw, key, x), out_axes=1)(jax.random.split(key, 3))
 
-    got, want = flat(jax.jit(rpx.transforms.local(copies))(raw, KEY, x)), whole_draws(name)
+    got, want = flat(jax.jit(local_reparametrization(copies))(raw, KEY, x)), whole_draws(name)
     assert_alike(got, np.tile(want, 3))
     assert np.all(np.abs(np.corrcoef(got.T) - np.eye(9)) <= ERRORS / np.sqrt(N))
 
@@ -291,7 +291,7 @@ def test_examples_under_vmap_inside():
         w = case.p.apply(raw, key)
         return jax.vmap(lambda x: case.network(w, x[None])[0])(x)
 
-    assert_alike(flat(jax.jit(rpx.transforms.local(each))(raw, KEY, x)), whole_draws(name))
+    assert_alike(flat(jax.jit(local_reparametrization(each))(raw, KEY, x)), whole_draws(name))
 
 
 def test_noise_that_each_step_of_a_scan_draws():
@@ -305,7 +305,7 @@ def test_noise_that_each_step_of_a_scan_draws():
 
         return jax.lax.scan(step, x, (raw, jax.random.split(key, 3)))[0]
 
-    got = jax.jit(rpx.transforms.local(steps))(raw, KEY, np.broadcast_to(x, (N, 4)))
+    got = jax.jit(local_reparametrization(steps))(raw, KEY, np.broadcast_to(x, (N, 4)))
     whole = jax.jit(jax.vmap(lambda key: steps(raw, key, x[None])[0]))(jax.random.split(jax.random.key(1), N))
     assert_alike(flat(got), flat(whole))
 
@@ -319,7 +319,7 @@ def test_branches_draw_too():
         return jax.lax.cond(x[0, 0] > 0, lambda w, x: case.network(w, x), lambda w, x: -case.network(w, x), w, x)
 
     sign = np.sign(float(case.x[0]))
-    assert_alike(sign * flat(jax.jit(rpx.transforms.local(either))(raw, KEY, x)), whole_draws(name))
+    assert_alike(sign * flat(jax.jit(local_reparametrization(either))(raw, KEY, x)), whole_draws(name))
 
 
 def sharded(case, spec, out, *, check):
@@ -349,7 +349,7 @@ SHARDS = {
 def test_shards(name):
     case, raw, x = wide("square")
     network = sharded(case, *SHARDS[name], check=True)
-    got = flat(jax.jit(rpx.transforms.local(network))(raw, KEY, x))
+    got = flat(jax.jit(local_reparametrization(network))(raw, KEY, x))
     assert_alike(got, whole_draws("square"))
     covariance = np.corrcoef(got.T) - np.eye(8)
     assert np.all(np.abs(covariance) <= ERRORS / np.sqrt(N))
@@ -360,7 +360,7 @@ def test_shards(name):
 def test_shards_of_which_jax_does_not_tell_share_one_draw():
     case, raw, x = wide("square")
     network = sharded(case, *SHARDS["examples"], check=False)
-    got, want = jax.jit(lambda *args: (rpx.transforms.local(network)(*args), network(*args)))(raw, KEY, x[:16])
+    got, want = jax.jit(lambda *args: (local_reparametrization(network)(*args), network(*args)))(raw, KEY, x[:16])
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -368,7 +368,7 @@ def test_half_precision_is_right_to_rounding():
     w, x = (np.asarray(each).astype(jnp.bfloat16) for each in (normal(64, 3), normal(64, seed=2)))
     p = rpx.Gaussian(0.3)
     raw = p.init({"w": w})
-    y = jax.jit(rpx.transforms.local(lambda raw, key, x: x @ p.apply(raw, key)["w"]))(
+    y = jax.jit(local_reparametrization(lambda raw, key, x: x @ p.apply(raw, key)["w"]))(
         raw, KEY, np.broadcast_to(x, (N, 64))
     )
     assert y.dtype == jnp.bfloat16
@@ -416,10 +416,13 @@ def test_one_draw_for_all(name):
     def loss(raw, key, x):
         return network(p.apply(raw, key), x)
 
-    got, want = jax.jit(rpx.transforms.local(loss))(raw, KEY, x), jax.jit(network)(effective(p, raw, KEY), x)
+    got, want = (
+        jax.jit(local_reparametrization(loss))(raw, KEY, x),
+        jax.jit(network)(effective(p, raw, KEY), x),
+    )
     np.testing.assert_allclose(got, want, rtol=1e-2 if got.dtype == jnp.float16 else 1e-5, atol=1e-5)
-    report = rpx.explain(rpx.transforms.local(loss), raw, KEY, x)
-    assert not any(each.is_own for each in report.weights)
+    report = rpx.explain(local_reparametrization(loss), raw, KEY, x)
+    assert not any(each.is_transformed for each in report.weights)
     assert any(each.reason.startswith(reader) for each in report.weights)
 
 
@@ -430,8 +433,8 @@ def test_what_is_not_gaussian_is_as_it_was(p):
     def loss(raw, key, x):
         return x @ p.apply(raw, key)["w"]
 
-    np.testing.assert_array_equal(rpx.transforms.local(loss)(raw, KEY, x), loss(raw, KEY, x))
-    assert rpx.explain(rpx.transforms.local(loss), raw, KEY, x).weights == ()
+    np.testing.assert_array_equal(local_reparametrization(loss)(raw, KEY, x), loss(raw, KEY, x))
+    assert rpx.explain(local_reparametrization(loss), raw, KEY, x).weights == ()
 
 
 def test_complex_weights_share_one_draw():
@@ -440,8 +443,8 @@ def test_complex_weights_share_one_draw():
     def loss(raw, key, x):
         return x @ NOISE.apply(raw, key)["w"]
 
-    np.testing.assert_allclose(rpx.transforms.local(loss)(raw, KEY, x), loss(raw, KEY, x), rtol=1e-5, atol=1e-6)
-    assert "complex takes one draw for all" in repr(rpx.explain(rpx.transforms.local(loss), raw, KEY, x))
+    np.testing.assert_allclose(local_reparametrization(loss)(raw, KEY, x), loss(raw, KEY, x), rtol=1e-5, atol=1e-6)
+    assert "complex takes one draw for all" in repr(rpx.explain(local_reparametrization(loss), raw, KEY, x))
 
 
 # ---- gradients, memory, reports
@@ -453,7 +456,7 @@ def test_gradients_are_those_of_the_mean_and_the_spread():
     raw = p.init({"w": SQUARE})
 
     def network(raw, x):
-        return rpx.transforms.local(lambda raw, key, x: x @ p.apply(raw, key)["w"])(raw, KEY, x)
+        return local_reparametrization(lambda raw, key, x: x @ p.apply(raw, key)["w"])(raw, KEY, x)
 
     def by_hand(raw, x, noise):
         held = raw["w"]["@gaussian"]
@@ -488,13 +491,13 @@ def test_nothing_of_the_size_of_the_weight_is_drawn():
         w = p.apply(raw, key)
         return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ w["a"], w["b"])[0])
 
-    program = jax.make_jaxpr(jax.grad(rpx.transforms.local(loss)))(raw, KEY, normal(8, 64))
+    program = jax.make_jaxpr(jax.grad(local_reparametrization(loss)))(raw, KEY, normal(8, 64))
     assert set(shapes_drawn(program.jaxpr)) == {(8, 32)}
 
 
 def test_one_key_gives_one_result_with_jit_and_without():
     case, raw, x = wide("dense")
-    f = rpx.transforms.local(noisy(case))
+    f = local_reparametrization(noisy(case))
     got, other = (np.asarray(f(raw, key, x[:8])) for key in (KEY, jax.random.key(1)))
     np.testing.assert_allclose(jax.jit(f)(raw, KEY, x[:8]), got, rtol=1e-5, atol=1e-6)
     assert np.all(np.abs(got - other) > 1e-6)
@@ -509,7 +512,7 @@ def test_the_report():
         y = jnp.tanh(x @ w["a"]["w"]) @ w["b"]["w"] + x @ w["b"]["w"]
         return jnp.sum(y) + jnp.sum(jnp.abs(w["b"]["scale"])) + jnp.sum(jnp.square(w["a"]["w"]))
 
-    text = repr(rpx.explain(rpx.transforms.local(loss), raw, KEY, normal(2, 4))).splitlines()
+    text = repr(rpx.explain(local_reparametrization(loss), raw, KEY, normal(2, 4))).splitlines()
     line = f"{__file__}:{loss.__code__.co_firstlineno + 3}"
     assert text[:3] == [
         "1 of 3 noisy weights draw for each example",
@@ -532,8 +535,8 @@ def test_the_backward_pass_draws_again_what_it_reads():
         program = jax.make_jaxpr(lambda *args: jax.vjp(lambda raw: fun(raw, *args[1:]), args[0])[1])
         return [v.shape for v in program(raw, jax.random.key(0), jnp.ones((5, 4))).out_avals]
 
-    assert (5, 3) not in stored(rpx.transforms.local(loss))
-    assert stored(rpx.transforms.local(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it
+    assert (5, 3) not in stored(local_reparametrization(loss))
+    assert stored(local_reparametrization(loss)).count((4, 3)) <= 2  # rho, and the deviations that are made of it
 
 
 def kept(jaxpr):
@@ -553,7 +556,7 @@ def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
     def loss(raw, key, x):
         return jnp.sum(x @ p.apply(raw, key)["w"])
 
-    program = jax.make_jaxpr(jax.grad(rpx.transforms.local(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
+    program = jax.make_jaxpr(jax.grad(local_reparametrization(loss), (0, 2)))(raw, jax.random.key(0), jnp.ones((5, 4)))
     assert list(kept(program.jaxpr)) == [(5, 3)] * times
 
 
@@ -584,7 +587,7 @@ def test_equal_products_are_traced_once(name, monkeypatch):
         return product(w["a"], x), product(w["b"], x)
 
     monkeypatch.setattr(_local, "random", SimpleNamespace(normal=counted, DRAW=random.DRAW))
-    jax.make_jaxpr(rpx.transforms.local(network))(raw, KEY, x)
+    jax.make_jaxpr(local_reparametrization(network))(raw, KEY, x)
     assert len(traced) == 1
 
 

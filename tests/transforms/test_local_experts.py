@@ -8,6 +8,7 @@ from jax import lax
 from samples import N, assert_alike
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 
 E, K, M = 3, 4, 5
 SIZES = np.array([2, 0, 3], np.int32)
@@ -33,7 +34,7 @@ def drawn(network, weights, x, wrap):
 
 
 def test_each_row_has_the_mean_and_variance_of_its_expert():
-    found = drawn(layer, {"w": W}, X, rpx.transforms.local)
+    found = drawn(layer, {"w": W}, X, local_reparametrization)
     own = W[EXPERT].astype(np.float64)
     rows = X[:5].astype(np.float64)
     mean, spread = np.einsum("mk,mkn->mn", rows, own), np.sqrt(0.3**2 * np.sum(rows**2, axis=1))[:, None]
@@ -56,7 +57,7 @@ def test_each_row_has_the_mean_and_variance_of_its_expert():
     ids=["the weight in groups", "sums"],
 )
 def test_entries_have_the_mean_and_variance_of_whole_weights(network, w, x):
-    own, whole = (drawn(network, {"w": w}, x, wrap).reshape(N, -1) for wrap in (rpx.transforms.local, lambda f: f))
+    own, whole = (drawn(network, {"w": w}, x, wrap).reshape(N, -1) for wrap in (local_reparametrization, lambda f: f))
     assert_alike(own, whole)
 
 
@@ -65,9 +66,9 @@ def test_it_is_told_and_gradients_pass():
         return jnp.sum(layer(rpx.VarNoise(0.3).apply(weights, key)["w"], x))
 
     args = {"w": W}, jax.random.key(0), X
-    (weight,) = rpx.explain(rpx.transforms.local(loss), *args).weights
-    assert (weight.is_own, weight.reason) == (True, "1 product")
+    (weight,) = rpx.explain(local_reparametrization(loss), *args).weights
+    assert (weight.is_transformed, weight.reason) == (True, "1 product")
     # The variance depends on x, not on the mean.
-    slope = jax.jit(jax.grad(rpx.transforms.local(loss)))(*args)["w"]
+    slope = jax.jit(jax.grad(local_reparametrization(loss)))(*args)["w"]
     rows = np.stack([X[:2].sum(0), np.zeros(K, np.float32), X[2:5].sum(0)])
     np.testing.assert_allclose(slope, np.broadcast_to(rows[:, :, None], W.shape), rtol=1e-5, atol=1e-6)

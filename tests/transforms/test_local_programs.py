@@ -7,6 +7,7 @@ import pytest
 from samples import ERRORS
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 
 N = 3000
 NOISES = [
@@ -100,7 +101,7 @@ def check(seed):
         return network(p.apply(raw, key), x)
 
     def both(keys, others):
-        own = jax.vmap(lambda key: rpx.transforms.local(loss)(raw, key, jnp.concatenate([x, x])))(keys)
+        own = jax.vmap(lambda key: local_reparametrization(loss)(raw, key, jnp.concatenate([x, x])))(keys)
         return own, jax.vmap(lambda key: loss(raw, key, x))(others)
 
     made = jax.jit(both)(*jax.random.split(jax.random.key(seed), (2, N)))

@@ -4,7 +4,8 @@ The numbers are those of ``jax.random`` for the same key. Words and uniform numb
 numbers have more digits (``quantile``), and may differ in the last bits between compilers. A batch of keys gives the
 same arrays as each key alone, in a loop whose body is compiled once.
 
-In a program, normal numbers are the output of a call with the name :data:`DRAW`, so that :func:`local` finds them.
+In a program, normal numbers are the output of a call with the name :data:`DRAW`, by which
+:func:`local_reparametrization` finds them.
 """
 
 import functools

@@ -35,30 +35,18 @@ _COUNTERS = ("i", "j")
 """What stands in a name for the index on the first axis, and on the second."""
 
 
-def name_tensors(shapes: Mapping[str, tuple[int, ...]], names: Rules) -> dict[str, tuple[int, str, int | None]]:
-    """For each parameter, the number of its stacked axes, its torch name with a counter for each, and its rule."""
-    names_of_paths: dict[str, tuple[int, str, int | None]] = {path: (0, default_name(path), None) for path in shapes}
-    places = {pattern: place for place, pattern in enumerate(names or {})}
-    for path, (match, pattern, name) in _match_rules(list(shapes), names or {}, "names").items():
-        names_of_paths[path] = _count_counters(path, shapes[path], name), _expand_name(match, name), places[pattern]
-    return names_of_paths
-
-
-def number_tensor(tensor: str, index: Sequence[int]) -> str:
-    """A torch name with numbers for its counters."""
-    for counter, number in zip(_COUNTERS, index, strict=False):
-        tensor = tensor.replace(f"{{{counter}}}", str(number))
-    return tensor
-
-
 def default_name(path: str) -> str:
     """The torch name of a parameter without a rule: the names of its path, the last one in torch's word."""
     *modules, name = path.split("/")
     return ".".join([*modules, _RENAMED.get(name, name)])
 
 
-def _count_counters(path: str, shape: tuple[int, ...], name: str) -> int:
-    """The number of counters in a name."""
+def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: str) -> tuple[str, int]:
+    """The name that a rule gives a parameter, and the number of its counters.
+
+    Raises:
+      ValueError: If it has other counters than there are axes, or asks for a group that the expression lacks.
+    """
     counters = sorted(set(re.findall(r"\{(.*?)\}", name)))
     if tuple(counters) != _COUNTERS[: len(counters)]:
         raise ValueError(
@@ -67,41 +55,31 @@ def _count_counters(path: str, shape: tuple[int, ...], name: str) -> int:
         )
     if len(counters) > len(shape):
         raise ValueError(f"`names` gives {path!r} the name {name!r}, but its shape {shape} has no axis for each index.")
-    return len(counters)
-
-
-def _expand_name(match: re.Match[str], name: str) -> str:
-    """The name that a rule gives; raises an error if it asks for a group that the expression lacks."""
     try:
-        return match.expand(name).replace("/", ".")  # a group may contain several parts of the path
+        return match.expand(name).replace("/", "."), len(counters)  # a group may contain several parts of the path
     except (re.error, IndexError) as error:
-        raise ValueError(f"cannot make a name of {name!r} for {match[0]!r}: {error}.") from error
-
-
-def given_layouts(paths: Sequence[str], layouts: Rules) -> dict[str, str]:
-    """The layout of each parameter for which a rule gives one."""
-    rule_of_path = _match_rules(paths, layouts or {}, "layouts")
-    for _, _, layout in rule_of_path.values():
-        if layout not in LAYOUTS:
-            layout_names = ", ".join(map(repr, LAYOUTS))
-            raise ValueError(f"got {layout!r} as a layout, but takes one of {layout_names}.")
-    return {path: layout for path, (_, _, layout) in rule_of_path.items()}
+        raise ValueError(f"cannot make a name of {name!r} for {path!r}: {error}.") from error
 
 
 def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
     """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
-    known = ("default", *ORTHOGONAL_MAPS)
     if isinstance(maps, str):
         given = dict.fromkeys(paths, maps)
     else:
-        given = {path: value for path, (_, _, value) in _match_rules(paths, maps or {}, "orthogonal_map").items()}
-    if wrong := [value for value in given.values() if value not in known]:
-        raise ValueError(f"got {wrong[0]!r} as a map of torch, but takes one of {', '.join(map(repr, known))}.")
+        given = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
+    _require_words(given.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
     return given
 
 
-def _check_rules(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, str]:
-    """``rules``, if they are regular expressions, or paths, and a text for each."""
+def _require_words(words: Iterable[str], what: str, known: Sequence[str]) -> None:
+    """Refuses words that are not known."""
+    if wrong := [word for word in words if word not in known]:
+        raise ValueError(f"got {wrong[0]!r} as a {what}, but takes one of {', '.join(map(repr, known))}.")
+
+
+def _match_rules(paths: Sequence[str], rules: Any, what: str) -> dict[str, tuple[str, re.Match[str], int]]:
+    """For each path that a rule matches, the value of the first such rule, the match, and the number of the rule."""
+    rules = {} if rules is None else rules
     if not isinstance(rules, Mapping) or not all(isinstance(text, str) for rule in rules.items() for text in rule):
         raise ValueError(f"`{what}` takes a dict of regular expressions and, for each, a text, but got {rules!r}.")
     for pattern in set(rules) - set(paths):
@@ -109,19 +87,13 @@ def _check_rules(paths: Sequence[str], rules: Any, what: str) -> Mapping[str, st
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"`{what}` has {pattern!r}, which is not a regular expression: {error}.") from error
-    return rules
-
-
-def _match_rules(
-    paths: Sequence[str], rules: Mapping[str, str], what: str
-) -> dict[str, tuple[re.Match[str], str, str]]:
-    """For each path that a rule matches, the match, and the first such rule: its expression and its value."""
-    match_of_path: dict[str, tuple[re.Match[str], str, str]] = {}
-    for pattern, value in _check_rules(paths, rules, what).items():
+    match_of_path: dict[str, tuple[str, re.Match[str], int]] = {}
+    for number, (pattern, value) in enumerate(rules.items()):
         new_matches = matches(pattern, paths)
         if not new_matches:
             raise ValueError(f"`{what}` matches nothing: {why_nothing(pattern, paths)}")
-        match_of_path = {match[0]: (match, pattern, value) for match in new_matches} | match_of_path
+        for match in new_matches:
+            match_of_path.setdefault(match[0], (value, match, number))
     return match_of_path
 
 
@@ -217,26 +189,31 @@ def restack_stage(stage: Any, count: int) -> Any:
 def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
-    name_of_path = name_tensors({path: tuple(x.shape) for path, x in arrays.items()}, names)
-    layout_of_rule = given_layouts(list(arrays), layouts)
-    of_classes = layouts_by_module(tree)
-    role_of = roles_by_path(roles)
+    name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
+    _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
+    of_classes, of_roles = layouts_by_module(tree), roles_by_path(roles)
     entries: list[Entry] = []
+    owners: dict[str, str] = {}
     for path, x in arrays.items():
-        count, tensor, rule = name_of_path[path]
-        shape, name = tuple(x.shape[count:]), path.split("/")[-1]
-        by_role = (
-            layout_of(role_of[path], count)
-            if path in role_of and path not in {**layout_of_rule, **of_classes}
-            else None
-        )
+        tensor, count, rule, layout = default_name(path), 0, None, None
+        if path in name_rules:
+            name, match, rule = name_rules[path]
+            tensor, count = _expand_name(path, tuple(x.shape), match, name)
+        shape, by_rule = tuple(x.shape[count:]), layout_rules[path][0] if path in layout_rules else None
+        if path in of_roles and by_rule is None and path not in of_classes:
+            layout = layout_of(of_roles[path], count)
         layout, is_known = (
-            (by_role, True) if by_role else find_layout(name, shape, layout_of_rule.get(path), of_classes.get(path))
+            (layout, True) if layout else find_layout(path.split("/")[-1], shape, by_rule, of_classes.get(path))
         )
-        entry = Entry(path, tensor, shape, x.dtype, layout, is_known, path in of_classes, rule=rule)
         for index in product(*map(range, x.shape[:count])):
-            entries.append(replace(entry, tensor=number_tensor(tensor, index), index=index))
-    _require_names_differ(entries)
+            numbered = tensor
+            for counter, number in zip(_COUNTERS, index, strict=False):
+                numbered = numbered.replace(f"{{{counter}}}", str(number))
+            if owners.setdefault(numbered, path) != path:
+                raise ValueError(
+                    f"{owners[numbered]!r} and {path!r} are both called {numbered!r}. Give different `names`."
+                )
+            entries.append(Entry(path, numbered, shape, x.dtype, layout, is_known, path in of_classes, index, rule))
     return entries
 
 
@@ -248,24 +225,16 @@ def require_known(entries: Iterable[Entry]) -> None:
     path, shape = next((entry.path, entry.shape) for entry in doubtful.values())
     other_paths = ", ".join(repr(other_path) for other_path in doubtful if other_path != path)
     more = f" (as unclear: {other_paths})" if other_paths else ""
-    raise ValueError(_explain_matrix(path, shape, more) if len(shape) == 2 else _explain_more_axes(path, shape, more))
-
-
-def _explain_matrix(path: str, shape: tuple[int, ...], more: str) -> str:
-    """Why the layout of a matrix is not known, and what to write."""
-    return (
-        f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Give its layout: "
-        f"layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for one that is "
-        f"(in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a name: "
-        f"{names_by_layer(path)}. Reshape a bias of attention to a vector."
-    )
-
-
-def _explain_more_axes(path: str, shape: tuple[int, ...], more: str) -> str:
-    """Why the layout of an array of three or more axes is not known, and what to write."""
+    if len(shape) == 2:
+        raise ValueError(
+            f"neither a name nor a class determines the axes of {path!r}, which has shape {shape}{more}. Give its "
+            f"layout: layouts={{{path!r}: 'kernel'}} for a matrix (in, out), 'same' for one (out, in), 'conv1d' for "
+            f"one that is (in, out) in torch too, or 'embedding' for a table. For a stack of vectors, give each a "
+            f"name: {names_by_layer(path)}. Reshape a bias of attention to a vector."
+        )
     layouts = f"layouts={{{path!r}: 'experts:kernel'}}, or 'experts:conv1d' for equal axes in torch. "
     experts = f"For experts in one tensor, {layouts}" if len(shape) == 3 else ""
-    return (
+    raise ValueError(
         f"the shape {shape} of {path!r} does not show whether it is a stack of layers, a convolution or a kernel of "
         f"attention{more}. For a stack, give each layer a name: {names_by_layer(path)}. {experts}For a "
         f"convolution, layouts={{{path!r}: 'kernel'}}, or 'conv_transpose'; for equal axes in torch, 'same'. Reshape "
@@ -277,15 +246,6 @@ def names_by_layer(path: str) -> str:
     """The argument that gives each layer of a stack a name."""
     head, *tail = default_name(path).split(".")
     return f"names={{{path!r}: {'.'.join([head, '{i}', *tail] if tail else ['{i}', head])!r}}}"
-
-
-def _require_names_differ(entries: list[Entry]) -> None:
-    """Raises an error if two parameters have one name in torch."""
-    owners: dict[str, str] = {}
-    for entry in entries:
-        if owners.setdefault(entry.tensor, entry.path) != entry.path:
-            owners_text = f"{owners[entry.tensor]!r} and {entry.path!r}"
-            raise ValueError(f"{owners_text} are both called {entry.tensor!r}. Give different `names`.")
 
 
 _ANY_NAME = "[^/]+"

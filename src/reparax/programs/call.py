@@ -11,12 +11,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import Jaxpr
 
-from reparax.core.fields import Static
 from reparax.core.paths import describe, flatten_with_names, is_traceable, path_text
 from reparax.numerics.arithmetic import is_array
 from reparax.programs import jaxprs
 
 Argnums = int | Sequence[int] | None
+
+REPORTED = "__reparax_reported__"
+"""The attribute of a transformed function that takes arguments and returns what a report says of them."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Traced:
 
 def check_call(method: str, fun: Any, argnums: Any) -> str:
     """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
-    if not callable(fun) or isinstance(fun, Static):
+    if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
             f"such as the loss."

@@ -45,7 +45,7 @@ _PROGRAMS = {Jaxpr, _Closed}
 # Equations that hold one program and run it once, on their own operands.
 _CALLS = {
     *("jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"),
-    *("reparax_split", "reparax_linear", "reparax_beside"),
+    *("reparax_split", "reparax_linear"),
 }
 
 # JAX takes an equation with this parameter for a call, and so looks inside of our own.

@@ -11,6 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, Traced
+from reparax.programs.equations import Conv, view_of
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _CELL = re.compile(r"\S*ipykernel_\d+/\d+\.py")
@@ -40,8 +41,9 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
     """What reads a weight: an equation that does something, and its line; None is the end of a program."""
     if eqn is None:
         return "it is returned, or carried"
-    line = line_of_output(eqn, 0, lines)
-    return f"{eqn.primitive.name} {does}" + (f": {line}" if line else "")
+    line, view = line_of_output(eqn, 0, lines), view_of(eqn)
+    grouped = isinstance(view, Conv) and view.feature_group_count > 1
+    return f"{'a grouped ' if grouped else ''}{eqn.primitive.name} {does}" + (f": {line}" if line else "")
 
 
 def line_of_output(eqn: JaxprEqn, i: int, lines: Mapping[int, str]) -> str:

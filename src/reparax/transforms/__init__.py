@@ -1,9 +1,7 @@
 """Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do."""
 
-from reparax.transforms._explain import Explained as Explained
-from reparax.transforms._explain import ExplainedDraws as ExplainedDraws
 from reparax.transforms._explain import explain as explain
 from reparax.transforms._factored import factored as factored
-from reparax.transforms._local import local as local
+from reparax.transforms._local import local_reparametrization as local_reparametrization
 from reparax.transforms._remat import remat as remat
 from reparax.transforms._saved_residuals import saved_residuals as saved_residuals

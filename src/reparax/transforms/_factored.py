@@ -15,12 +15,13 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.numerics.terms import specs_of
 from reparax.programs import jaxprs
-from reparax.programs.call import Argnums, Arguments, check_call
+from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, kind_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make, move_sum
+from reparax.programs.sources import lines_by_origin, paths_of
 from reparax.programs.sums import (
     Circle,
     Factor,
@@ -577,11 +578,22 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     def function(*args: Any, **kwargs: Any) -> Any:
         check_this_jax()
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
-        facts = facts_of_inputs(call.program, call.is_chosen)
-        plan = plan_sums(call.program, call.inputs, facts)
+        plan, facts = plan_sums(call.program, call.inputs, call.is_chosen)
         return call.restore(Interpreter(Factoring(plan)).arrays(call.program, call.inputs, facts))
 
+    setattr(function, REPORTED, functools.partial(planned, who, fun, argnums))
     return function
+
+
+def planned(
+    who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
+) -> tuple[SumPlan, dict[int, str], dict[int, str]]:
+    """The plan for these arguments, or for their types; the paths of arguments; and the user's lines."""
+    check_this_jax()
+    arguments = Arguments.of(who, fun, argnums, args, kwargs)
+    call = arguments.trace()
+    plan, _ = plan_sums(call.program, call.inputs, call.is_chosen)
+    return plan, paths_of(arguments, call), lines_by_origin(call.program)
 
 
 @functools.cache
@@ -594,17 +606,15 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
     """For each weight that is not formed, how many products use its factors."""
     a, b, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1), (1, 64), (64, 64)))
     program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(a, b, x))
-    plan = plan_sums(
-        program, [*consts, a, b, x], facts_of_inputs(program, [*(True for _ in consts), True, True, False])
-    )
+    plan, _ = plan_sums(program, [*consts, a, b, x], [*(True for _ in consts), True, True, False])
     apart = [record for record in plan.records.values() if not record.is_formed]
     return [sum(read.cost_in_factors is not None for read in record.reads) for record in apart]
 
 
-def plan_sums(program: Jaxpr, inputs: Sequence[Any], facts: Sequence[Facts]) -> SumPlan:
-    """Which weights of a program stay in factors, for inputs of these types."""
-    plan = SumPlan()
+def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
+    """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
+    plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)
     plan.decide()
-    return plan
+    return plan, facts

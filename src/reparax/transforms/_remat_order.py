@@ -1,4 +1,4 @@
-"""The order of a program: a value that depends on known inputs only is computed just before its first use.
+"""The order of a program: a value that depends on known inputs only is delayed until just before its first use.
 
 So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
 """
@@ -10,38 +10,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
-from reparax.programs import dependence, jaxprs
+from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.dependence import EquationRule, Flags
-from reparax.programs.equations import (
-    Add,
-    Arithmetic,
-    Bitcast,
-    Broadcast,
-    Conv,
-    ConvertType,
-    Copy,
-    Divide,
-    Dot,
-    Iota,
-    Multiply,
-    Negate,
-    RaggedDot,
-    ReadInStep,
-    Reshape,
-    Select,
-    Slice,
-    Squeeze,
-    StopGradient,
-    Subtract,
-    Transpose,
-    Vary,
-    View,
-    kind_of,
-)
+from reparax.programs.equations import View, kind_of
 from reparax.programs.jaxprs import Env, values, variables
 
 
-def run_lazily(
+def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
     """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
@@ -52,34 +27,32 @@ class _Run:
     """One evaluation: the values computed so far, and how often each value will still be read."""
 
     def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule) -> None:
-        self._jaxpr, self._special = jaxpr, rule
+        self._jaxpr, self._rule = jaxpr, rule
         self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
         self._known = dependence.known_variables(jaxpr, known_inputs)
-        self._waits = [
-            all(dependence.are_known(self._known, e.invars)) and not jaxprs.has_effects(e) for e in jaxpr.eqns
-        ]
-        pairs = zip(jaxpr.eqns, self._waits, strict=True)
-        self._makers: dict[Var, int] = {v: i for i, (e, waits) in enumerate(pairs) if waits for v in e.outvars}
+        self._makers: dict[Var, int] = {}  # of delayed values
+        for i, eqn in enumerate(jaxpr.eqns):
+            if all(dependence.are_known(self._known, eqn.invars)) and not jaxprs.has_effects(eqn):
+                self._makers.update(dict.fromkeys(eqn.outvars, i))
+        self._delayed = set(self._makers.values())
         self._reads = jaxprs.reads(jaxpr)
         self._next: list[JaxprEqn] = []
 
     def outs(self) -> list[Any]:
         """The outputs."""
-        for eqn, waits in zip(self._jaxpr.eqns, self._waits, strict=True):
-            if not waits:
+        for i, eqn in enumerate(self._jaxpr.eqns):
+            if i not in self._delayed:
                 self._run(eqn)
         self._flush()
-        self._make(self._jaxpr.outvars, None)
+        self._make(self._jaxpr.outvars, [])
         return values(self._env, self._jaxpr.outvars)
 
     def _run(self, eqn: JaxprEqn) -> None:
         """Runs an equation now, in one batch with those before it if possible."""
-        function = self._special(eqn)
-        if function is None and not self._missing(eqn.invars):
-            self._next.append(eqn)
-            return
-        self._flush()
-        self._make(eqn.invars, eqn)
+        function = self._rule(eqn)
+        if function is not None or self._missing(eqn.invars):
+            self._flush()
+            self._make(eqn.invars, eqn.invars)
         if function is None:
             self._next.append(eqn)
             return
@@ -92,8 +65,8 @@ class _Run:
         """The values among ``atoms`` that are not computed yet."""
         return [v for v in variables(atoms) if v in self._makers and v not in self._env]
 
-    def _make(self, atoms: Sequence[Any], reader: JaxprEqn | None) -> None:
-        """Computes the missing values and all that they need, not before the other inputs of ``reader`` are ready."""
+    def _make(self, atoms: Sequence[Any], operands: Sequence[Any]) -> None:
+        """Computes the missing values and all that they need, not before the unknown ``operands`` are ready."""
         stack, makers = self._missing(atoms), set[int]()
         while stack:
             maker = self._makers[stack.pop()]
@@ -101,8 +74,7 @@ class _Run:
                 makers.add(maker)
                 stack += self._missing(self._jaxpr.eqns[maker].invars)
         if makers:
-            operands = [] if reader is None else variables(reader.invars)
-            data = [self._env[v] for v in operands if not self._known[v] and has_bits(self._env[v])]
+            data = [self._env[v] for v in variables(operands) if not self._known[v] and has_bits(self._env[v])]
             self._evaluate([self._jaxpr.eqns[i] for i in sorted(makers)], max(data, key=lambda x: x.ndim, default=None))
 
     def _flush(self) -> None:
@@ -118,33 +90,39 @@ class _Run:
         for eqn in eqns:
             self._reads.subtract(variables(eqn.invars))
         outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        piece = jaxprs.part(self._jaxpr, eqns, outvars)
-        args = values(self._env, piece.invars)
-        outs = jaxprs.evaluate(piece, args) if barrier is None else _evaluate_after(barrier, piece, args)
+        program = jaxprs.part(self._jaxpr, eqns, outvars)
+        args = values(self._env, program.invars)
+        outs = jaxprs.evaluate(program, args) if barrier is None else _evaluate_after(barrier, program, args)
         self._env.update(zip(outvars, outs, strict=True))
 
 
-def _evaluate_after(barrier: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any]:
+def _evaluate_after(barrier: Any, program: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program that compilers cannot compute before ``barrier``."""
-    waiting = ties(piece)
+    waiting = barrier_inputs(program)
 
-    def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
-        if waiting.isdisjoint(eqn.outvars):
-            return None
-        program = jaxprs.part(piece, [eqn], eqn.outvars)
-        places = [eqn.invars.index(v) for v in program.invars]
-        return lambda *args: tie_waiting(eqn.outvars, jaxprs.evaluate(program, [args[i] for i in places]))
+    def wait(v: Var, x: Any) -> Any:
+        return tie(x, barrier) if v in waiting else x
 
-    def tie_waiting(names: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        return [tie(x, barrier) if v in waiting else x for v, x in zip(names, values, strict=True)]
-
-    outs = dependence.run(piece, tie_waiting(piece.invars, args), rule)
+    outs = dependence.run(program, list(map(wait, program.invars, args)), change_outputs(program, waiting, wait))
     # Accelerators would fuse the noise into each product that reads it, draw it once per tile, and compile slowly.
-    whole = costly(piece)
+    whole = costly(program)
     return [
         store_whole(x) if dependence.has_tangent(v) and v in whole else x
-        for v, x in zip(piece.outvars, outs, strict=True)
+        for v, x in zip(program.outvars, outs, strict=True)
     ]
+
+
+def change_outputs(jaxpr: Jaxpr, changed: set[Var], change: Callable[[Var, Any], Any]) -> EquationRule:
+    """How to run equations of which some outputs are changed: as they are, and then ``change`` of each output."""
+
+    def rule(eqn: JaxprEqn) -> Callable[..., list[Any]] | None:
+        if changed.isdisjoint(eqn.outvars):
+            return None
+        program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
+        places = [eqn.invars.index(v) for v in program.invars]
+        return lambda *args: list(map(change, eqn.outvars, jaxprs.evaluate(program, [args[i] for i in places])))
+
+    return rule
 
 
 # ---- what must wait
@@ -153,24 +131,26 @@ def _evaluate_after(barrier: Any, piece: Jaxpr, args: Sequence[Any]) -> list[Any
 # waits is data with a zero added, and a whole weight would be a copy of it. But noise waits if its key does, and a
 # normalized weight waits if its lengths do. A transposed parameter need not wait: compilers read it in place.
 
-
 SMALL = 4
 """A value is small if it is this many times smaller than what the program makes."""
 FEW = 32
 """So many cheap operations on each entry cost no more than to store it and to read it."""
 
-_IN_PLACE: set[type[View]] = {Transpose, Reshape, Squeeze, Copy, StopGradient, Vary, ReadInStep}
+_IN_PLACE: set[type[View]] = {
+    *(equations.Transpose, equations.Reshape, equations.Squeeze, equations.Copy, equations.StopGradient),
+    *(equations.Vary, equations.ReadInStep),
+}
 # Compilers compute these again for each reader, instead of storing them.
 _CHEAP: set[type[View]] = {
     *_IN_PLACE,
-    *(Add, Subtract, Multiply, Divide, Negate, Arithmetic),
-    *(Select, ConvertType, Bitcast, Broadcast, Iota, Slice),
+    *(equations.Add, equations.Subtract, equations.Multiply, equations.Divide, equations.Negate, equations.Arithmetic),
+    *(equations.Select, equations.ConvertType, equations.Bitcast, equations.Broadcast, equations.Iota, equations.Slice),
 }
 # They read their operands as arrays, however cheap these are.
-_PRODUCTS: set[type[View]] = {Dot, RaggedDot, Conv}
+_PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv}
 
 
-def ties(program: Jaxpr) -> set[Var]:
+def barrier_inputs(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
     free = _views(program)
     products = [v for eqn in program.eqns if kind_of(eqn) in _PRODUCTS for v in eqn.invars]
@@ -240,7 +220,7 @@ def _views(program: Jaxpr) -> set[Var]:
 
 def _adds_axes(eqn: JaxprEqn) -> bool:
     """Whether an equation adds axes of size 1."""
-    return kind_of(eqn) is Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+    return kind_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
 
 
 def _count(eqns: Iterable[JaxprEqn]) -> int:

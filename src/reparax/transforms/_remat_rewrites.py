@@ -7,7 +7,6 @@ step by step are computed step by step, in its body. Random masks are stored in 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,10 +18,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs, steps
-from reparax.programs.dependence import STORED, EquationRule, Flags, Known, contains_apply, is_apply, with_roots
+from reparax.programs.dependence import STORED, EquationRule, Flags, contains_apply, is_apply, with_roots
 from reparax.programs.equations import Scan
-from reparax.programs.steps import LARGE, StepPlan
-from reparax.transforms._remat_order import read_as_more_than_views
+from reparax.programs.steps import LARGE
+from reparax.transforms._remat_order import change_outputs, read_as_more_than_views
 
 FunctionOfBody = Callable[[Jaxpr, Flags], Callable[..., list[Any]]]
 
@@ -46,24 +45,25 @@ def with_apply_inlined(jaxpr: Jaxpr, args: Sequence[Any]) -> tuple[Jaxpr, list[A
     return jaxprs.open_calls(jaxpr, is_opened) or dependence.rewrite(jaxpr, args, rule)
 
 
-def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> EquationRule:
+def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: FunctionOfBody) -> EquationRule:
     """How to run the equations of a program: bodies that mix known values with others recompute too."""
+    is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        known_inputs = dependence.are_known(is_known, eqn.invars)
+        known = dependence.are_known(is_known, eqn.invars)
         run_with_body = jaxprs.runner_of(eqn)
-        if run_with_body is None or all(known_inputs) or not any(known_inputs):
+        if run_with_body is None or all(known) or not any(known):
             return None
+        body, consts = jaxprs.body(eqn)
         if jaxprs.is_scan(eqn):
-            known_inputs = dependence.steady_inputs(eqn, known_inputs, dependence.IsKnown())
-        jaxpr, consts = jaxprs.body(eqn)
-        known_inputs = with_roots(jaxpr, [True for _ in consts] + known_inputs)
+            known = dependence.steady_inputs(eqn, known, dependence.IsKnown())
+        known = with_roots(body, [True for _ in consts] + known)
         if jaxprs.is_scan(eqn):
-            jaxpr, new_consts = _read_by_steps(jaxpr, known_inputs, len(consts) + sum(jaxprs.scan_counts(eqn)))
-            consts, known_inputs = [*new_consts, *consts], [True for _ in new_consts] + known_inputs
-        if not _mixes(jaxpr, known_inputs):
+            body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
+            consts, known = [*new_consts, *consts], [True for _ in new_consts] + known
+        if not _mixes(body, known):
             return None
-        return functools.partial(run_with_body, functools.partial(function_of_body(jaxpr, known_inputs), *consts))
+        return functools.partial(run_with_body, functools.partial(function_of_body(body, known), *consts))
 
     return rule
 
@@ -71,11 +71,8 @@ def rule_for_bodies(is_known: Known, function_of_body: FunctionOfBody) -> Equati
 def _mixes(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
     """Whether there is anything to recompute, here or in an inner program."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    for eqn in jaxpr.eqns:
-        known_operands = dependence.are_known(is_known, eqn.invars)
-        if all(known_operands) or (any(known_operands) and jaxprs.runner_of(eqn) is not None):
-            return True
-    return False
+    known_operands = ((eqn, dependence.are_known(is_known, eqn.invars)) for eqn in jaxpr.eqns)
+    return any(all(known) or (any(known) and jaxprs.runner_of(eqn) is not None) for eqn, known in known_operands)
 
 
 def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr, list[Any]]:
@@ -85,7 +82,7 @@ def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr
     """
     copied = read_as_more_than_views(jaxpr, known_inputs)
     slices = zip(jaxpr.invars[start:], known_inputs[start:], strict=True)
-    weights = {v for v, is_known in slices if is_known and v not in copied and _is_large(jaxprs.type_of(v))}
+    weights = {v for v, is_known in slices if is_known and v not in copied and _is_large_float(jaxprs.type_of(v))}
     if not weights:
         return jaxpr, []
 
@@ -96,7 +93,7 @@ def _read_by_steps(jaxpr: Jaxpr, known_inputs: Flags, start: int) -> tuple[Jaxpr
     return jaxprs.consts_first(jax.make_jaxpr(with_marks)(*(v.aval for v in jaxpr.invars)))
 
 
-def _is_large(x: Any) -> bool:
+def _is_large_float(x: Any) -> bool:
     """Whether an array in float32 has more than ``LARGE`` bytes."""
     return x.dtype == jnp.float32 and size_in_bytes(x) > LARGE
 
@@ -107,74 +104,55 @@ def _is_large(x: Any) -> bool:
 # scan reads these instead, and its body computes one step's weight, as if ``apply`` stood in the body.
 
 
-def sink_weights(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
+def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> tuple[Jaxpr, list[Any]]:
     """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
-    loops = [eqn for eqn in jaxpr.eqns if jaxprs.is_scan(eqn)]
-    is_known = dependence.known_variables(jaxpr, known_inputs) if loops else {}
-    scan_of = {id(eqn): _Scan.of(jaxpr, eqn, is_known) for eqn in loops}
-    scans = {i: scan for i, scan in scan_of.items() if scan is not None}
-    if not scans:
+    if not any(map(jaxprs.is_scan, jaxpr.eqns)):
         return jaxpr, []
-    eqns = [scans[id(eqn)].eqn if id(eqn) in scans else eqn for eqn in jaxpr.eqns]
-    functions = {id(scan.eqn): scan.run for scan in scans.values()}
-    program = jaxpr.replace(eqns=eqns)
+    is_known, functions = dependence.known_variables(jaxpr, known_inputs), dict[int, Callable[..., Sequence[Any]]]()
 
+    def moved(eqn: JaxprEqn) -> JaxprEqn:
+        start = sum(jaxprs.scan_counts(eqn)) if jaxprs.is_scan(eqn) else len(eqn.invars)
+        weights = [v for v in jaxprs.variables(eqn.invars[start:]) if is_known[v] and _is_worth_moving(jaxpr, v)]
+        if not weights:
+            return eqn
+        plan = steps.plan(jaxpr, [(v, 0) for v in weights])
+        others = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
+        new = eqn.replace(invars=[*others, *(v for v, _ in plan.parts)])
+        functions[id(new)] = functools.partial(_run_with_weights, eqn, plan)
+        return new
+
+    program = jaxpr.replace(eqns=list(map(moved, jaxpr.eqns)))
+    if not functions:
+        return jaxpr, []
     flat, consts = dependence.rewrite(program, args, lambda eqn: functions.get(id(eqn)))
     return jaxprs.without_dead_code(flat), consts
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """A scan whose body computes some of what it read.
+def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequence[Any]:
+    """The outputs of a scan whose body computes weights, from its other operands and what the plan reads."""
+    jaxpr, consts = jaxprs.body(eqn)
+    start, weights, n_parts = sum(jaxprs.scan_counts(eqn)), [v for v, _ in plan.outputs], len(plan.parts)
+    operands, arrays = args[: len(args) - n_parts], args[len(args) - n_parts :]
+    axes = [axis for _, axis in plan.parts]
+    slices = [jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True) if axis is not None]
 
-    Attributes:
-      eqn: The scan, which now reads the other operands and then the inputs of the plan.
-      old: The scan as it was.
-      plan: How one step's parts are computed.
-    """
+    def body(*inputs: Any) -> list[Any]:
+        step_operands, (number, *xs_of_step) = inputs[: len(operands)], inputs[len(operands) :]
+        step_slices, other_slices = iter(xs_of_step), iter(step_operands[start:])
+        values = [
+            x if axis is None else lax.expand_dims(next(step_slices), [axis])
+            for x, axis in zip(arrays, axes, strict=True)
+        ]
+        weight_of = dict(zip(weights, plan.run(number, values), strict=True))
+        xs = [lax.squeeze(weight_of[v], [0]) if v in weight_of else next(other_slices) for v in eqn.invars[start:]]
+        return jaxprs.evaluate(jaxpr, [*consts, *step_operands[:start], *xs])
 
-    eqn: JaxprEqn
-    old: JaxprEqn
-    plan: StepPlan
-
-    @classmethod
-    def of(cls, jaxpr: Jaxpr, eqn: JaxprEqn, is_known: Known) -> "_Scan | None":
-        """The scan changed; None if it reads nothing that its body can compute."""
-        sliced_operands = jaxprs.variables(eqn.invars[sum(jaxprs.scan_counts(eqn)) :])
-        weights = [v for v in sliced_operands if is_known[v] and _is_worth_sinking(jaxpr, v)]
-        if not weights:
-            return None
-        plan = steps.plan(jaxpr, [(v, 0) for v in weights])
-        other_operands = [v for i, v in enumerate(eqn.invars) if i < sum(jaxprs.scan_counts(eqn)) or v not in weights]
-        return cls(eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)]), eqn, plan)
-
-    def run(self, *args: Any) -> Sequence[Any]:
-        """The outputs, from the operands of ``eqn``."""
-        eqn, parts = self.old, self.plan.parts
-        jaxpr, consts = jaxprs.body(eqn)
-        start, weights = sum(jaxprs.scan_counts(eqn)), [v for v, _ in self.plan.outputs]
-        arrays = list(args[len(args) - len(parts) :])
-        operands = args[: len(args) - len(parts)]
-        slices = [jnp.moveaxis(x, axis, 0) for x, (_, axis) in zip(arrays, parts, strict=True) if axis is not None]
-
-        def body(*inputs: Any) -> list[Any]:
-            step_operands, (number, *xs_of_step) = inputs[: len(operands)], inputs[len(operands) :]
-            step_slices = iter(xs_of_step)
-            values = [
-                x if axis is None else lax.expand_dims(next(step_slices), [axis])
-                for x, (_, axis) in zip(arrays, parts, strict=True)
-            ]
-            weight_of = dict(zip(weights, self.plan.run(number, values), strict=True))
-            other_slices = iter(step_operands[start:])
-            xs = [lax.squeeze(weight_of[v], [0]) if v in weight_of else next(other_slices) for v in eqn.invars[start:]]
-            return jaxprs.evaluate(jaxpr, [*consts, *step_operands[:start], *xs])
-
-        run_with_body = jaxprs.runner_of(eqn)
-        assert run_with_body is not None
-        return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *slices)
+    run_with_body = jaxprs.runner_of(eqn)
+    assert run_with_body is not None
+    return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *slices)
 
 
-def _is_worth_sinking(jaxpr: Jaxpr, v: Var) -> bool:
+def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
     """Whether one step's part of a value is computed from inputs and small values, and large arrays are involved.
 
     The cotangents of what it is computed from are large too, if that is large.
@@ -192,7 +170,6 @@ def _is_worth_sinking(jaxpr: Jaxpr, v: Var) -> bool:
 # A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing
 # else reads. Eight of its entries are one byte, which has a name in the program, so ``recomputing_program`` stores it.
 
-
 LEAST = 1024
 """Masks of fewer entries are drawn again: to store them saves no time."""
 
@@ -203,64 +180,41 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
     if not masks:
         return jaxpr, []
 
-    def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        if masks.isdisjoint(eqn.outvars):
-            return None
-        program = jaxprs.part(jaxpr, [eqn], eqn.outvars)
-        places = [eqn.invars.index(v) for v in program.invars]
+    def change(v: Var, x: Any) -> Any:
+        return _read_from_bits(x) if v in masks else x
 
-        def run_with_bits(*args: Any) -> list[Any]:
-            outs = jaxprs.evaluate(program, [args[i] for i in places])
-            return [_read_from_bits(x) if v in masks else x for v, x in zip(eqn.outvars, outs, strict=True)]
-
-        return run_with_bits
-
-    return dependence.rewrite(jaxpr, args, rule)
+    return dependence.rewrite(jaxpr, args, change_outputs(jaxpr, masks, change))
 
 
 def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
     """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    randoms_behind: dict[Any, set[Var]] = {v: set() for v in jaxpr.invars if _is_key(v)}
+    randoms_behind = {
+        v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, jax.dtypes.prng_key)
+    }
     masks = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
         randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]
-        if randoms:
-            for v in eqn.outvars:
-                randoms_behind[v] = set().union(*randoms) | ({v} if not _is_bool(v) else set())
-                if _is_bool(v) and is_known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
-                    masks[v] = {u for u in randoms_behind[v] if _entries_of(u) >= _entries_of(v)}
+        for v in eqn.outvars if randoms else ():
+            randoms_behind[v] = set().union(*randoms) | ({v} if not _is_bool(v) else set())
+            if _is_bool(v) and is_known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
+                n = math.prod(jaxprs.type_of(v).shape)
+                masks[v] = {u for u in randoms_behind[v] if math.prod(jaxprs.type_of(u).shape) >= n}
     candidates = set(masks)
     while True:
-        needed = _variables_needed(jaxpr, candidates)
+        needed = set(jaxprs.variables(jaxpr.outvars))  # if candidates are read from memory
+        for eqn in reversed(jaxpr.eqns):
+            if any(v in needed and v not in candidates for v in eqn.outvars):
+                needed.update(jaxprs.variables(eqn.invars))
         remaining = {v for v in candidates if masks[v].isdisjoint(needed)}
         if remaining == candidates:
             return candidates
         candidates = remaining
 
 
-def _variables_needed(jaxpr: Jaxpr, candidates: set[Var]) -> set[Var]:
-    """What the outputs of a program depend on, if they read some values from memory."""
-    needed = set(jaxprs.variables(jaxpr.outvars))
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in needed and v not in candidates for v in eqn.outvars):
-            needed.update(jaxprs.variables(eqn.invars))
-    return needed
-
-
-def _is_key(v: Any) -> bool:
-    """Whether a variable is a PRNG key."""
-    return jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)
-
-
 def _is_bool(v: Any) -> bool:
     """Whether a variable is of truth values."""
     return v.aval.dtype == jnp.bool_
-
-
-def _entries_of(v: Var) -> int:
-    """How many entries a variable has."""
-    return math.prod(jaxprs.type_of(v).shape)
 
 
 def _axis(type_: Any) -> int | None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.extend.core import Jaxpr
 
 from reparax.core.paths import describe
+from reparax.core.recompute import recompute
 from reparax.core.reports import Line, count_lines, fold_lines, readable_size, size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.sources import line_of_output, lines_by_origin
-from reparax.transforms._remat import check_this_jax
+from reparax.transforms._remat_derivative import recomputing_function
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
 _TITLES = {
@@ -131,6 +134,11 @@ def saved_residuals(
     """
     who = check_call("saved_residuals", fun, argnums)
     check_this_jax()
+    return _report(who, fun, argnums, args, kwargs)
+
+
+def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
+    """What is stored for the gradient of a function, on a JAX whose jaxprs can be read."""
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     if not _moving(arguments, arguments.arrays):
         raise TypeError(
@@ -175,3 +183,54 @@ def _kept_by(program: Jaxpr, known_inputs: list[bool], origins: list[str], lines
         kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in inputs else WEIGHTS
         origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), lines)
         yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
+
+
+# ---- the installed JAX
+
+
+@functools.cache
+def check_this_jax() -> None:
+    """Raises an error if this JAX writes jaxprs in an unknown way: in small programs nothing would be recomputed."""
+    jaxprs.check_this_jax(_is_compatible)
+
+
+def _is_compatible() -> bool:
+    """Whether weights are told from data through all calls, and a network stores them without ``remat`` alone."""
+    args = (jax.ShapeDtypeStruct((2, 2), jnp.float32),) * 2
+    program, consts = jaxprs.consts_first(jax.make_jaxpr(_weight_and_data)(*args))
+    is_known = dependence.known_variables(program, [*(True for _ in consts), True, False])
+
+    def recomputed(w: Array, x: Array) -> Array:
+        network, consts = jaxprs.consts_first(jax.make_jaxpr(_network)(w, x))
+        # No input is known: apply alone marks the weights.
+        return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
+
+    plain, again = ([each.kind for each in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
+    return (
+        dependence.are_known(is_known, program.outvars) == [True, False]
+        and WEIGHTS in plain
+        and WEIGHTS not in again
+        and plain.count(ACTIVATIONS) == again.count(ACTIVATIONS)
+    )
+
+
+def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
+    """A value that depends on weights only, and one that does not, through each kind of call."""
+
+    def pair(w: Array, x: Array) -> tuple[Array, Array]:
+        return jnp.sin(w), x @ w
+
+    by_hand = jax.custom_jvp(pair)
+    by_hand.defjvp(lambda primals, tangents: jax.jvp(pair, primals, tangents))
+    for call in (jax.jit(pair), jax.checkpoint(pair), by_hand):
+        w, x = call(w, x)
+    w, x = jax.lax.scan(lambda pair, _: ((pair[0] * 2, pair[1] @ w), None), (w, x), length=2)[0]
+    return jax.lax.cond(jnp.sum(x) > 0, lambda: (w * 2, x), lambda: (w, x * 2))
+
+
+def _network(w: Array, x: Array) -> Array:
+    """Weights from an ``apply``, which a call, the steps of a loop and a custom derivative read."""
+    w = recompute(lambda w, _: jnp.sin(w), w, None)
+    x = jax.jit(lambda w, x: jax.nn.relu(x @ jnp.sin(w)))(w, x)
+    x, _ = jax.lax.scan(lambda x, _: (jnp.tanh(x @ jnp.sin(w)), None), x, length=2)
+    return jnp.sum(jax.checkpoint(lambda w, x: x @ w)(w, x) ** 2)

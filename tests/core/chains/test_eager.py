@@ -11,6 +11,7 @@ import pytest
 from cases import CASES, OF_OTHER_CASES
 
 import reparax as rpx
+from reparax.transforms import local_reparametrization
 
 KEY = jax.random.key(1)
 COMPILED: list[str] = []
@@ -54,7 +55,7 @@ def ways_of(p, raw):
         "grad": lambda: jax.grad(loss)(free),
         "vjp": lambda: jax.vjp(loss, free)[1](jnp.float32(1)),
         "linearize": lambda: jax.linearize(loss, free)[1](free),
-        "local": lambda: jax.grad(rpx.transforms.local(loss))(free),
+        "local": lambda: jax.grad(local_reparametrization(loss))(free),
         "remat": lambda: jax.grad(rpx.remat(loss))(free),
     }
 

@@ -374,7 +374,8 @@ class LoRA(RowsAndColumns):
     base :math:`W_0`, like ``W``. ``init`` does not change the model; if B starts at zero, it is exact, bit for bit, and
     the gradient of A is zero in the first step, as usual for LoRA. ``fold`` merges the adapter into the weights.
     Earlier stages act on ``a`` and ``b``; only those that store or freeze act on the base. Half-precision matrices are
-    computed in float32.
+    computed in float32. Both factors start in the dtype of W; in bfloat16 the small steps of an optimizer round to
+    nothing, so cast the free values of ``rpx.partition(raw)`` to float32, which ``apply`` takes.
 
     ================================  =========================================================
     LoRA                              ``Freeze() >> LoRA(8, alpha=16)``

@@ -188,9 +188,9 @@ def ivon(
 
     Here g is the gradient of the mean loss of a batch at the weights :math:`\mu + \sigma \varepsilon`. The product of
     noise and gradient is not drawn again: it is :math:`\sigma` times the gradient with respect to :math:`\sigma`, which
-    a step computes anyway. So it is right with :func:`local` too, and over several keys or devices. The loss has no
-    ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets where h starts:
-    :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
+    a step computes anyway. So it is right with :func:`local_reparametrization` too, and over several keys or devices.
+    The loss has no ``p.penalty``: the prior is the weight decay, :math:`N(0, 1 / (\lambda d))`. ``Gaussian(std)`` sets
+    where h starts: :math:`h_0 = 1 / (\lambda \, \mathrm{std}^2) - d`.
 
     Write ``rpx.optimizer(rpx.noise.ivon(...))`` if the raw tree has fixed values.
 
@@ -405,7 +405,6 @@ def _log_alpha(values: dict[str, Array]) -> Array:
 
 LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
 LARGEST = 0.68
-NODES, SHARES = np.polynomial.legendre.leggauss(16)
 
 
 _RATE = number_that(
@@ -508,7 +507,7 @@ class HardConcrete(Reparametrization):
 def _mean_gate(log_alpha: Array) -> Array:
     """The mean of a gate: the integral over t of P(z > t), by Gauss quadrature."""
     total = jnp.zeros_like(log_alpha)
-    for node, share in zip(NODES, SHARES, strict=True):
+    for node, share in zip(*np.polynomial.legendre.leggauss(16), strict=True):
         x = ((1 + float(node)) / 2 - LOW) / (HIGH - LOW)
         total = total + float(share) / 2 * jax.nn.sigmoid(log_alpha - TEMPERATURE * math.log(x / (1 - x)))
     return total

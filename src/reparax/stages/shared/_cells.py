@@ -17,7 +17,6 @@ from jax.core import Tracer
 from reparax.core.checks import locate_errors
 from reparax.core.config import as_python, register_class
 from reparax.core.paths import PyTree, describe, items, path_text
-from reparax.core.raw import nest_below
 from reparax.numerics.arguments import check_whole
 from reparax.numerics.arithmetic import is_array
 
@@ -465,8 +464,15 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
         values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in new.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
-        arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
-        return nest_below({tuple(path.split("/")): x for path, x in arrays.items()}, ())
+        new_arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
+    tree: dict[str, Any] = {}
+    for path, array in new_arrays.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = array
+    return tree
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
