@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as Spec
 
 import reparax as rpx
 from reparax.core.recompute import recompute
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 from reparax.programs import jaxprs
 from reparax.programs.dependence import is_apply
 from reparax.transforms import _factored, _saved_residuals, saved_residuals
