@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
-from reparax.core.bound import Bound, Values, new_node
+from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import Call
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.checks import (
@@ -110,7 +110,7 @@ class Perturbation(Leafwise):
             bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
         return bounds
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
         effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
         if not self.changes_type:
@@ -363,7 +363,7 @@ class Reparametrization(Leafwise):
             bounds.append(Bound(stage, who, {"w": place}, values, nodes, stacked, leaf.seed, number))
         return bounds
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
         values = call_once_per_type(_start_values, self, bound.stacked, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
@@ -380,14 +380,14 @@ class Reparametrization(Leafwise):
             require_type(formula, effective, w)
         return {"w": values}
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         if self._bare:
             return {"w": _mean_array(self, bound.stacked, values["w"])}
         if key is None:
             return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
 
-    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
+    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         given = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
@@ -397,7 +397,7 @@ class Reparametrization(Leafwise):
 
         return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
-    def _rebase_at(self, bound: Bound, values: Values) -> Values:
+    def _rebase_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.rebase_leaf(dict(values_of_one))
             require_kept("rebase_leaf", self, values_of_one, new_values)
@@ -405,7 +405,7 @@ class Reparametrization(Leafwise):
 
         return {"w": bound.over(rebase_one)(values["w"])}
 
-    def _number_at(self, bound: Bound, formula: str, values: Values) -> Array:
+    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
@@ -503,7 +503,8 @@ class _Found:
         group = names, leaf.path if self._by_path else None, *types.items()
         with locate_errors(replace(self.who, at=repr(leaf.path))):
             if group not in self._types:
-                self._types[group] = _type_that_fits(*self.arranged(leaf.path, None, names), types)
+                stage, stacked = self.arranged(leaf.path, None, names)
+                self._types[group] = _type_that_fits(stage, stacked, types)
         return self._types[group]
 
     def _fits(self, leaf: Leaf) -> bool:
