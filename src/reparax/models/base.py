@@ -1,6 +1,7 @@
 """What models that hold a chain share: checks, errors, attributes, and the verbs of a chain as pure functions."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -125,21 +126,16 @@ class Functions:
     _alone: ClassVar[tuple[str, str, str]]
     """What lacks the values that do not train, where these would be, and what to do."""
 
-    def _get(self, *variables: Any) -> PyTree:
-        """The raw tree in variables, or the parameters in plain ones."""
-        raise NotImplementedError
-
-    def _set(self, raw: PyTree, *variables: Any) -> Any:
-        """Variables with this raw tree."""
-        raise NotImplementedError
-
-    def _set_plain(self, params: PyTree, *variables: Any) -> Any:
-        """Variables of the plain model with these parameters."""
-        raise NotImplementedError
-
-    def _has_fixed(self, *variables: Any) -> bool:
-        """Whether there is a place for values that do not train."""
-        raise NotImplementedError
+    _get: Callable[..., PyTree]
+    """The raw tree in variables, or the parameters in plain ones."""
+    _set: Callable[..., Any]
+    """Variables with this raw tree: ``_set(raw, *variables)``."""
+    _set_plain: Callable[..., Any]
+    """Variables of the plain model with these parameters: ``_set_plain(params, *variables)``."""
+    _has_fixed: Callable[..., bool]
+    """Whether there is a place for values that do not train."""
+    deterministic: Any
+    """The same model without noise, to evaluate."""
 
     def _key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
         """Variables, and the key behind them."""
@@ -184,11 +180,6 @@ class Functions:
         variables, key = self._key(arguments, key)
         return self._set(self.p.update(self._get(*variables), key, grads), *variables)
 
-    @property
-    def deterministic(self) -> Any:
-        """The same model without noise, to evaluate."""
-        raise NotImplementedError
-
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
     """The free and the fixed values of a raw tree of dicts, each without the places of the other."""
@@ -209,3 +200,20 @@ def _prune(tree: PyTree, *, also_empty: bool) -> Any:
     kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}
     kept = {name: x for name, x in kept.items() if x is not None}
     return kept if kept or (also_empty and not tree) else None
+
+
+def import_library(module: str, needs: str, install: str) -> Any:
+    """The module of a library.
+
+    Raises:
+      ModuleNotFoundError: If the library is not installed; the text says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        library = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise ModuleNotFoundError(
+            f"{needs} needs {library}, which is not installed. Write `pip install {install}`.", name=library
+        ) from None
