@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -49,18 +50,19 @@ def trained(table: str, way: str, rate: float, strength: float, seed: int, size:
     task, body = table.split("_")
     data = features.corpus(task, "training", size(training.UTTERANCES, 16), training.DECIBELS, seed=0)
     development = features.corpus(task, "development", size(200, 10), (0.0, 10.0), seed=1)
-    setting = training.setting_of(way, Recognizer(len(TASKS[task]), body), strength, steps=size(training.STEPS, 4))
+    model = Recognizer(len(TASKS[task]), body, size(Recognizer.width, 16), size(Recognizer.layers, 1))
+    setting = training.setting_of(way, model, strength, size(training.STEPS, 4))
     losses, ends, raw = list[float](), list[float](), None
     for loss, now in training.fit(setting, data, rate=rate, strength=strength, seed=seed):
         raw = now
         losses.append(loss)
         ends.append(time.perf_counter())
-    model, params = setting.model, setting.chain(1.0).fold(raw)
+    params = setting.chain(1.0).fold(raw)
     told = {"curve": np.array(losses)[: setting.steps // 4 * 4].reshape(-1, 4).mean(1)}
     told |= {"seconds a step": np.median(np.diff(ends)), "development": training.wrong(model, params, development)}
     for bits, format in ROUNDED.items():
-        p = rpx.Quantized(format, axis=-1, where=rpx.all_but(".*depthwise/kernel")) if format else rpx.Chain()
-        weights = p.fold(p.init(params))
+        p = rpx.Quantized(format, axis=-1, where=r"(?!.*depthwise).*/kernel") if format else rpx.Chain()
+        weights = jax.jit(lambda params, p=p: p.fold(p.init(params)))(params)
         for (voices, level), test in features.tests(task, size(200, 10)).items():
             told[f"{voices}, {level} dB, {bits}"] = training.wrong(model, weights, test)
     return told

@@ -11,7 +11,7 @@ import mlp
 import numpy as np
 import optax
 import pytest
-from errors import Case, raises, table
+from errors import Case, table
 from flax import nnx
 from jax import Array
 
@@ -23,23 +23,12 @@ OTHER = nnx.Rngs(dropout=0)  # has neither `params`, nor `noise`, nor a default
 
 
 class MLP(nnx.Module):
-    width = 4
-
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.l1 = nnx.Linear(3, 4, rngs=rngs)
         self.l2 = nnx.Linear(4, 2, rngs=rngs)
-        self.sizes = (3, 4, 2)
-
-    def hidden(self, x: Array) -> Array:
-        """The first layer."""
-        return nnx.tanh(self.l1(x))
 
     def __call__(self, x: Array) -> Array:
-        return self.l2(self.hidden(x))
-
-    @property
-    def first(self) -> Array:
-        return self.l1.kernel[0]
+        return self.l2(nnx.tanh(self.l1(x)))
 
 
 def model() -> MLP:
@@ -160,40 +149,22 @@ def test_noise_has_the_switch_of_dropout() -> None:
     assert not wrapped.deterministic
 
 
-def test_methods_and_attributes_are_those_of_the_model() -> None:
-    wrapped = rpx.nnx.Parametrized(model(), mlp.P)
-    w1, b1, _, _ = mlp.arrays()
-    np.testing.assert_allclose(
-        wrapped.hidden(X), np.tanh(np.asarray(X) @ np.asarray(w1) + np.asarray(b1)), rtol=1e-5, atol=1e-6
-    )
-    assert wrapped.sizes == (3, 4, 2)
-    assert wrapped.width == 4
-    np.testing.assert_allclose(wrapped.first, w1[0], rtol=1e-6)
-    np.testing.assert_allclose(wrapped.l1.kernel[...], w1, rtol=1e-6)
-    wrapped.sizes = (3, 4)
-    assert wrapped.raw.sizes == wrapped.sizes == (3, 4)
-
-
-def test_a_weight_that_is_set_for_reading_is_refused_as_it_would_be_lost() -> None:
-    wrapped = rpx.nnx.Parametrized(model(), rpx.Freeze(where="l2/.*") >> rpx.WeightNorm(where="l1/kernel"))
-    for layer in (wrapped.l1, wrapped.l2):
-        with raises(
-            ValueError,
-            "rpx.nnx.Parametrized made this Param from its raw values for reading, so what is set in it is lost. Set "
-            "raw values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then.",
-        ):
-            layer.kernel[...] = jnp.zeros(layer.kernel.shape)
-    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1 + mlp.B1, rtol=1e-5, atol=1e-6)
-    wrapped.raw.l1.bias[...] = jnp.zeros(4)
-    np.testing.assert_allclose(wrapped.l1(X), np.asarray(X) @ mlp.W1, rtol=1e-5, atol=1e-6)
-
-
 def test_a_part_without_parameters_is_that_of_the_raw_model() -> None:
-    wrapped = rpx.nnx.Parametrized(Shared(nnx.Rngs(0)), rpx.WeightNorm())
-    wrapped.dropout.rate = 0.0
-    wrapped.dropout.deterministic = True
-    assert (wrapped.raw.dropout.rate, wrapped.raw.dropout.deterministic) == (0.0, True)
-    assert wrapped.norm is not wrapped.raw.norm  # has parameters
+    plain = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.Dropout(0.5))
+    wrapped = rpx.nnx.Parametrized(plain, rpx.WeightNorm())
+    wrapped.layers[1].rate = 0.0
+    assert wrapped.raw.layers[1] is wrapped.layers[1] is not plain.layers[1]
+    np.testing.assert_allclose(wrapped(X), plain.layers[0](X), rtol=1e-5, atol=1e-6)
+
+
+def test_one_parameter_at_two_paths_is_stored_once() -> None:
+    plain: Any = nnx.Sequential(*(nnx.Linear(3, 3, rngs=nnx.Rngs(0)) for _ in range(2)))
+    plain.layers[1].bias = plain.layers[0].bias
+    wrapped = rpx.nnx.Parametrized(plain, rpx.WeightNorm())
+    raw = nnx.to_pure_dict(nnx.state(wrapped))["raw"]["layers"]
+    assert [list(raw[i]) for i in range(2)] == [["bias", "kernel"], ["kernel"]]
+    effective = wrapped.effective()
+    assert effective.layers[0].bias is effective.layers[1].bias
 
 
 class WithNames(nnx.Module):
@@ -274,48 +245,6 @@ def test_a_wrapped_part_trains_in_a_plain_model_and_under_remat() -> None:
     assert around.encoder.rngs.count[...] == 2
 
 
-class Shared(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.rngs = rngs
-        self.encoder = nnx.Linear(3, 3, rngs=rngs)
-        self.decoder = self.encoder
-        self.norm = nnx.BatchNorm(3, rngs=rngs)
-        self.output = nnx.Linear(3, 3, rngs=rngs)
-        self.output.bias = self.encoder.bias
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x: Array) -> Array:
-        y = self.output(self.norm(self.decoder(self.encoder(x))))
-        self.seen = nnx.Intermediate(y)
-        return self.dropout(y)
-
-
-def test_shared_parameters_stay_one_and_other_variables_change_in_the_call() -> None:
-    plain: Any = Shared(nnx.Rngs(0))
-    wrapped = rpx.nnx.Parametrized(plain, rpx.WeightNorm())
-    raw = nnx.to_pure_dict(nnx.state(wrapped, nnx.Param))["raw"]
-    assert set(raw) == {"decoder", "norm", "output"}
-    assert list(raw["output"]) == ["kernel"]
-    count = int(plain.dropout.rngs.count[...])
-    wrapped(X)
-    assert wrapped.raw.dropout.rngs.count[...] == count + 1
-    x, w = np.asarray(X), np.asarray(nnx.state(wrapped.fold())["decoder"]["kernel"][...])
-    np.testing.assert_allclose(wrapped.raw.norm.mean[...], 0.01 * (x @ w @ w).mean(axis=0), rtol=1e-3, atol=1e-6)
-    assert nnx.pop(wrapped, nnx.Intermediate)["raw"]["seen"][...].shape == X.shape
-    effective = wrapped.effective()
-    assert effective.encoder.kernel is effective.decoder.kernel
-
-
-def test_update_advances_fixed_values_once_per_step() -> None:
-    wrapped = rpx.nnx.Parametrized(model(), rpx.SpectralNorm(where="l1/kernel"))
-    node = wrapped.raw.l1.kernel["@spectral_norm"]
-    w, v = np.array(node["w"][...]), np.array(node["@fixed"]["v"][...])
-    wrapped.update()
-    u = w.T @ v
-    np.testing.assert_allclose(node["@fixed"]["u"][...], u / np.linalg.norm(u), rtol=1e-4)
-    assert isinstance(node["@fixed"]["u"], rpx.nnx.Fixed)
-
-
 @nnx.vmap(in_axes=0)
 def stack(key: Array) -> Any:
     streams = nnx.Rngs(params=key, noise=key)
@@ -374,6 +303,13 @@ class Whole(nnx.Module):
 
 def wrapped(p: Any = NOISY, **options: Any) -> Any:
     return rpx.nnx.Parametrized(model(), p, **options)
+
+
+def without_bias() -> Any:
+    """A raw model without a parameter that the model has."""
+    raw: Any = mlp.P.init(model())
+    del raw.l1.bias
+    return raw
 
 
 @table(__file__)

@@ -71,7 +71,7 @@ def test_a_wing_imports_those_that_it_may(wing):
 
 def test_what_reads_programs_knows_of_chains_by_one_name():
     room = [*files("programs"), *sorted(ROOT.glob("transforms/_remat*.py")), ROOT / "transforms/_saved_residuals.py"]
-    of_chains = {"recompute", "chain", "plan", "planners", "sites", "formulas", "calls", "fields", "keys", "leaf"}
+    of_chains = {"recompute", "chain", "bound", "calls", "keys", "leafwise", "leaf", "joint", "with_axes"}
     found = {path for file in room for path in imported(file) if path[0] == "core"}
     assert {path[1] for path in found} & of_chains == {"recompute"}
 

@@ -126,19 +126,19 @@ def length(arrays):
     return jnp.sqrt(jnp.where(squares == 0, 1, squares))
 
 
-class UnitTogether(rpx.stage.Together):
+class UnitTogether(rpx.stage.Joint):
     """All arrays together have norm one, and count how often they were updated."""
 
     raw_values, min_ndim = {"x": rpx.stage.main(), "n": rpx.stage.fixed()}, 1
 
-    def init_arrays(self, arrays):
+    def init_leaves(self, arrays):
         return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}
 
-    def apply_arrays(self, values):
+    def apply_leaves(self, values):
         whole = length(held["x"] for held in values.values())
         return {place: (wide(held["x"]) / whole).astype(held["x"].dtype) for place, held in values.items()}
 
-    def update_arrays(self, values):
+    def update_leaves(self, values):
         return {place: {"n": held["n"] + 1} for place, held in values.items()}
 
 

@@ -14,10 +14,10 @@ from reparax.axes._values import DataProduct, Origins
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
-from reparax.core.plan import Planner, visit_with_roles
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Numbers, Role, Use
 from reparax.core.usage import shows_usage
+from reparax.core.with_axes import visit_with_roles
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -202,9 +202,9 @@ def check_axes(
     require_chains("axes.check_axes(p, loss, params, batch)", p)
     found = list[Misfit]()
 
-    def visit(planner: Planner, tree: Flat, known: Mapping[Names, Role]) -> Any:
-        found[:0] = planner.misfits(tree, known)
-        return planner.stage
+    def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
+        found[:0] = stage._own._misfits(tree, known)
+        return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
     return Misfits(found)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -19,6 +20,24 @@ R = TypeVar("R")
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
     """``init`` where only the structure of its result, or its nearest point, matters."""
     return functools.partial(init, key=jax.random.key(0))
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a method of a chain, or at one of its arrays: its name in errors, written only if there is one.
+
+    Attributes:
+      p: The chain, or a stage.
+      method: The method.
+      at: The paths of the arrays, as text.
+    """
+
+    p: Any
+    method: str
+    at: str = ""
+
+    def __str__(self) -> str:
+        return f"{call_name(self.p, self.method)} at {self.at}" if self.at else call_name(self.p, self.method)
 
 
 def call_name(p: Any, method: str) -> str:

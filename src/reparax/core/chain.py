@@ -5,10 +5,25 @@ from __future__ import annotations
 import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, overload
 
 import jax
+import jax.numpy as jnp
 
+from reparax.core.bound import (
+    Bound,
+    Values,
+    apply_all,
+    follow_axes,
+    init_all,
+    lineage_of,
+    rebase_all,
+    require_no_marks,
+    total_log_det,
+    total_penalty,
+    update_all,
+)
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
     call_name,
@@ -25,28 +40,13 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.keys import Keys
-from reparax.core.origins import Origins
+from reparax.core.origins import Origins, probe_origins
 from reparax.core.paths import Names, PyTree, types_of_result
-from reparax.core.plan import (
-    Layer,
-    Planner,
-    advance,
-    close_raw,
-    follow_axes,
-    lineage_of,
-    open_params,
-    planner_of,
-    rebase_raw,
-    require_no_marks,
-    total_log_det,
-    total_penalty,
-    visit_with_roles,
-)
 from reparax.core.raw import Flat, flatten, nest, require_no_raw, resolve_owners
 from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.numerics.arithmetic import is_array
+from reparax.core.with_axes import visit_with_roles
 
 VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
 """The methods of a chain, to which each stage adds its formulas."""
@@ -66,7 +66,7 @@ class Parametrization(Static, ABC):
     make; :func:`summary` shows how far from ``w``.
 
     Derive a stage of your own from :class:`Reparametrization`, :class:`Perturbation` or :class:`Constraint` for
-    formulas on one array, or from :class:`Joint` or :class:`Together` for formulas on several. Subclasses become frozen
+    formulas on one array, or from :class:`Joint` for formulas on several. Subclasses become frozen
     dataclasses without a decorator: hashable, comparable, picklable, static to JAX, with a ``repr`` that builds them.
 
     Raises:
@@ -84,16 +84,16 @@ class Parametrization(Static, ABC):
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if not hasattr(cls, "_planner") and "_parts" not in vars(cls):
+        if cls._bind is Parametrization._bind and "_parts" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
-                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint or Together "
-                f"for one on several."
+                f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint for one "
+                f"on several."
             )
         if verbs := [verb for verb in VERBS if getattr(cls, verb) is not getattr(Parametrization, verb)]:
             raise TypeError(
                 f"{cls.__name__} defines {verbs[0]}, which a chain never calls for one of its stages. Write its "
-                f"formula: {verbs[0]}_leaf on one array, or a Joint or Together on several."
+                f"formula: {verbs[0]}_leaf on one array, or a Joint on several."
             )
         super().__init_subclass__(**kwargs)
 
@@ -128,7 +128,7 @@ class Parametrization(Static, ABC):
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
         require_no_raw(call_name(self, "init"), params, advice)
         typed_key = checked_key(self, "init", jax.random.key(0) if key is None else key)
-        raw = open_params(self._parts, params, typed_key)
+        raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
     @verb
@@ -144,9 +144,13 @@ class Parametrization(Static, ABC):
           ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
         """
         require_no_references(self, "apply", raw)
-        effective = recompute(functools.partial(close_raw, self._parts), gather_boxes(raw), needed_key(self, key))
-        require_no_marks(self, effective)
-        return effective
+
+        def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
+            tree = apply_all(self._parts, flatten(raw), Keys(key))
+            require_no_marks(self, tree)
+            return nest(tree)
+
+        return recompute(effective, gather_boxes(raw), needed_key(self, key))
 
     @verb
     def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
@@ -168,7 +172,7 @@ class Parametrization(Static, ABC):
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        tree = advance(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        tree = update_all(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -183,7 +187,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return spread_like(raw, nest(rebase_raw(self._parts, flatten(gather_boxes(raw)))))
+        return spread_like(raw, nest(rebase_all(self._parts, flatten(gather_boxes(raw)))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -231,15 +235,12 @@ class Parametrization(Static, ABC):
     @property
     def advances(self) -> bool:
         """Whether ``update`` does anything."""
-        return any(planner_of(stage).does("update") for stage in self._parts)
+        return any(stage._own._does("update") for stage in self._parts)
 
     @property
     def random_start(self) -> bool:
         """Whether the start depends on a key, so that ``init`` needs one."""
-        return False
-
-    _planner: ClassVar[type[Planner]]
-    """What decides where the stage acts."""
+        return self._own._draws
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -270,10 +271,10 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
-        tree = flatten(params)
-        owners = {slot.path: slot.path for at, slot in tree.types.slots().items() if is_array(tree.arrays[at])}
-        for layer in reversed(lineage_of(self, types_of_result(with_any_key(self.init), params)).layers):
-            owners = resolve_owners(owners, {path: of for site in layer.sites for path, of in site.copies.items()})
+        owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
+        raw = types_of_result(with_any_key(self.init), params)
+        for _, bounds in reversed(lineage_of(self, raw).bindings):
+            owners = resolve_owners(owners, {path: of for bound in bounds for path, of in bound.copies.items()})
         return owners
 
     @verb
@@ -303,16 +304,12 @@ class Parametrization(Static, ABC):
           >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
-        return compose(
-            tuple(
-                visit_with_roles(
-                    call_name(self, "on"),
-                    self._parts,
-                    roles,
-                    lambda planner, *tree_and_roles: planner.on(*tree_and_roles),
-                )
-            )
-        )
+
+        def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
+            new = stage._own._with_axes(tree, known)
+            return new if stage._own is stage else [part.deterministic for part in new]
+
+        return compose(tuple(visit_with_roles(call_name(self, "on"), self._parts, roles, numbered)))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -323,6 +320,69 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain.
         """
         return self.deterministic.apply(raw)
+
+    # What a stage does where it is bound to arrays: methods for the loops over chains.
+
+    _draws: ClassVar[Any] = False
+    """Whether the start may be random."""
+    draws_by_type: ClassVar[bool] = False
+    """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
+    update_reads: ClassVar[tuple[str, ...]] = ()
+    """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+
+    @property
+    def _own(self) -> Any:
+        """The stage, of which a mean has another one."""
+        return self
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        """Where ``init`` finds arrays in ``tree``, or another method raw values of the stage."""
+        raise NotImplementedError
+
+    def _require_own(self, tree: Flat, path: str) -> None:
+        """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
+
+    def _init_at(self, bound: Bound, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> Values:
+        """The raw values of the arrays."""
+        raise NotImplementedError
+
+    def _apply_at(self, bound: Bound, values: Values, key: jax.Array | None) -> Mapping[str, Any]:
+        """The arrays of raw values, with the key of a random stage."""
+        raise NotImplementedError
+
+    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: jax.Array | None) -> Values:
+        """The values that change in one training step."""
+        del bound, values, grads, key
+        return {}
+
+    def _rebase_at(self, bound: Bound, values: Values) -> Values:
+        """Values of the same arrays, relative to a base at the current point."""
+        del bound
+        return values
+
+    def _number_at(self, bound: Bound, formula: str, values: Values) -> jax.Array:
+        """The penalty or the log-determinant."""
+        del bound, formula, values
+        return jnp.zeros(())
+
+    def _does(self, verb: str) -> bool:
+        """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
+        del verb
+        return False
+
+    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
+        return types_of_result(init, tree), probe_origins(init, tree)
+
+    def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
+        """The stage with axes as numbers, for a tree of types whose arrays have these roles in a network."""
+        del tree, roles
+        return [self]
+
+    def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
+        """Where axes of the stage are not those that it means in that network."""
+        del tree, roles
+        return ()
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
@@ -497,39 +557,6 @@ def from_json(text: str) -> Parametrization:
     return stages[0] if len(stages) == 1 else Chain(tuple(stages))
 
 
-class _OfMean(Planner):
-    """The planner of the stage, which decides for its mean too."""
-
-    @property
-    def _planner_of_stage(self) -> Planner:
-        """The planner of the stage."""
-        return planner_of(self.stage.stage)
-
-    update_reads: ClassVar[Any] = property(lambda self: self._planner_of_stage.update_reads)
-    asks_functions: ClassVar[Any] = property(lambda self: self._planner_of_stage.asks_functions)
-
-    def plan_init(self, tree: Flat) -> Layer:
-        return self._planner_of_stage.plan_init(tree)
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        return self._planner_of_stage.plan("fold" if method == "apply" else method, tree).at_mean
-
-    def require_own(self, tree: Flat, path: str) -> None:
-        self._planner_of_stage.require_own(tree, path)
-
-    def on(self, tree: Flat, roles: Mapping[Names, Role]) -> Any:
-        return self._planner_of_stage.on(tree, roles).deterministic
-
-    def misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Iterable[Misfit]:
-        return self._planner_of_stage.misfits(tree, roles)
-
-    def follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        return self._planner_of_stage.follow(tree, init)
-
-    def does(self, verb: str) -> bool:
-        return self._planner_of_stage.does(verb)
-
-
 def _ask_stage(name: str) -> Any:
     """A property that is the one of that name of ``stage``."""
     return property(lambda self: getattr(self.stage, name))
@@ -565,7 +592,7 @@ class Mean(Parametrization):
     straight_through: ClassVar[Any] = _ask_stage("straight_through")
     moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
     random_start: ClassVar[Any] = _ask_stage("random_start")
-    _planner: ClassVar[type[Planner]] = _OfMean
+    _own: ClassVar[Any] = _ask_stage("_own")
 
     def __post_init__(self) -> None:
         stage: Any = self.stage
@@ -576,3 +603,7 @@ class Mean(Parametrization):
             )
 
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        bounds = self._own._bind("fold" if method == "apply" else method, tree)
+        return [replace(bound, mean=True) for bound in bounds]

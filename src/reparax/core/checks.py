@@ -5,15 +5,13 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.paths import PyTree, describe, is_empty, items, path_text, type_of, types_of_result
-from reparax.core.raw import FIXED, OTHER_CHAIN, kind_of, marker, outer_markers, parameter_path
-from reparax.core.values import OTHERS, Values
+from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
+from reparax.core.raw import OTHER_CHAIN, kind_of, marker, outer_markers, parameter_path
+from reparax.core.values import OTHERS, Values, value_of
 from reparax.numerics.arithmetic import is_array
-
-Types = tuple[tuple[str, jax.ShapeDtypeStruct], ...]
-"""The types of values, by their names: the items of a dict, which is not hashable."""
 
 
 def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
@@ -30,54 +28,13 @@ def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
     )
 
 
-def require_values(node: Mapping[str, Any], mark: str) -> None:
-    """Requires exactly one marker, with named arrays under it."""
-    for name in node:
-        if name != mark:
-            raise ValueError(f"found {name!r} beside {mark!r}: {OTHER_CHAIN}")
-    content = node[mark]
-    for name, values in ((mark, content), (FIXED, content.get(FIXED, {}) if isinstance(content, Mapping) else {})):
-        if not isinstance(values, Mapping):
-            raise ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
-    if is_empty(content.get(FIXED)):
-        raise ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
-    for name, value in {**content, **content.get(FIXED, {})}.items():
-        if name != FIXED and not is_array(value):
-            raise ValueError(f"expected an array as {name!r}, got {_describe_other(value)}: {_explain_other(value)}")
-
-
-def _describe_other(value: Any) -> str:
-    """What came in place of an array; what was a list has become a dict of numbers where a tree was laid flat."""
-    return f"a tree with {', '.join(map(repr, value))}" if isinstance(value, Mapping) else type(value).__name__
-
-
-def _explain_other(value: Any) -> str:
-    """Where a value that is not an array may come from, and what to do."""
-    if value is None:
-        return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
-    if isinstance(value, Mapping) and set(value) == {"value"}:
-        return (
-            "a state of nnx that was restored without its structure. Restore it with a template, or save "
-            "`nnx.to_pure_dict(raw)`."
-        )
-    return OTHER_CHAIN
-
-
-def require_fit(types: Types, expected: Mapping[str, tuple[int, ...]] | None) -> None:
-    """Requires the names and shapes that ``init`` would give, if they are known."""
-    if expected is None:
-        return
-    for name, x in types:
+def require_fit(values: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Requires the names and shapes that ``init`` would give."""
+    for name, x in values.items():
         if name not in expected:
             raise ValueError(f"expected values named {tuple(expected)}, got {name!r}: {OTHER_CHAIN}")
-        if x.shape != expected[name]:
-            raise ValueError(f"expected {name} of shape {expected[name]}, got {x.shape}: {OTHER_CHAIN}")
-
-
-def types_under(content: Mapping[str, Any]) -> Types:
-    """The type of each value under a marker."""
-    values = {**{name: x for name, x in content.items() if name != FIXED}, **content.get(FIXED, {})}
-    return tuple((name, type_of(x)) for name, x in sorted(values.items()))
+        if x.shape != expected[name].shape:
+            raise ValueError(f"expected {name} of shape {expected[name].shape}, got {x.shape}: {OTHER_CHAIN}")
 
 
 class WrongType(ValueError):
@@ -85,8 +42,8 @@ class WrongType(ValueError):
 
 
 @contextmanager
-def locate_errors(who: str) -> Generator[None]:
-    """Adds the stage and the path to errors of a formula on one array, which knows neither."""
+def locate_errors(who: object) -> Generator[None]:
+    """Adds the stage and the path, the text of ``who``, to errors of a formula on one array, which knows neither."""
     try:
         yield
     except KeyError as error:
@@ -212,3 +169,80 @@ def _list_value_differences(base: str, held: dict[str, str], want: dict[str, str
         for path_below in sorted(held.keys() | want.keys())
         if held.get(path_below) != want.get(path_below)
     ]
+
+
+Leaves = dict[str, dict[str, Array]]
+"""For each array, by its name in the formula, its raw values by their names."""
+
+
+def require_start(
+    stage: Any,
+    apply: Callable[[Leaves], Any],
+    formulas: tuple[str, str],
+    values: Leaves,
+    arrays: Mapping[str, Array],
+    *,
+    is_shared: bool,
+) -> None:
+    """Requires that raw values are those that the class declares, and give arrays of the types of ``arrays``.
+
+    ``apply`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array
+    may stand with another.
+    """
+    start, back = formulas
+    advice = " Put a value that several arrays share with one of them." if is_shared else ""
+    require_names(start, "the values of", values, arrays, advice)
+    all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
+    for values_of_one in [all_values] if is_shared else values.values():
+        require_named_arrays(start, values_of_one, stage.raw_values)
+    effective = jax.eval_shape(apply, values)
+    require_names(back, "an array for", effective, arrays)
+    for name, w in arrays.items():
+        if not stage.changes_type:
+            require_type(back, effective[name], w)
+
+
+def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
+    """Requires a dict with these names."""
+    if not isinstance(result, Mapping) or set(result) != set(names):
+        names_got = list(result) if isinstance(result, Mapping) else type(result).__name__
+        raise ValueError(
+            f"{method} must return a dict with {what} each of {list(names)}, but returns {names_got}.{advice}"
+        )
+
+
+def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
+    """Requires new values of one array under names that it has, each of the type that it had."""
+    if not isinstance(new_values, Mapping):
+        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(new_values)}.")
+    for name, new_value in new_values.items():
+        if name not in values and name in stage.raw_values:
+            raise KeyError(name)  # the raw tree lacks it
+        if name not in values:
+            raise ValueError(
+                f"{method} must return values that the array has, {sorted(values)}, but returns {name!r}. Let the "
+                f"start make that value, or correct the name."
+            )
+        if describe(new_value) != describe(values[name]):
+            raise ValueError(
+                f"{method} must return {describe(values[name])} as {name!r}, like the raw value, but returns "
+                f"{describe(new_value)}. Cast or reshape in {method}."
+            )
+
+
+def require_update(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
+    """Requires that only fixed values change in a training step, unless the stage moves weights, and no types."""
+    require_kept(method, stage, values, new_values)
+    free_names = sorted(name for name in new_values if not value_of(stage.raw_values, name).fixed)
+    if free_names and not stage.moves_weights:
+        fixed_names = [name for name, declaration in stage.raw_values.items() if declaration.fixed]
+        raise ValueError(
+            f"{method} gives {free_names[0]!r}, which is not one of the fixed values {fixed_names}. Leave it to the "
+            f"optimizer, or set `moves_weights = True`."
+        )
+
+
+def require_number(method: str, number: Any) -> None:
+    """Requires one real number."""
+    if not isinstance(number, int | float) and (not is_array(number) or number.shape != () or jnp.iscomplexobj(number)):
+        raise ValueError(f"{method} must return one real number, but returns {describe(number)}. Add up its entries.")

@@ -153,7 +153,7 @@ def expression(stage: object) -> str:
     def text(name: str, value: object) -> str:
         return code(value) if name in positional else f"{name}={code(value)}"
 
-    positional = required_arguments(stage)
+    positional = required_arguments(stage) | {f.name for f in declared_fields(stage) if "positional" in f.metadata}
     return f"{type(stage).__name__}({', '.join(text(name, value) for name, value in changed_arguments(stage).items())})"
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import find_axes, one_stacked
+from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
 from reparax.core.calls import call_name
 from reparax.core.fields import argument
-from reparax.core.formulas import Arrangement
+from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.numerics.arguments import one_of
@@ -75,8 +76,8 @@ def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def project(self: Any, w: Array) -> Array:
         w = _as_floating(w)
-        at = self._arrange("project", w)
-        return at.over(lambda w: method(at.stage_for_one._alone, w))(w)
+        stage, over = self._over_stack("project", w)
+        return over(lambda w: method(stage, w))(w)
 
     return project
 
@@ -87,9 +88,9 @@ def _contains_all(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
         w = _as_floating(w)
-        at = self._arrange("contains", w)
-        is_inside = at.over(lambda w: method(at.stage_for_one._alone, w, tolerance))(w)
-        return jnp.all(is_inside) if at.stacked else is_inside
+        stage, over = self._over_stack("contains", w)
+        is_inside = over(lambda w: method(stage, w, tolerance))(w)
+        return is_inside if is_inside.ndim == 0 else jnp.all(is_inside)
 
     return contains
 
@@ -100,8 +101,10 @@ def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(method)
     def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         like = jnp.zeros(shape, dtype)  # only its shape is read
-        at = self._arrange("sample", like)
-        return at.over(lambda w, key: method(at.stage_for_one._alone, key, w.shape, w.dtype))(like, at.keys(key, like))
+        stage, over = self._over_stack("sample", like)
+        stacked = find_axes(self.stacked, None)
+        keys = split_key(key, stacked_sizes(like, stacked)) if stacked else key
+        return over(lambda w, key: method(stage, key, w.shape, w.dtype))(like, keys)
 
     return sample
 
@@ -148,17 +151,21 @@ class Constraint(Reparametrization):
                 setattr(cls, name, over_each(vars(cls)[name]))
         super().__init_subclass__(**kwargs)
 
-    def _arrange(self, method: str, w: Any) -> Arrangement:
-        """This stage at an array that a method got, whose axes it must know, as ``init`` must."""
+    def _over_stack(self, method: str, w: Any) -> tuple[Self, Callable[..., Any]]:
+        """The stage for one of the arrays stacked in ``w``, and what applies a formula on one to each of them.
+
+        A method that gets an array must know its axes, as ``init`` must.
+        """
         if self._varied:
             raise ValueError(
                 f"{self!r} has different numbers for different arrays, so it has no single image. "
                 f"Use a stage with one number, or `stage.for_array(path, w)`."
             )
-        at = Arrangement(self, find_axes(self.stacked, None))
-        if why := at.stage_for_one._axes_error(one_stacked(w, at.stacked)):
-            raise ValueError(f"{call_name(at.stage_for_one, method)}: {why}")
-        return at
+        stacked = find_axes(self.stacked, None)
+        for_one = replace(self, stacked=()) if stacked else self
+        if why := for_one._axes_error(one_stacked(w, stacked)):
+            raise ValueError(f"{call_name(for_one, method)}: {why}")
+        return for_one._alone, lambda formula: map_stacked(stacked, self._on_one(formula))
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.

@@ -145,7 +145,7 @@ class Static:
 
     def __hash__(self) -> int:
         try:
-            return hash((type(self), *(getattr(self, field.name) for field in _fields_of(self) if field.compare)))
+            return hash((type(self), *[getattr(self, field.name) for field in _fields_of(self) if field.compare]))
         except TypeError:
             return hash((type(self), self._compared()))  # which names the field that holds an array
 
@@ -413,30 +413,27 @@ def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check
     return ByPath(tuple(value), numbers)
 
 
-def without_unmatched(
-    who: str, numbers: Mapping[str, Any], selected: Sequence[bool], paths: Sequence[str]
-) -> list[bool]:
-    """``selected``, without the paths that have no number.
+def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[Any]) -> list[Any]:
+    """The leaves that have a number in each field that gives numbers by path.
 
     Raises:
       ValueError: If an expression matches nothing, or if two match one path.
     """
-    flags = list(selected)
+    kept = list(leaves)
     for name, by_path in numbers.items():
         if not isinstance(by_path, ByPath):
             continue
-        selected_paths = [path for path, flag in zip(paths, selected, strict=True) if flag]
-        matched: set[int] = set()
-        for i, path in enumerate(paths):
-            matching = by_path.matching(path) if flags[i] else []
-            if len(matching) > 1:
-                pattern, other_pattern = (by_path.patterns[place] for place in matching[:2])
+        matching = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
+        for path, found in matching.items():
+            if len(found) > 1:
+                pattern, other_pattern = (by_path.patterns[i] for i in found[:2])
                 raise ValueError(
                     f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
                     f"expressions."
                 )
-            flags[i] = bool(matching)
-            matched.update(matching)
+        matched = {i for found in matching.values() for i in found}
         if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
-            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why_nothing(lost[0], selected_paths)}")
-    return flags
+            why = why_nothing(lost[0], [leaf.path for leaf in leaves])
+            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why}")
+        kept = [leaf for leaf in kept if matching[leaf.path]]
+    return kept

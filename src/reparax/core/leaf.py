@@ -4,165 +4,40 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes import (
-    AXIS_CHECKS,
-    EACH,
-    Axes,
-    check_front_axes,
-    count_from_front,
-    has_names,
-    last_to_number,
-    why_axes_do_not_fit,
-)
+from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
+from reparax.core.bound import Bound, Values, new_node
+from reparax.core.calls import Call
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.fields import AxesByPath, ByArray, ByPath, argument
-from reparax.core.plan import Planner
-from reparax.core.planners import OnArrays, OnArraysInPlace, Selection
+from reparax.core.checks import (
+    locate_errors,
+    no_own_node_error,
+    require_fit,
+    require_kept,
+    require_named_arrays,
+    require_number,
+    require_type,
+    require_update,
+)
+from reparax.core.keys import split_key
+from reparax.core.leafwise import Leafwise
+from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
+from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
+from reparax.core.raw import FIXED, Flat, Leaf, Node, flatten, nest, next_number
+from reparax.core.traced import call_once_per_type
 from reparax.core.usage import takes
-from reparax.core.where import Where, check_where
-from reparax.numerics.terms import Term, sum_terms
-
-
-class Leafwise(Parametrization):
-    """A stage that acts on arrays one by one."""
-
-    where: Where = argument(check_where, default=None, kw_only=True)
-    stacked: Axes = argument(AxesByPath(check_front_axes), default=(), kw_only=True)
-
-    min_ndim: ClassVar[int] = 0
-    """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
-    excludes biases and scales by name, whatever their dimensions."""
-    tables: ClassVar[bool] = True
-    """Whether the default includes tables of embeddings, by name."""
-    dtypes: ClassVar[Any] = jnp.inexact
-    """The dtypes that the stage takes."""
-    _last_of_any: ClassVar[bool] = False
-    """Whether the default of an axis is the last one of arrays of any number of axes, not of matrices alone."""
-    _takes_base: ClassVar[bool] = False
-    """Whether the stage acts on the base of an adapter instead of on the adapter."""
-
-    _planner: ClassVar[type[Planner]] = Selection
-
-    _axis_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
-    by_roles: ClassVar[Any] = {}
-    """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
-    transposes: ClassVar[bool] = False
-    """Whether a matrix and its transposed one mean the same for the stage."""
-    entrywise: ClassVar[Any] = False
-    """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._checks = {
-            name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in cls._checks.items()
-        }
-        cls._axis_fields = tuple(
-            name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
-        )
-
-    def default(self, w: Array) -> bool:
-        """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
-        return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
-
-    def refuse_leaf(self, w: Array) -> str | None:
-        """Why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
-        del w
-        return None
-
-    def _why_refused(self, w: Array) -> str | None:
-        """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
-        return self._axes_error(w) or self.refuse_leaf(w)
-
-    def _dtype_error(self, w: Array) -> str | None:
-        """What is wrong with the dtype of ``w``, or None."""
-        if jnp.issubdtype(w.dtype, self.dtypes):
-            return None
-        expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
-        return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
-
-    def _axes_error(self, w: Array) -> str | None:
-        """What is wrong with the axes of the fields for ``w``, or None."""
-        axes_of_field = {name: getattr(self, name) for name in self._axis_fields}
-        axes_by_number = {
-            name: last_to_number(axes) if self._last_of_any else axes for name, axes in axes_of_field.items()
-        }
-        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in axes_by_number.items())
-        return next(filter(None, reasons), None)
-
-    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
-        """For each field of axes with a meaning in networks, its axes of ``w``, from the front, and that meaning."""
-        axes_and_word = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
-        return {
-            name: (count_from_front(axes, w), word)
-            for name, (axes, word) in axes_and_word.items()
-            if axes not in (None, EACH)
-        }
-
-    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula as one on an array without stacked axes, and on its raw values."""
-        return formula
-
-    @property
-    def _alone(self) -> Self:
-        """This stage for what ``_on_one`` gives the formula."""
-        return self
-
-    @property
-    def _varied(self) -> dict[str, ByPath | ByArray]:
-        """The fields whose number differs from array to array."""
-        field_values = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._all_axis_fields
-        }
-        return {name: value for name, value in field_values.items() if isinstance(value, ByPath | ByArray)}
-
-    @property
-    def _by_path(self) -> dict[str, ByPath]:
-        """The fields of axes that differ from array to array."""
-        axes_of_field = {name: getattr(self, name) for name in self._all_axis_fields}
-        return {name: value for name, value in axes_of_field.items() if isinstance(value, ByPath)}
-
-    @property
-    def _all_axis_fields(self) -> tuple[str, ...]:
-        """The names of the fields of axes, with that of stacked ones."""
-        return (*self._axis_fields, "stacked")
-
-    def for_array(self, path: str, w: Any) -> Self:
-        """This stage with the numbers for one array; functions of the array get its shape and dtype."""
-        if not (varying_fields := self._varied):
-            return self
-        like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in varying_fields.items()})
-
-    def at_path(self, path: str) -> Self | None:
-        """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not (by_path := self._by_path):
-            return self
-        if not all(axes.matching(path) for axes in by_path.values()):
-            return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in by_path.items()})
-
-    @property
-    def _named_axes(self) -> dict[str, Any]:
-        """The fields that give axes by name."""
-        axes = {name: getattr(self, name) for name in self._axis_fields}
-        return {name: field_axes for name, field_axes in axes.items() if has_names(field_axes)}
-
-    @property
-    def _asks_names(self) -> bool:
-        """Whether any axis is given by name."""
-        axes_of_fields = [getattr(self, name) for name in self._all_axis_fields]
-        return any(
-            map(has_names, (axes for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,))))
-        )
+from reparax.core.where import by_path
+from reparax.numerics.arithmetic import is_array, is_inexact, widened
+from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
 class Perturbation(Leafwise):
@@ -206,7 +81,6 @@ class Perturbation(Leafwise):
     """
 
     stochastic: ClassVar[bool] = True
-    _planner: ClassVar[type[Planner]] = OnArraysInPlace
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -224,6 +98,31 @@ class Perturbation(Leafwise):
     def mean_leaf(self, w: Array) -> Array:
         """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        bounds, names, leaves = list[Bound](), self._names_of(tree), tree.leaves(bases=self._takes_base)
+        if method != "init":
+            for leaf in leaves:
+                leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
+        for leaf in self._selected(method, tree, leaves):
+            place, who = leaf.place, Call(self, method, repr(leaf.path))
+            stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
+            bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
+        return bounds
+
+    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+        w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
+        effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
+        if not self.changes_type:
+            require_type(method, effective, w)
+        return {"w": effective}
+
+    def _add_noise(self, w: Array, drawn: Array) -> Array:
+        """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
+        return call_once_per_type(_perturb, self, (), w, drawn, inline=True)
+
+    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        return tree, keep_origins(tree)
 
     @property
     def deterministic(self) -> Parametrization:
@@ -276,9 +175,6 @@ class Reparametrization(Leafwise):
     """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
     ``Simplex``, which add up to 1."""
 
-    _planner: ClassVar[type[Planner]] = OnArrays
-    _update_reads: ClassVar[tuple[str, ...]] = ()
-    """What ``update_leaf`` takes after the values: ``"grad"``, ``"key"``, both or none."""
     _declares_terms: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -290,7 +186,7 @@ class Reparametrization(Leafwise):
         # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
         terms_are_stale = terms is Reparametrization or not issubclass(terms, formula)
         cls._declares_terms = not terms_are_stale and formula.apply_leaf is not _apply_terms
-        cls._update_reads = _arguments_of_update(cls)
+        cls.update_reads = _arguments_of_update(cls)
         if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
             raise TypeError(
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
@@ -422,12 +318,119 @@ class Reparametrization(Leafwise):
 
     @property
     def _draws(self) -> bool:
-        """Whether the start may be random."""
         return type(self).draw_leaf is not Reparametrization.draw_leaf
 
-    @property
-    def random_start(self) -> bool:
-        return self._draws
+    def _does(self, verb: str) -> bool:
+        return rewrites(type(self), f"{verb}_leaf")
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        if method == "init" or self._bare:
+            return self._bind_arrays(method, tree)
+        bounds, found = list[Bound](), _Found(self, method, tree)
+        for leaf in self._selected(method, found.tree, found.leaves, found.look):
+            if not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{found.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
+                    f"once, with the whole chain, and pass `raw`."
+                )
+            place, node, who = leaf.place, leaf.content, replace(found.who, at=repr(leaf.path))
+            w = found.look(leaf)
+            with locate_errors(who):
+                stage, stacked = found.arranged(leaf.path, w, found.names[place])
+            nodes = {"w": (*place, node.mark)}
+            bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
+        return bounds
+
+    def _require_own(self, tree: Flat, path: str) -> None:
+        found = _Found(self, "apply", tree)
+        for leaf in found.leaves:
+            if leaf.path == path and isinstance(leaf.content, Node):
+                found.look(leaf)
+
+    def _bind_arrays(self, method: str, tree: Flat) -> list[Bound]:
+        """Where the stage finds arrays as the model has them."""
+        bounds, names = list[Bound](), self._names_of(tree)
+        for leaf in self._selected(method, tree, tree.leaves(bases=self._takes_base)):
+            place, w, who = leaf.place, leaf.content, Call(self, method, repr(leaf.path))
+            if isinstance(w, jax.ShapeDtypeStruct) and not self._bare:
+                raise TypeError(
+                    f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
+                )
+            stage, stacked = self._arranged_for(who, w, leaf.path, names[place])
+            values = {"w": dict.fromkeys(self.raw_values, place)} if self._bare else {"w": {}}
+            nodes = {} if self._bare else {"w": new_node(place, self.kind)}
+            number = next_number(place, self.kind)
+            bounds.append(Bound(stage, who, {"w": place}, values, nodes, stacked, leaf.seed, number))
+        return bounds
+
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+        w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
+        values = call_once_per_type(_start_values, self, bound.stacked, w, key)
+        formula = "mean_leaf" if self.stochastic else "apply_leaf"
+        require_named_arrays(start, values, self.raw_values)
+        try:
+            effective = jax.eval_shape(
+                lambda values: call_once_per_type(_mean_array, self, bound.stacked, values),
+                {name: type_of(x) for name, x in values.items()},
+            )
+        except KeyError as error:
+            names = ", ".join(map(repr, values))
+            raise ValueError(f"{formula} reads a value {error}, but {start} returns only {names}.") from error
+        if not self.changes_type:
+            require_type(formula, effective, w)
+        return {"w": values}
+
+    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+        if self._bare:
+            return {"w": _mean_array(self, bound.stacked, values["w"])}
+        if key is None:
+            return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
+        return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
+
+    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
+        given = {"grad": grads.get("w"), "key": key}
+
+        def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
+            new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
+            require_update("update_leaf", self, values_of_one, new_values)
+            return new_values
+
+        return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+
+    def _rebase_at(self, bound: Bound, values: Values) -> Values:
+        def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
+            new_values = self.rebase_leaf(dict(values_of_one))
+            require_kept("rebase_leaf", self, values_of_one, new_values)
+            return new_values
+
+        return {"w": bound.over(rebase_one)(values["w"])}
+
+    def _number_at(self, bound: Bound, formula: str, values: Values) -> Array:
+        wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
+
+        def number_of_one(values_of_one: dict[str, Array]) -> Array:
+            number = getattr(self, f"{formula}_leaf")(values_of_one)
+            require_number(f"{formula}_leaf", number)
+            return number
+
+        return bound.over(number_of_one)(wide)
+
+    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        raw_types, flat, known = types_of_result(init, tree), flatten(tree), dict[Any, Any]()
+        names, paths = self._names_of(flat), {leaf.place: leaf.path for leaf in flat.leaves(bases=self._takes_base)}
+
+        def origin_of(place: Names) -> tuple[Names, FollowedAxes]:
+            source = place[: -3 if place[-2] == FIXED else -2]
+            w, group = type_of(flat.arrays[source]), paths[source] if self._by_path else None
+            group = w.shape, w.dtype, names[source], group
+            if group not in known:
+                stage, stacked = self._arranged(paths[source], None, names[source])
+                origins = probe_origins(lambda tree: {"w": _start_values(stage, stacked, tree["w"], None)}, {"w": w})
+                known[group] = {path[-1]: axes for path, (_, axes) in origins.items()}
+            return source, known[group][place[-1]]
+
+        kept = keep_origins(raw_types)
+        return raw_types, {place: kept[place] if place in flat.arrays else origin_of(place) for place in kept}
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
@@ -465,3 +468,118 @@ def _class_that_writes(cls: type[Any], method: str) -> type[Any]:
 def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
     """``apply_leaf`` of a class that writes only ``terms_leaf``: the sum of the terms."""
     return sum_terms(self.terms_leaf(*args, **kwargs))
+
+
+class _Found:
+    """The marker dicts that a stage finds in a raw tree, each in place of its array, and all other leaves.
+
+    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
+    looks at shapes or dtypes, the stage takes only those that it could have made.
+    """
+
+    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
+        self.stage, self.who, self._raw, self._types = stage, Call(stage, method), tree, dict[Any, Any]()
+        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
+        nodes = tree.nodes(stage.kind)
+        if not nodes:
+            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
+        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
+        of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
+        for leaf in of_nodes:
+            with locate_errors(replace(self.who, at=repr(leaf.path))):
+                tree.values_of(leaf.content)
+        if not by_path(stage.where) and len(of_nodes) > 1:
+            foreign = [leaf for leaf in of_nodes if not self._fits(leaf)]
+            for leaf in foreign if len(foreign) < len(of_nodes) else ():
+                leaf.content = None
+
+    def look(self, leaf: Leaf) -> Any:
+        """The type of an array; an error for values that the stage could not have made."""
+        if not isinstance(leaf.content, Node):
+            return type_of(leaf.content)
+        names = self.names[leaf.place]
+        types = {name: type_of(x) for name, x in self._raw.values_of(leaf.content).items()}
+        group = names, leaf.path if self._by_path else None, *types.items()
+        with locate_errors(replace(self.who, at=repr(leaf.path))):
+            if group not in self._types:
+                self._types[group] = _type_that_fits(*self.arranged(leaf.path, None, names), types)
+        return self._types[group]
+
+    def _fits(self, leaf: Leaf) -> bool:
+        """Whether the stage could have made the values at a leaf."""
+        with suppress(Exception):  # a formula may fail in any way on the values of another stage
+            return self.look(leaf) is not None
+        return False
+
+
+def rewrites(cls: type, method: str) -> bool:
+    """Whether a class of stages writes a method that its base has too."""
+    return sum(method in vars(base) for base in cls.__mro__) > 1
+
+
+# The formulas over stacked arrays.
+
+
+def _apply_formula(stage: Any, *args: Any) -> Array:
+    """``apply_leaf``, which tells its terms if the class declares them."""
+    declares_terms = stage._declares_terms
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
+
+
+def _over(stage: Any, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+    """The formula on one array, applied to each of the stacked arrays."""
+    return map_stacked(stacked, stage._on_one(formula))
+
+
+def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None) -> dict[str, Array]:
+    """The raw values of an array."""
+    if not stage._draws:
+        return _over(stage, stacked, stage.init_leaf)(w)
+    return _over(stage, stacked, stage.draw_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
+
+
+def _keys(key: Array, w: Any, stacked: AxisNumbers) -> Array:
+    """A key for each of the arrays stacked in ``w``."""
+    return split_key(key, stacked_sizes(w, stacked)) if stacked else key
+
+
+def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+    """The effective array of raw values; its mean, if it is random."""
+    formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
+    return _over(stage, stacked, formula)(dict(values))
+
+
+def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
+    """The random array of raw values."""
+    like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
+    effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
+    require_type("apply_leaf", effective, like)
+    return effective
+
+
+def _type_that_fits(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
+    """The type of the array of raw values; an error for values that ``init`` would not give for such an array.
+
+    Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
+    """
+    aligned = [
+        types[name]
+        for name, declaration in stage.raw_values.items()
+        if declaration.main and declaration.aligned and name in types
+    ]
+    if aligned:
+        effective = aligned[0]
+    else:
+        effective = jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
+    if not stage.changes_type and not has_symbols(types.values()):
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            start = jax.eval_shape(lambda w: call_once_per_type(_start_values, stage, stacked, w, None), effective)
+            require_fit(types, start)
+    return effective
+
+
+def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:
+    """An array with noise."""
+    del stacked  # noise is drawn of the whole array
+    return stage.perturb(w, drawn)

@@ -1,5 +1,6 @@
 """Trees as named leaves: a parameter has the same path, whichever library made the tree."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -73,7 +74,13 @@ def is_end(x: object) -> bool:
 
 def has_ancestor(x: object, *names: str) -> bool:
     """Whether ``x`` is an instance of a flax class of one of these names; does not import flax."""
-    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in type(x).__mro__)
+    return not _names_in_flax(type(x)).isdisjoint(names)
+
+
+@functools.cache
+def _names_in_flax(cls: type) -> frozenset[str]:
+    """The names of a class and its ancestors that are defined in flax."""
+    return frozenset([c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] == "flax"])
 
 
 def is_box(x: object) -> bool:

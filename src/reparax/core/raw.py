@@ -16,13 +16,13 @@ from reparax.core.names import import_stage
 from reparax.core.paths import (
     Names,
     PyTree,
+    describe,
     flatten_with_names,
     has_ancestor,
     is_empty,
     is_end,
     items,
     path_text,
-    type_of,
 )
 from reparax.core.values import Values, value_of
 from reparax.numerics.arithmetic import is_array
@@ -55,32 +55,72 @@ def registered_kind(kind: str) -> Any:
     return _kinds.get(kind)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """One array of a raw tree.
+@dataclass(eq=False)
+class Leaf:
+    """One array of a raw tree, or a marker dict that stands for one.
 
     Attributes:
+      place: Its key path in the raw tree.
       path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
         the value's name for an auxiliary value or a part.
-      raw_path: The path in the raw tree, markers included; it differs between the main values of one array.
       seed: A path that no other array of the tree shares; random draws depend on it.
-      parameter: The path of the parameter that it belongs to.
       main: Whether it is a main value of each stage on its path, or no stage has replaced it.
-      fixed: Whether optimizers must leave it alone.
       visible: Whether an earlier stage may select it.
       added: Whether it is added to a base that represents the array; only its place selects it.
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
+      content: What stands there.
     """
 
+    place: Names
     path: str
-    raw_path: str
     seed: str
-    parameter: str
     main: bool
-    fixed: bool
     visible: bool
     added: bool
     decays: bool
+    content: Any = None
+
+    @property
+    def raw_path(self) -> str:
+        """The path in the raw tree, markers included; it differs between the main values of one array."""
+        return path_text(self.place)
+
+    @property
+    def parameter(self) -> str:
+        """The path of the parameter that it belongs to."""
+        return parameter_path(self.place)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether optimizers must leave it alone."""
+        return FIXED in self.place
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is an array, or a marker dict that stands for one."""
+        return is_array(self.content) or isinstance(self.content, Node)
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A marker dict that holds no other marker.
+
+    Attributes:
+      place: The key path of the array that it stands for.
+      mark: The marker.
+      inside: The key paths of all that is in the dict, in the order of the tree.
+      beside: Those of all that stands beside the marker: nothing, unless the tree is damaged.
+    """
+
+    place: Names
+    mark: str
+    inside: Sequence[Names]
+    beside: Sequence[Names]
+
+    @property
+    def values(self) -> dict[str, Names]:
+        """The key path of each value."""
+        return {place[-1]: place for place in self.inside if place[-1] != self.mark}
 
 
 def is_mark(name: object) -> bool:
@@ -174,8 +214,8 @@ def is_aligned(place: Names) -> bool:
     return all(value.aligned for value in _values_along(place))
 
 
-def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slot]:
-    """A :class:`Slot` for each place of a raw (or plain) tree.
+def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
+    """A :class:`Leaf` for each place of a raw (or plain) tree, without its content.
 
     With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
@@ -184,8 +224,8 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slo
         for value in _values_along(place, bases=bases):
             mains.setdefault(value.node, set()).update([value.name] if value.main else [])
 
-    def slot(place: Names) -> Slot:
-        path = seed = parameter = parameter_path(place)
+    def leaf_at(place: Names) -> Leaf:
+        path = seed = parameter_path(place)
         all_main, visible, added, decays = True, True, False, True
         for value in _values_along(place, bases=bases):
             if value.in_path:
@@ -196,15 +236,13 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Slo
             visible = visible and (value.main or not value.fixed)
             added = added or value.added
             decays = decays and value.decays
-        return Slot(path, path_text(place), seed, parameter, all_main, FIXED in place, visible, added, decays)
+        return Leaf(place, path, seed, all_main, visible, added, decays)
 
-    slots = [slot(place) for place in places]
-    seeds: set[str] = set()
-    for slot_here in slots:
-        if slot_here.seed in seeds:
-            raise same_path_error(slot_here.seed)
-        seeds.add(slot_here.seed)
-    return slots
+    leaves: dict[str, Leaf] = {}
+    for leaf in map(leaf_at, places):
+        if leaves.setdefault(leaf.seed, leaf) is not leaf:
+            raise same_path_error(leaf.seed)
+    return list(leaves.values())
 
 
 def same_path_error(path: str) -> ValueError:
@@ -215,10 +253,10 @@ def same_path_error(path: str) -> ValueError:
     )
 
 
-def flatten_slots(tree: PyTree) -> tuple[list[Any], list[Slot], Any]:
-    """The leaves of a raw (or plain) tree, a :class:`Slot` for each, and the treedef."""
-    paths, leaves, treedef = flatten_with_names(tree)
-    return leaves, describe_places(paths), treedef
+def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
+    """The leaves of a raw (or plain) tree, a :class:`Leaf` for each, and the treedef."""
+    paths, contents, treedef = flatten_with_names(tree)
+    return contents, describe_places(paths), treedef
 
 
 def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
@@ -314,22 +352,86 @@ class Flat:
     frame: Frame
     arrays: Mapping[Names, Any]
 
-    @property
-    def types(self) -> "Flat":
-        """The same tree with the type of each array."""
-        return replace(self, arrays={place: type_of(x) if is_array(x) else x for place, x in self.arrays.items()})
-
     def root(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
-        return next(place[:n] for n in range(len(place), -1, -1) if place[:n] in self.frame.roots)
+        for n in range(len(place), -1, -1):
+            if place[:n] in self.frame.roots:
+                return place[:n]
+        raise KeyError(place)
 
-    def slots(self, *, bases: bool = False) -> dict[Names, Slot]:
-        """The description of each place; an empty node has none."""
+    def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
+        """The tree with other arrays."""
+        return Flat(self.frame, arrays)
+
+    def leaves(self, *, bases: bool = False) -> list[Leaf]:
+        """A description of each place; an empty node has none."""
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
-        return dict(zip(places, describe_places(places, bases=bases), strict=True))
+        leaves = describe_places(places, bases=bases)
+        for leaf in leaves:
+            leaf.content = self.arrays[leaf.place]
+        return leaves
+
+    def nodes(self, kind: str) -> dict[Names, Node]:
+        """The marker dicts of a kind that hold no other marker, by the place of their array."""
+        inside: dict[Names, list[Names]] = {}
+        outer = set[Names]()
+        for place in self.arrays:
+            marks = [i for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
+            outer.update(place[: i + 1] for i in marks[:-1])
+            if marks and kind_of(place[marks[-1]]) == kind:
+                inside.setdefault(place[: marks[-1] + 1], []).append(place)
+        marked, beside = {node[:-1]: node[-1] for node in inside}, dict[Names, list[Names]]()
+        for place in self.arrays if marked else ():
+            for n, name in enumerate(place):
+                if (mark := marked.get(place[:n], name)) != name:
+                    beside.setdefault((*place[:n], mark), []).append(place)
+        return {
+            node[:-1]: Node(node[:-1], node[-1], places, beside.get(node, ()))
+            for node, places in inside.items()
+            if node not in outer
+        }
+
+    def values_of(self, node: Node) -> dict[str, Any]:
+        """The values under a marker, by their names; an error for anything else under it or beside it."""
+        values, depth = dict[str, Any](), len(node.place)
+        for place in node.inside:
+            x = self.arrays[place]
+            if len(place) == depth + 1 and is_empty(x) and not node.beside:
+                return {}
+            if len(place) - depth != (3 if FIXED in place[depth:] else 2) or place[-1] == FIXED or not is_array(x):
+                break
+            values[place[-1]] = x
+        if node.beside or len(values) < len(node.inside):
+            raise self._damage(node)
+        return values
+
+    def _damage(self, node: Node) -> ValueError:
+        """The error for a marker dict that no stage left so."""
+        nested: dict[Any, Any] = {}
+        for place in (*node.inside, *node.beside):
+            _put(nested, place[len(node.place) :], self.arrays[place])
+        for name in nested:
+            if name != node.mark:
+                return ValueError(f"found {name!r} beside {node.mark!r}: {OTHER_CHAIN}")
+        content = nested[node.mark]
+        for name, values in (
+            (node.mark, content),
+            (FIXED, content.get(FIXED, {}) if isinstance(content, Mapping) else {}),
+        ):
+            if not isinstance(values, Mapping):
+                return ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
+        if is_empty(content.get(FIXED)):
+            return ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
+        name, x = next(
+            (name, x) for name, x in {**content, **content.get(FIXED, {})}.items() if not is_array(x) and name != FIXED
+        )
+        got = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
+        return ValueError(f"expected an array as {name!r}, got {got}: {_explain_other(x)}")
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
+        if not swaps:
+            return self
         new = {old[0]: new_arrays for old, new_arrays in swaps}
         old_places = {place for old, _ in swaps for place in old}
         arrays: dict[Names, Any] = {}
@@ -380,17 +482,20 @@ def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool)
     return replace(raw, arrays={at: fresh.get(at, x) for at, x in raw.arrays.items()})
 
 
-def nest_below(arrays: Mapping[Names, Any], place: Names) -> dict[str, Any]:
-    """What stands below a place, as nested dicts."""
-    nested: dict[Any, Any] = {}
-    for names, x in arrays.items():
-        if len(names) > len(place) and names[: len(place)] == place:
-            _put(nested, names[len(place) :], x)
-    return nested
-
-
 def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
     """Puts ``x`` at the end of ``keys`` in nested dicts."""
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
+
+
+def _explain_other(value: Any) -> str:
+    """Where a value that is not an array may come from, and what to do."""
+    if value is None:
+        return "this is one half of `rpx.partition`. Join both halves with `rpx.combine` first."
+    if isinstance(value, Mapping) and set(value) == {"value"}:
+        return (
+            "a state of nnx that was restored without its structure. Restore it with a template, or save "
+            "`nnx.to_pure_dict(raw)`."
+        )
+    return OTHER_CHAIN

@@ -1,7 +1,7 @@
 """What chains are made of, and what authors of stages write.
 
 A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array, from ``Constraint``, whose image
-is a set, or from ``Joint`` or ``Together``, which act on several arrays. It declares its raw values with ``main``,
+is a set, or from ``Joint``, which acts on several arrays. It declares its raw values with ``main``,
 ``aux`` and ``fixed``, and its arguments with ``argument`` and ``axes``.
 
 ``Where``, ``Axes``, ``Number`` and ``PyTree`` are the types of arguments.
@@ -18,11 +18,10 @@ from reparax.core.fields import Number as Number
 from reparax.core.fields import argument as argument
 from reparax.core.fields import axes_field as axes_field
 from reparax.core.fields import per_array as per_array
+from reparax.core.joint import Joint as Joint
 from reparax.core.leaf import Perturbation as Perturbation
 from reparax.core.leaf import Reparametrization as Reparametrization
 from reparax.core.paths import PyTree as PyTree
-from reparax.core.several import Joint as Joint
-from reparax.core.several import Together as Together
 from reparax.core.values import aux as aux
 from reparax.core.values import fixed as fixed
 from reparax.core.values import main as main

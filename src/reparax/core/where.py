@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import register_static
 
-from reparax.core.axes import AxisNames
 from reparax.core.config import register_class
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
-from reparax.core.raw import Slot, empty_nodes, parameter_path
+from reparax.core.raw import Leaf, parameter_path
 from reparax.core.usage import takes
 from reparax.numerics.arithmetic import is_array
 
@@ -233,63 +232,51 @@ def by_path(where: Where) -> bool:
     return isinstance(where, str | Selected)
 
 
-def is_bias_or_scale(slot: Slot) -> bool:
+def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
-    names = {slot.parameter.rpartition("/")[2], slot.path.rpartition("/")[2]}
+    names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(name in BIASES_AND_SCALES or "bias" in name.split("_") for name in names)
 
 
-def is_table(slot: Slot) -> bool:
+def is_table(leaf: Leaf) -> bool:
     """Whether an array has the name of a table of embeddings."""
-    return slot.parameter.rpartition("/")[2] in TABLES
+    return leaf.parameter.rpartition("/")[2] in TABLES
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A place in a tree, with everything that a selection may need.
+def choose(
+    who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool], look: Callable[[Leaf], Any]
+) -> list[Leaf]:
+    """The leaves that are selected; ``by_default`` says whether the stage takes one if no ``where`` is given.
 
-    Attributes:
-      place: The place.
-      slot: Its description.
-      names: The axis names of the array.
-      present: Whether there is an array.
-      array: Returns the array, or its type.
-      is_taken: Whether the stage has taken the array already, and ``array`` may return another type than it had.
+    A predicate gets what ``look`` returns: the array, or its type.
     """
-
-    place: Names
-    slot: Slot
-    names: AxisNames | None
-    present: bool
-    array: Callable[[], Any]
-    is_taken: bool = False
-
-
-def choose(who: str, where: Where, places: Sequence[Candidate], by_default: Callable[[Candidate], bool]) -> list[bool]:
-    """Whether each place is selected; ``by_default`` says whether the stage takes it if no ``where`` is given."""
-    if where is None or isinstance(where, AllBut):
-        return [
-            _is_visible(where, place) and place.slot.main and not _is_left_out(where, place) and by_default(place)
-            for place in places
-        ]
-    return [_is_visible(where, place) and _selects(who, where, place) for place in places]
+    seen = [leaf for leaf in leaves if _is_seen(where, leaf)]
+    if where is None:
+        return [leaf for leaf in seen if leaf.main and by_default(leaf)]
+    if isinstance(where, AllBut):
+        return [leaf for leaf in seen if leaf.main and not where.leaves_out(leaf.path) and by_default(leaf)]
+    if isinstance(where, str):
+        matches = re.compile(where).fullmatch
+        return [leaf for leaf in seen if matches(leaf.raw_path if "@" in where else leaf.path)]
+    if isinstance(where, Selected):  # it does not select values that stages put below its leaves
+        return [leaf for leaf in seen if (where(leaf.path, None) if leaf.main else leaf.path in where.paths)]
+    return [leaf for leaf in seen if _ask_predicate(who, where, leaf.path, look(leaf))]
 
 
-def chose_nothing_error(who: str, where: Where, places: Sequence[Candidate], stacked: object = ()) -> ValueError:
-    """The error for a selection without any place; ``stacked`` are axes that do not count."""
-    slots = [place.slot for place in places if _is_visible(where, place)]
-    paths = [slot.raw_path if _is_by_place(where) else slot.path for slot in slots]
+def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
+    """The error for a selection without any leaf; ``stacked`` are axes that do not count."""
+    paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
     is_by_stacked = where is None and paths and stacked != ()
     why = why_nothing_stacked(stacked, paths) if is_by_stacked else why_nothing(where, paths)
-    codes = [place.slot.parameter for place in places if place.present and _holds_codes(place)]
+    codes = [leaf.parameter for leaf in leaves if is_array(leaf.content) and _holds_codes(leaf)]
     if where is None and codes:
         why += f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one."
     return ValueError(f"{who} selects nothing: {why}")
 
 
-def _holds_codes(place: Candidate) -> bool:
+def _holds_codes(leaf: Leaf) -> bool:
     """Whether a stage has put integers in the place of an array."""
-    return "@" in place.slot.raw_path and not jnp.issubdtype(place.array().dtype, jnp.inexact)
+    return "@" in leaf.raw_path and not jnp.issubdtype(leaf.content.dtype, jnp.inexact)
 
 
 def _is_by_place(where: Where) -> bool:
@@ -297,12 +284,12 @@ def _is_by_place(where: Where) -> bool:
     return isinstance(where, str) and "@" in where
 
 
-def _is_visible(where: Where, place: Candidate) -> bool:
-    """Whether a selection sees a place; what later stages add is seen only by expressions for places."""
-    return place.slot.visible and place.present and (_is_by_place(where) or not place.slot.added)
+def _is_seen(where: Where, leaf: Leaf) -> bool:
+    """Whether a selection sees a leaf; what later stages add is seen only by expressions for places."""
+    return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
-def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -> None:
+def require_known(who: object, where: Where, leaves: Sequence[Leaf], empty: Sequence[Names]) -> None:
     """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
 
     A place without a value of its own, such as a tied one, is known: the model has an array there.
@@ -310,9 +297,9 @@ def require_known(who: str, where: Where, slots: Sequence[Slot], tree: PyTree) -
     Raises:
       ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
     """
-    if not slots or not isinstance(where, Selected | AllBut):
+    if not leaves or not isinstance(where, Selected | AllBut):
         return
-    known_paths = [*(slot.path for slot in slots), *map(parameter_path, empty_nodes(tree))]
+    known_paths = [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
             if not any(re.fullmatch(pattern, path) for path in known_paths):
@@ -332,22 +319,7 @@ def _ends_of_names(path: str) -> list[int]:
     return [*(match.start() for match in re.finditer("/", path)), len(path)]
 
 
-def _is_left_out(where: AllBut | None, place: Candidate) -> bool:
-    """Whether :func:`all_but` names the path of a place."""
-    return where is not None and where.leaves_out(place.slot.path)
-
-
-def _selects(who: str, where: str | Callable[[str, Any], bool], place: Candidate) -> bool:
-    """Whether a selection takes a place: an expression by its path, a predicate by its path and array."""
-    path = place.slot.path
-    if isinstance(where, str):
-        return re.fullmatch(where, place.slot.raw_path if "@" in where else path) is not None
-    if isinstance(where, Selected) and not place.slot.main:
-        return path in where.paths  # a tree of booleans does not select values that stages put below its leaves
-    return where(path, None) if isinstance(where, Selected) else _ask_predicate(who, where, path, place.array())
-
-
-def _ask_predicate(who: str, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
+def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
     """What a predicate says of an array; a match of a regular expression, or None, will do."""
     try:
         answer = where(path, array)

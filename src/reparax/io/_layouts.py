@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from reparax.core.paths import Names, PyTree, items, path_text
-from reparax.core.plan import roles_of
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
+from reparax.core.with_axes import roles_of
 
 # For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
 # convolution, a gradient of a convolution, uses a flipped kernel.

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax.core.bound import Lineage, lineage_of
 from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree
-from reparax.core.plan import Lineage, lineage_of
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_lora import BIAS
@@ -166,9 +166,8 @@ def _node_at(lineage: Lineage, place: Names, target: Target) -> Any:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
     if place not in lineage.makers:
         return lineage.raw.arrays[place]
-    maker = lineage.makers[place]
-    values = {name: _node_at(lineage, at, target) for name, at in maker.values.items()}
-    return StageNode(maker.stage, values, target)
+    stage, values = lineage.makers[place]
+    return StageNode(stage, {name: _node_at(lineage, at, target) for name, at in values.items()}, target)
 
 
 def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) -> Method | None:

@@ -12,12 +12,12 @@ import numpy as np
 from jax import Array
 
 from reparax.core.axes import last_to_number
+from reparax.core.bound import lineage_of
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import describe_as_stored, locate_errors
 from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
-from reparax.core.plan import lineage_of
 from reparax.io._files import read_tensors
 from reparax.io._layouts import LAYOUTS, permute, write_layout
 from reparax.io._parameters import (

@@ -17,7 +17,6 @@ from reparax.core.axes import EACH, list_axes
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.paths import Names
-from reparax.core.plan import Maker
 from reparax.core.raw import parameter_path
 from reparax.io._layouts import axis_order, permute, read_layout, write_layout
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
@@ -90,7 +89,7 @@ class Naming:
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    makers: Mapping[Names, Maker]
+    makers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
     by_hook: Callable[[str, NameMap], bool]
 
     def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
@@ -110,7 +109,7 @@ class Naming:
         """
         if place not in self.makers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage, places = self.makers[place].stage, dict(self.makers[place].values)
+        stage, places = self.makers[place][0], dict(self.makers[place][1])
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from reparax.core.bound import lineage_of
 from reparax.core.calls import call_name, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
-from reparax.core.plan import lineage_of
 from reparax.numerics.arithmetic import is_array
 from reparax.training import partition
 
@@ -125,21 +125,16 @@ class Functions:
     _alone: ClassVar[tuple[str, str, str]]
     """What lacks the values that do not train, where these would be, and what to do."""
 
-    def _get(self, *variables: Any) -> PyTree:
-        """The raw tree in variables, or the parameters in plain ones."""
-        raise NotImplementedError
-
-    def _set(self, raw: PyTree, *variables: Any) -> Any:
-        """Variables with this raw tree."""
-        raise NotImplementedError
-
-    def _set_plain(self, params: PyTree, *variables: Any) -> Any:
-        """Variables of the plain model with these parameters."""
-        raise NotImplementedError
-
-    def _has_fixed(self, *variables: Any) -> bool:
-        """Whether there is a place for values that do not train."""
-        raise NotImplementedError
+    _get: Callable[..., PyTree]
+    """The raw tree in variables, or the parameters in plain ones."""
+    _set: Callable[..., Any]
+    """Variables with this raw tree: ``_set(raw, *variables)``."""
+    _set_plain: Callable[..., Any]
+    """Variables of the plain model with these parameters: ``_set_plain(params, *variables)``."""
+    _has_fixed: Callable[..., bool]
+    """Whether there is a place for values that do not train."""
+    deterministic: Any
+    """The same model without noise, to evaluate."""
 
     def _key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
         """Variables, and the key behind them."""
@@ -183,11 +178,6 @@ class Functions:
         """These variables with fixed values advanced by one training step."""
         variables, key = self._key(arguments, key)
         return self._set(self.p.update(self._get(*variables), key, grads), *variables)
-
-    @property
-    def deterministic(self) -> Any:
-        """The same model without noise, to evaluate."""
-        raise NotImplementedError
 
 
 def split_collections(raw: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from reparax.core.calls import call_name
@@ -104,12 +103,7 @@ class _Parametrized(Functions, nn.Module):
 
     def _get(self, *variables: Any) -> PyTree:
         """Both collections in one tree."""
-        (both,) = variables
-        if both and not {"params", "fixed"} & set(both):
-            raise ValueError(
-                f"{_WHO} takes variables, which have the collection 'params', but got "
-                f'{", ".join(map(repr, both))}. Write `{{"params": params}}`.'
-            )
+        both = _checked(variables[0])
         return join_collections(both.get("params", {}), both.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
@@ -153,7 +147,7 @@ class _Parametrized(Functions, nn.Module):
         return name if name is not None and getattr(type(self.module), name, None) is method else method
 
     def __reduce__(self) -> Any:
-        return _rebuild, (self.module, self.p, self.name, self.updates)
+        return functools.partial(parametrized, name=self.name, updates=self.updates), (self.module, self.p)
 
     @nn.nowrap
     def _call_method(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -225,33 +219,17 @@ def _make_class(plain: type[Any]) -> type[Any]:
     fields = {field.name for field in dataclasses.fields(plain)}
     public = {name for name in (*dir(plain), *fields) if name == "__call__" or name[0] != "_"}
     names = public - ({*dir(_Parametrized), "module", "p", "updates"} - {"__call__"})
-    members = {name: _module_field(name) if name in fields else _make_member(plain, name) for name in names}
-    return type(f"Parametrized{plain.__name__}", (_Parametrized,), members)
 
+    def member(name: str) -> Any:
+        """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
+        found = None if name in fields else inspect.getattr_static(plain, name)
+        if not inspect.isfunction(found) or hasattr(found, "nowrap"):
+            return property(lambda self: getattr(self.module, name))
 
-def _make_member(plain: type[Any], name: str) -> Any:
-    """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
-    found = inspect.getattr_static(plain, name)
-    return (
-        _make_method(name, found) if inspect.isfunction(found) and not hasattr(found, "nowrap") else _module_field(name)
-    )
+        @functools.wraps(found, updated=())  # linen's own marks of the method are not those of this one
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call_method(name, *args, **kwargs)
 
+        return method
 
-def _make_method(name: str, like: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls the module's own of that name on the effective tree."""
-
-    @functools.wraps(like, updated=())  # linen's own marks of the method are not those of this one
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._call_method(name, *args, **kwargs)
-
-    return method
-
-
-def _module_field(name: str) -> property:
-    """A property that reads the field of that name of the module."""
-    return property(lambda self: getattr(self.module, name))
-
-
-def _rebuild(module: Any, p: Parametrization, name: str | None, updates: Any) -> Any:
-    """The module that a pickle stores in this form, as its class is made here."""
-    return parametrized(module, p, name=name, updates=updates)
+    return type(f"Parametrized{plain.__name__}", (_Parametrized,), {name: member(name) for name in names})

@@ -38,6 +38,8 @@ _PLAIN = "plain"
 _HIDDEN = object()
 """A leaf for a variable that is no parameter, or for one that stands at an earlier path too."""
 
+Outputs = dict[Any, tuple[Any, Any]]
+"""The parameters of a module and what was made of each, by identity; places that share variables are one."""
 Done = dict[int, tuple[Any, Any]]
 """The nodes of a graph and what was made of each, by identity; they are held, so that no other gets it."""
 
@@ -128,14 +130,13 @@ class Parametrized(nnx.Module):
             key = start_key(p, start and start() if p.random_start else None, _WITH_RNGS)
             made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
-            outputs = _outputs(
-                lambda tree: _with_types_by_training(require_made_by(p, _to_model_types(tree)), variable), raw
-            )
-            made = _moved_to(model, raw, _by_identity(outputs))
+            stored = _outputs(lambda tree: _with_types_by_training(require_made_by(p, tree), variable), raw)
+            made = _moved_to(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
         self.deterministic = deterministic
-        raw = _rebuilt(model, _by_identity(made), {}, anew=True)
-        self.raw = nnx.data(raw)  # last, as attributes that are set afterwards are the model's
+        self.raw = nnx.data(
+            _rebuilt(model, made, {}, anew=True)
+        )  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -170,8 +171,7 @@ class Parametrized(nnx.Module):
 
     def fold(self) -> Any:
         """The plain model, without noise; it shares no variables with this one."""
-        new = _by_identity(_outputs(lambda tree: self.p.fold(_to_model_types(tree)), self.raw))
-        return nnx.clone(_rebuilt(self.raw, new, {}))
+        return nnx.clone(_rebuilt(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
         """Advances the fixed values by one training step, as :meth:`Parametrization.update`.
@@ -190,7 +190,7 @@ class Parametrized(nnx.Module):
 
     def _set_variables(self, verb: Callable[[PyTree], PyTree], kind: type[Any]) -> None:
         """Gives the variables of a kind the values of ``verb`` of the raw tree."""
-        for node, out in _outputs(lambda tree: verb(_to_model_types(tree)), self.raw):
+        for node, out in _outputs(verb, self.raw).values():
             for variable, value in zip(_variables_of(node), _variables_of(out), strict=True):
                 if isinstance(variable, kind) and jax.tree.leaves(value):
                     variable[...] = value[...]
@@ -201,8 +201,7 @@ class Parametrized(nnx.Module):
         if p.stochastic and self.rngs is None:
             raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
-        new = _by_identity(_outputs(lambda tree: p.apply(_to_model_types(tree), key), self.raw))
-        return _rebuilt(self.raw, new, done)
+        return _rebuilt(self.raw, _outputs(lambda tree: p.apply(tree, key), self.raw), done)
 
     def _attribute(self, owner: Any, held: Any, name: str) -> Any:
         """An attribute of a module ``held`` of the raw model, for ``owner``."""
@@ -264,7 +263,7 @@ class _Part:
         return self._whole._call_method(self._module, "__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return self._whole._attribute(self, self._module, name)
+        return self._whole._attribute(self._module, self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         _set_attribute(self._module, name, value)
@@ -403,7 +402,7 @@ def _identity(node: Any) -> Any:
     return tuple(map(id, _variables_of(node))) or id(node)
 
 
-def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> list[tuple[Any, Any]]:
+def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     """The parameters of a module, each at its first path, with what ``fun`` of the whole tree gives for them."""
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
     first: dict[Any, int] = {}
@@ -411,16 +410,12 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> list[tuple[Any, An
         if not _is_variable(node) or _is_parameter(node):
             first.setdefault(_identity(node), i)
     places = set(first.values())
-    outs = treedef.flatten_up_to(fun(treedef.unflatten([x if i in places else _HIDDEN for i, x in enumerate(nodes)])))
-    return [(nodes[i], outs[i]) for i in sorted(places)]
+    tree = treedef.unflatten([x if i in places else _HIDDEN for i, x in enumerate(nodes)])
+    outs = treedef.flatten_up_to(fun(_to_model_types(tree)))
+    return {identity: (nodes[i], outs[i]) for identity, i in first.items()}
 
 
-def _by_identity(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """What was made of each node, by its identity."""
-    return {_identity(node): new for node, new in pairs}
-
-
-def _rebuilt(node: Any, new: dict[Any, Any], done: Done, *, anew: bool = False) -> Any:
+def _rebuilt(node: Any, new: Outputs, done: Done, *, anew: bool = False) -> Any:
     """The graph with other leaves, where one object stays one.
 
     Args:
@@ -432,7 +427,7 @@ def _rebuilt(node: Any, new: dict[Any, Any], done: Done, *, anew: bool = False) 
     if id(node) not in done:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         if _is_place(node) or jax.tree_util.treedef_is_leaf(treedef):
-            made = new.get(_identity(node), node)
+            made = new.get(_identity(node), (node, node))[1]
         else:
             parts = [_rebuilt(x, new, done, anew=anew) for x in children]
             same = not anew and all(x is y for x, y in zip(parts, children, strict=True))
@@ -441,15 +436,18 @@ def _rebuilt(node: Any, new: dict[Any, Any], done: Done, *, anew: bool = False) 
     return done[id(node)][1]
 
 
-def _moved_to(model: Any, raw: Any, new: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def _moved_to(model: Any, raw: Any, new: Outputs) -> Outputs:
     """The parameters of a model, with what was made of those of a raw model at the same paths."""
-    found = {names: node for names, node in items(raw, _is_place) if _is_place(node)}
-    places = [(names, x) for names, x in items(model, _is_place) if _is_parameter(x) or holds_markers(x)]
-    if missing := [path_text(names) for names, _ in places if names not in found]:
+    places, stored = (
+        {path_text(names): x for names, x in items(each, _is_place) if _is_parameter(x) or holds_markers(x)}
+        for each in (model, raw)
+    )
+    if different := sorted(places.keys() ^ stored.keys()):
         raise ValueError(
-            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but got one without {missing[0]!r}."
+            f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of both has a parameter "
+            f"at {different[0]!r}."
         )
-    return [(node, new[_identity(found[names])]) for names, node in places]
+    return {_identity(x): (x, new[_identity(stored[path])][1]) for path, x in places.items()}
 
 
 def _keep_changes(done: Done) -> None:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from reparax.core.bound import apply_raw, init_all, mean_stages
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, items, path_text
-from reparax.core.plan import close_raw, mean_stages, open_params, planner_of
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
@@ -46,7 +46,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any("grad" in planner_of(stage).update_reads for stage in stages_of(p))
+    reads = any("grad" in stage._own.update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
@@ -73,10 +73,10 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
     """
 
     def opened(stage: Parametrization, tree: PyTree) -> PyTree:
-        return open_params((stage,), tree, key)
+        return init_all((stage,), tree, key)
 
     def closed(stage: Parametrization, tree: PyTree) -> PyTree:
-        return close_raw(mean_stages([stage]), tree)
+        return apply_raw(mean_stages([stage]), tree)
 
     starts, images, tree = list[tuple[PyTree, PyTree]](), list[tuple[PyTree, PyTree]](), params
     for stage in reversed(stages_of(p)):
@@ -145,15 +145,15 @@ class Alone:
 
     def apply(self, raw: PyTree, key: Array) -> PyTree:
         """The output of the stage, on that of the earlier stages without noise."""
-        return close_raw([self.stage], self._input_of_stage(raw), key)
+        return apply_raw([self.stage], self._input_of_stage(raw), key)
 
     def fold(self, raw: PyTree) -> PyTree:
         """The same, without noise of the stage."""
-        return close_raw(mean_stages([self.stage]), self._input_of_stage(raw))
+        return apply_raw(mean_stages([self.stage]), self._input_of_stage(raw))
 
     def _input_of_stage(self, raw: PyTree) -> PyTree:
         """The tree that the stage gets: what the earlier stages make of ``raw`` without noise."""
-        return close_raw(mean_stages(stages_of(self.chain)[: self.number]), raw)
+        return apply_raw(mean_stages(stages_of(self.chain)[: self.number]), raw)
 
 
 class Doubled(Reparametrization):

@@ -24,7 +24,7 @@ from reparax.core.chain import Chain, Parametrization, from_json
 from reparax.core.checks import WrongType
 from reparax.core.config import code
 from reparax.core.paths import PyTree
-from reparax.core.raw import empty_nodes, flatten_slots, parameter_path
+from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
 from reparax.testing import _formats
@@ -190,7 +190,7 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
 
     placed_params = jax.tree.map(place, params)
     raw = compiled_init(p, placed_params, key)
-    leaves, slots, _ = flatten_slots(raw)
+    leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
     for (path, actual), (_, want) in zip(
         named_arrays(compiled_effective(p, raw, key)), named_arrays(placed_params), strict=True

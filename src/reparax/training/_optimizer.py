@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax.core.bound import init_all
 from reparax.core.calls import call_name, require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items
-from reparax.core.plan import open_params
 from reparax.core.raw import FIXED, is_aligned, require_no_raw
 from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
@@ -148,7 +148,7 @@ def projected(p: Parametrization) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         require_no_raw(call_name(p, "projected"), params, INSTEAD)
-        open_params(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
+        init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:

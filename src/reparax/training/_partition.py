@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
-from reparax.core.raw import FIXED, flatten_slots, state_flags
+from reparax.core.raw import FIXED, flatten_leaves, state_flags
 from reparax.core.usage import shows_usage
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import is_array
@@ -112,7 +112,7 @@ def param_labels(raw: PyTree, *, main: Any = "free", aux: Any = "free", fixed: A
       {'b': {'@freeze': {'@fixed': {'w': False}}}, 'w': {'@weight_norm': {'g': False, 'v': True}}}
     """
     require_tree("param_labels", raw, "rpx.training.param_labels(p.init(params))")
-    _, slots, treedef = flatten_slots(raw)
+    _, slots, treedef = flatten_leaves(raw)
     pairs = zip(slots, are_free(raw), strict=True)
     return treedef.unflatten([(main if slot.main else aux) if free else fixed for slot, free in pairs])
 
@@ -153,7 +153,7 @@ def decay_mask(raw: PyTree) -> PyTree:
       Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019.
     """
     require_tree("decay_mask", raw, "rpx.decay_mask(p.init(params))")
-    leaves, slots, treedef = flatten_slots(raw)
+    leaves, slots, treedef = flatten_leaves(raw)
     return treedef.unflatten(
         [
             free and slot.main and slot.decays and leaf.ndim >= 2 and not is_bias_or_scale(slot)

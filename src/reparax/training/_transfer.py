@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from reparax.core.bound import Bound, apply_all, follow_axes, init_bound, lineage_of
 from reparax.core.boxes import spread_boxes
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
-from reparax.core.plan import follow_axes, lineage_of, planner_of
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
 from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
@@ -129,25 +129,30 @@ def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Mov
     old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree, fresh = old_chain.effective, dict[str, None]()
     for stage in reversed(tuple(new)):
-        layer = planner_of(stage).plan_init(tree)
+        bounds = stage._bind("init", tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
-        for site_stage, spot in layer.spots:
-            array = tree.arrays[spot.place]
-            if not spot.mark and _all_within(kept_nodes, spot.place):
-                before = old_chain.before(site_stage, spot.place, array)
-                stay[spot.place] = {spot.place: before}
+        for bound, name, place in _places(bounds):
+            array = tree.arrays[place]
+            if not bound.nodes and _all_within(kept_nodes, place):
+                before = old_chain.before(bound.stage, place, array)
+                stay[place] = {place: before}
                 changes = before is array and len(stage.deterministic) > 0
-                fresh |= {parameter_path(spot.place): None} if changes else {}
-            elif spot.mark and (values := old_chain.values(site_stage, spot.place, array, kept_nodes)) is not None:
-                stay[spot.place] = spot.place_values(values, site_stage.raw_values)
-                kept_nodes.update([_path_without_numbers(spot.place)] if _all_within(kept_nodes, spot.place) else [])
+                fresh |= {parameter_path(place): None} if changes else {}
+            elif bound.nodes and (values := old_chain.values(bound.stage, place, array, kept_nodes)) is not None:
+                stay[place] = bound.raw_values(name, values)
+                kept_nodes.update([_path_without_numbers(place)] if _all_within(kept_nodes, place) else [])
             else:
-                fresh[parameter_path(spot.place)] = None
-        opening = [site for site in layer.sites if not all(spot.place in stay for spot in site.spots.values())]
-        tree = _place(replace(layer, sites=opening).open(tree, keys), stay)
+                fresh[parameter_path(place)] = None
+        new_bounds = [bound for bound in bounds if not stay.keys() >= {*bound.arrays.values()}]
+        tree = _place(init_bound(new_bounds, tree, keys), stay)
     effective = nest(old_chain.effective)
     raw = spread_boxes(functools.partial(follow_axes, tuple(new)), effective, nest(tree))
     return _Moved(raw, kept_nodes, list(fresh), effective)
+
+
+def _places(bounds: Sequence[Bound]) -> list[tuple[Bound, str, Names]]:
+    """Each binding with the name and the key path of each of its arrays."""
+    return [(bound, name, place) for bound in bounds for name, place in bound.arrays.items()]
 
 
 def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
@@ -180,18 +185,15 @@ class _Old:
         self.effective = lineage.raw
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
-        for layer in lineage.layers:
-            arrays_before, self.effective = self.effective.arrays, layer.close(self.effective, Keys(None))
-            for stage, spot in layer.spots:
-                if spot.mark:
-                    values = {name: arrays_before[at] for name, at in spot.values.items()}
-                    self._nodes[_path_without_numbers(spot.place)] = _Node(
-                        stage, self.effective.arrays[spot.place], values
-                    )
+        for stage, bounds in lineage.bindings:
+            before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
+            for bound, name, place in _places(bounds):
+                path, array = _path_without_numbers(place), self.effective.arrays[place]
+                if bound.nodes:
+                    values = {value: before[at] for value, at in bound.values[name].items()}
+                    self._nodes[path] = _Node(bound.stage, array, values)
                 else:
-                    self._in_place.setdefault(_path_without_numbers(spot.place), []).append(
-                        (stage, arrays_before[spot.place])
-                    )
+                    self._in_place.setdefault(path, []).append((bound.stage, before[place]))
 
     def values(
         self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]

@@ -479,12 +479,12 @@ def test_a_person_who_completes_on_a_stage_meets_what_users_call_and_its_argumen
     assert p.kind  # what authors need is there all the same
 
 
-@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.stage.Joint, rpx.stage.Together])
+@pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.stage.Joint])
 @pytest.mark.parametrize("verb", ["init", "apply", "update", "rebase", "penalty", "log_det"])
 def test_a_stage_writes_formulas_and_no_method_of_a_chain(base, verb):
     text = (
         f"Odd defines {verb}, which a chain never calls for one of its stages. Write its formula: {verb}_leaf on one "
-        f"array, or a Joint or Together on several."
+        f"array, or a Joint on several."
     )
     with raises(TypeError, text):
         type("Odd", (base,), {verb: lambda self, tree, key=None: tree})

@@ -64,7 +64,6 @@ KINDS = {
     "Symmetric": "symmetric",
     "Tie": "tie",
     "Toeplitz": "toeplitz",
-    "Together": "together",
     "Triangular": "triangular",
     "VarNoise": "var_noise",
     "VariationalDropout": "variational_dropout",

@@ -98,7 +98,7 @@ OF_OTHERS = {
     rpx.shared.CudnnLSTM,
     rpx.matrices.Fibration,
 }  # of one size, of functions
-NO_STAGES = {rpx.stage.Constraint, rpx.Perturbation, rpx.Reparametrization, rpx.stage.Together}
+NO_STAGES = {rpx.stage.Constraint, rpx.stage.Joint, rpx.Perturbation, rpx.Reparametrization}
 
 
 def test_each_public_stage_with_a_default_is_tested_here() -> None:

@@ -9,22 +9,22 @@ from errors import raises, table
 import reparax as rpx
 
 
-class UnitTogether(rpx.stage.Together):
+class UnitTogether(rpx.stage.Joint):
     """All arrays together have norm one; a fixed value counts the updates."""
 
     raw_values = {"x": rpx.stage.main(aligned=True), "n": rpx.stage.fixed()}
 
-    def init_arrays(self, arrays):
+    def init_leaves(self, arrays):
         return {place: {"x": w, "n": jnp.zeros((), jnp.int32)} for place, w in arrays.items()}
 
-    def apply_arrays(self, values):
+    def apply_leaves(self, values):
         length = jnp.sqrt(sum(jnp.sum(held["x"] ** 2) for held in values.values()))
         return {place: held["x"] / length for place, held in values.items()}
 
-    def update_arrays(self, values):
+    def update_leaves(self, values):
         return {place: {"n": held["n"] + len(values)} for place, held in values.items()}
 
-    def penalty_arrays(self, values):
+    def penalty_leaves(self, values):
         return sum(jnp.sum(held["x"]) for held in values.values())
 
 
@@ -70,31 +70,31 @@ def broken(**methods):
         (
             "update",
             lambda values: {place: {"n": held["n"].astype("float32")} for place, held in values.items()},
-            "update_arrays must return int32[] as 'n', like the raw value, but returns float32[]. Cast or reshape in "
-            "update_arrays.",
+            "update_leaves must return int32[] as 'n', like the raw value, but returns float32[]. Cast or reshape in "
+            "update_leaves.",
         ),
         (
             "update",
             lambda values: {"a": {"n": values["a"]["n"]}},
-            "update_arrays must return a dict with the new values of each of ['a', 'b', 'c'], but returns ['a'].",
+            "update_leaves must return a dict with the new values of each of ['a', 'b', 'c'], but returns ['a'].",
         ),
         (
             "penalty",
             lambda values: values["b"]["x"],
-            "penalty_arrays must return one real number, but returns float32[2, 4]. Add up its entries.",
+            "penalty_leaves must return one real number, but returns float32[2, 4]. Add up its entries.",
         ),
     ],
 )
 def test_what_a_method_returns_is_checked(verb, formula, text):
-    p = broken(**{f"{verb}_arrays": lambda self, values: formula(values)})
+    p = broken(**{f"{verb}_leaves": lambda self, values: formula(values)})
     with raises(ValueError, f"Broken().{verb}: {text}"):
         jax.eval_shape(lambda params: getattr(p, verb)(p.init(params)), PARAMS)
 
 
 def test_formulas_on_one_array_and_stacked_axes_are_refused():
     text = (
-        "Odd defines {}, but the formula of a Together takes all arrays at once and draws no noise. Write init_arrays, "
-        "apply_arrays, update_arrays or penalty_arrays, or derive from Reparametrization."
+        "Odd defines {}, but the formula of a Joint takes several arrays at once and draws no noise. Write "
+        "init_leaves, apply_leaves, update_leaves or penalty_leaves, or derive from Reparametrization."
     )
     for name, value in {"update_leaf": lambda self, values: {}, "mean_leaf": lambda self, values: 0}.items():
         with raises(TypeError, text.format(name)):

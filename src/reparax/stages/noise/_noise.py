@@ -15,18 +15,9 @@ from reparax.core import random
 from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
 from reparax.core.fields import Number, argument, per_array
 from reparax.core.leaf import Perturbation
-from reparax.core.plan import Planner
-from reparax.core.planners import OnArraysInPlace
-from reparax.core.sites import InPlace, Noise
 from reparax.numerics.arguments import check_number, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.lengths import norm
-
-
-class _OfNoise(OnArraysInPlace):
-    """The planner of noise."""
-
-    site: ClassVar[type[InPlace]] = Noise
 
 
 class _Drawn(Perturbation):
@@ -38,8 +29,7 @@ class _Drawn(Perturbation):
       shared: The settings that the draw depends on, besides the type of the array.
     """
 
-    _planner: ClassVar[type[Planner]] = _OfNoise
-
+    draws_by_type: ClassVar[bool] = True
     shared: ClassVar[Any] = ()
 
     @abstractmethod

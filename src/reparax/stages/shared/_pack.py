@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import field, replace
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from reparax.core.bound import Bound, Values, new_node
+from reparax.core.calls import Call
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors
+from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.config import changed_arguments
 from reparax.core.fields import argument
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, describe
-from reparax.core.plan import Layer, Planner, Site, SiteValues, opened_spot
-from reparax.core.raw import OTHER_CHAIN, Flat, Slot
-from reparax.core.sites import own_nodes
-from reparax.core.values import OTHERS, Values, main
+from reparax.core.raw import OTHER_CHAIN, Flat, Node, nest
+from reparax.core.values import OTHERS, main
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
-from reparax.numerics.arithmetic import is_array
 from reparax.stages.shared._cells import (
     Block,
     Concat,
@@ -39,79 +37,6 @@ from reparax.stages.shared._cells import (
     write_arrays,
 )
 
-PlacesByName = dict[str, Names]
-
-
-@dataclass(frozen=True, eq=False)
-class _Cell(Site):
-    """The arrays of one cell."""
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
-        del key
-        stage, sizes = self.stage, dict(self.stage.sizes)
-        raw_arrays = write_arrays(stage._stored, read_values(stage._model, arrays, sizes), sizes)
-        return {
-            path: {_label(name): raw_arrays[name] for name in raw_arrays if stage._home(name) == path}
-            for path in arrays
-        }
-
-    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
-        del key_or_draw
-        return self.stage._effective(values)
-
-
-class _Cells(Planner):
-    """The planner of both directions."""
-
-    def plan_init(self, tree: Flat) -> Layer:
-        slots = tree.slots()
-        cells = self.cells("init", _visible_arrays(slots, lambda place: is_array(tree.arrays[place])))
-        kind, sites = self.stage.kind, list[_Cell]()
-        for cell, places in cells.items():
-            spots = {path: opened_spot(kind, place, tree.arrays[place]) for path, place in places.items()}
-            sites.append(_Cell(self.stage, _quote_cell(cell), spots))
-        return self.layer("init", sites)
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        who, sites = self.who(method), list[_Cell]()
-        nodes, model_tree = own_nodes(who, self.stage.kind, tree)
-        for cell, places in self.cells(method, _visible_arrays(model_tree.slots(), nodes.__contains__)).items():
-            cell_nodes = {path: nodes[place] for path, place in places.items()}
-            with locate_errors(_who_at(who, cell)):
-                for node in cell_nodes.values():
-                    if node.content_below is not None:  # some formats store an empty node so
-                        node.require_values()
-                types = jax.eval_shape(
-                    self.stage._effective, {path: node.content_below for path, node in cell_nodes.items()}
-                )
-            spots = {path: node.spot(types[path]) for path, node in cell_nodes.items()}
-            copies = {
-                _path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self.stage._copies.items()
-            }
-            sites.append(_Cell(self.stage, _quote_cell(cell), spots, copies=copies))
-        return self.layer(method, sites)
-
-    def cells(self, method: str, arrays: list[tuple[str, Names]]) -> dict[str, PlacesByName]:
-        """The cells that ``where`` selects, each with the places of its arrays by their relative paths."""
-        candidates = [(_cell_above(path, full), path, i) for full, i in arrays for path in self.stage._model]
-        cells_selected = {
-            match[0] for match in matches(self.stage.where, [cell for cell, _, _ in candidates if cell is not None])
-        }
-        cells: dict[str, PlacesByName] = {}
-        for cell, path, i in candidates:
-            if cell in cells_selected and cells.setdefault(cell, {}).setdefault(path, i) != i:
-                raise ValueError(
-                    f"{_who_at(self.who(method), cell)}: {path!r} holds several values, so it cannot be part of a "
-                    f"block. Put the stage that replaces it earlier in the chain."
-                )
-        if not cells:
-            path_of_first = _path_below(self.stage.where, next(iter(self.stage._model)))
-            raise ValueError(
-                f"{self.who(method)} found no array {path_of_first!r}; the nearest paths are "
-                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `where` or the layout."
-            )
-        return cells
-
 
 class _Rearranged(Parametrization):
     """The base of both directions: the model's arrays and the raw arrays hold the same values in two layouts.
@@ -124,8 +49,7 @@ class _Rearranged(Parametrization):
     where: str = field(default="", kw_only=True)
     sizes: Any = field(default=(), kw_only=True)
 
-    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
-    _planner: ClassVar[type[Planner]] = _Cells
+    raw_values: ClassVar[Any] = {OTHERS: main(part=True)}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_as_field(self.layout))
@@ -153,6 +77,65 @@ class _Rearranged(Parametrization):
         arguments = changed_arguments(self)
         layout = text(arguments.pop("layout"))
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        who, nodes, model = Call(self, method), dict[Names, Node](), tree
+        if method != "init":
+            nodes = tree.nodes(self.kind)
+            if not nodes:
+                raise no_own_node_error(str(who), self.kind, nest(tree))
+            model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        seen = [leaf for leaf in model.leaves() if leaf.visible and leaf.is_there]
+        places = [(leaf.path, leaf.place) for leaf in seen if method == "init" or isinstance(leaf.content, Node)]
+        bounds: list[Bound] = []
+        for cell, arrays in self._cells(who, places).items():
+            who_here = replace(who, at=repr(cell)) if cell else who
+            values: dict[str, Mapping[str, Names]] = {path: {} for path in arrays}
+            marked = {path: new_node(place, self.kind) for path, place in arrays.items()}
+            copies: dict[str, str] = {}
+            if method != "init":
+                with locate_errors(who_here):
+                    for place in arrays.values():
+                        if (
+                            nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None
+                        ):  # as some formats store it
+                            tree.values_of(nodes[place])
+                values = {path: nodes[place].values for path, place in arrays.items()}
+                marked = {path: (*place, nodes[place].mark) for path, place in arrays.items()}
+                copies = {_path_below(cell, path): _path_below(cell, at) for path, at in self._copies.items()}
+            bounds.append(Bound(self, who_here, arrays, values, marked, copies=copies))
+        return bounds
+
+    def _cells(self, who: Call, arrays: list[tuple[str, Names]]) -> dict[str, dict[str, Names]]:
+        """The cells that ``where`` selects, each with the places of its arrays by their relative paths."""
+        candidates = [(_cell_above(path, full), path, place) for full, place in arrays for path in self._model]
+        selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
+        cells: dict[str, dict[str, Names]] = {}
+        for cell, path, place in candidates:
+            if cell in selected and cells.setdefault(cell, {}).setdefault(path, place) != place:
+                raise ValueError(
+                    f"{replace(who, at=repr(cell)) if cell else who}: {path!r} holds several values, so it cannot be "
+                    f"part of a block. Put the stage that replaces it earlier in the chain."
+                )
+        if not cells:
+            path_of_first = _path_below(self.where, next(iter(self._model)))
+            raise ValueError(
+                f"{who} found no array {path_of_first!r}; the nearest paths are "
+                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `where` or the layout."
+            )
+        return cells
+
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+        del bound, key
+        sizes = dict(self.sizes)
+        raw_arrays = write_arrays(self._stored, read_values(self._model, arrays, sizes), sizes)
+        return {
+            path: {_label(name): raw_arrays[name] for name in raw_arrays if self._home(name) == path} for path in arrays
+        }
+
+    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+        del bound, key
+        return self._effective(values)
 
     @property
     @abstractmethod
@@ -194,21 +177,6 @@ class _Rearranged(Parametrization):
         """The array of the model at whose place a raw array is stored."""
         first_value = value_names(self._stored[raw_path])[0]
         return next(path for path, block in self._model.items() if first_value in value_names(block))
-
-
-def _visible_arrays(slots: Mapping[Names, Slot], accepts: Callable[[Names], bool]) -> list[tuple[str, Names]]:
-    """The paths and places of the wanted arrays that stages may see."""
-    return [(slot.path, place) for place, slot in slots.items() if slot.visible and accepts(place)]
-
-
-def _quote_cell(cell: str) -> str:
-    """A cell as errors show it; empty if it is the whole tree."""
-    return repr(cell) if cell else ""
-
-
-def _who_at(who: str, cell: str) -> str:
-    """How errors name a call at a cell."""
-    return f"{who} at {cell!r}" if cell else who
 
 
 def _path_below(cell: str, path: str) -> str:

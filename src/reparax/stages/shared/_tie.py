@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,145 +13,17 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from reparax.core.bound import Bound, Values, new_node
+from reparax.core.calls import Call
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.config import code
 from reparax.core.paths import Names, describe
-from reparax.core.plan import Layer, Planner, Site, SiteValues, opened_spot
-from reparax.core.raw import Flat, Slot
-from reparax.core.sites import Node, find_nodes
+from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.where import matches, nearest
-from reparax.numerics.arithmetic import is_array
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Tied(Site):
-    """A tied array, and the function of its source that it is."""
-
-    transform: Transform = field(kw_only=True)
-
-    def open(self, arrays: Mapping[str, Array], key: Array | None) -> SiteValues:
-        del key
-        return {name: {} for name in arrays}
-
-    def close(self, values: SiteValues, key_or_draw: Array | None) -> dict[str, Array]:
-        del key_or_draw
-        return {"w": self.transform(values["source"][""])}
-
-
-class _Ties(Planner):
-    """The planner of a tie."""
-
-    def plan_init(self, tree: Flat) -> Layer:
-        who, (slots, tied) = self.who("init"), _find_tied(tree, self.stage.kind)
-        places = self._places("init", slots)
-        for target, (source, transform) in places.items():
-            if tied_twice := [place for place in (target, source) if place in tied]:
-                raise ValueError(
-                    f"{who} names {slots[tied_twice[0]].seed!r}, which a later Tie of the chain has tied already. Use "
-                    f"each path as a target once, and the owner of a tied array as the source."
-                )
-            target_array, source_array = tree.arrays[target], tree.arrays[source]
-            self._require_equal(slots[target].seed, target_array, slots[source].seed, source_array, transform)
-        return self.layer("init", self._sites(slots, places, tree.arrays))
-
-    def _require_equal(
-        self, target: str, target_array: Any, source: str, source_array: Any, transform: Transform
-    ) -> None:
-        """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
-        shape = jax.eval_shape(jnp.asarray, target_array)
-        given_type = jax.eval_shape(lambda x: transform(x), source_array)
-        if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
-            raise ValueError(
-                f"{self.who('init')}: {target!r} is {describe(shape)}, but its source {source!r} gives "
-                f"{describe(given_type)}. Add a transform from the source to the target."
-            )
-        if self.stage.unequal == "raise" and _differ(target_array, source_array, transform):
-            raise ValueError(
-                f"{self.who('init')}: {target!r} does not equal what its source {source!r} gives, so tying would "
-                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
-            )
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        who, (slots, tied) = self.who(method), _find_tied(tree, self.stage.kind)
-        for target, _, _ in self.stage.ties:
-            if not matches(target, [slot.path for slot in slots.values()]):
-                raise ValueError(
-                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
-                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
-                )
-        places = self._places(method, slots)
-        for target in places:
-            if target not in tied:
-                raise ValueError(
-                    f"{who} got a tree that never went through init: {slots[target].seed!r} holds a value of its "
-                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
-                )
-            with locate_errors(f"{who} at {slots[target].path!r}"):
-                if tied[target].content_below is not None:  # some formats store an empty node so
-                    tied[target].require_values()
-        return self.layer(method, self._sites(slots, places, tree.arrays))
-
-    def _sites(
-        self, slots: Mapping[Names, Slot], places: Mapping[Names, tuple[Names, Transform]], arrays: Mapping[Names, Any]
-    ) -> list[_Tied]:
-        """A site for each tied array, after that of its source."""
-        site_at: dict[Names, _Tied] = {}
-
-        def add(target: Names) -> Any:
-            """The type of an array."""
-            if target not in places:
-                return arrays[target]
-            if target not in site_at:
-                source, transform = places[target]
-                type_ = jax.eval_shape(lambda x: transform(x), add(source))
-                spot = opened_spot(self.stage.kind, target, type_)
-                path, reads = slots[target].path, {"source": source}
-                copies = {path: slots[source].path}
-                site_at[target] = _Tied(
-                    self.stage, repr(path), {"w": spot}, reads=reads, copies=copies, transform=transform
-                )
-            return site_at[target].spots["w"].type
-
-        for target in places:
-            add(target)
-        return list(site_at.values())
-
-    def _places(self, method: str, slots: Mapping[Names, Slot]) -> dict[Names, tuple[Names, Transform]]:
-        """For each tied array, by its place: its source array and the transform."""
-        places: dict[Names, tuple[Names, Transform]] = {}
-        places_of_path: dict[str, dict[str, Names]] = {}
-        for place, slot in slots.items():
-            places_of_path.setdefault(slot.path, {})[slot.seed] = place
-        for target, source, transform in self._resolved(method, list(places_of_path)):
-            for draw, place in places_of_path[target].items():
-                is_single = len(places_of_path[target]) == len(places_of_path[source]) == 1
-                image = next(iter(places_of_path[source])) if is_single else source + draw.removeprefix(target)
-                if image not in places_of_path[source]:
-                    raise ValueError(
-                        f"{self.who(method)}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
-                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
-                    )
-                places[place] = (places_of_path[source][image], transform or _identity)
-        return places
-
-    def _resolved(self, method: str, paths: Sequence[str]) -> list[Tied]:
-        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
-        who = self.who(method)
-        resolved_ties: list[Tied] = []
-        for target, source, transform in self.stage.ties:
-            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
-            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
-            if missing:
-                near = nearest(missing[0], paths)
-                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
-            resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
-        _require_one_source(who, resolved_ties)
-        _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
-        return resolved_ties
 
 
 class Tie(Parametrization):
@@ -196,8 +68,6 @@ class Tie(Parametrization):
     ties: Any
     unequal: str = field(default="raise", kw_only=True)
 
-    _planner: ClassVar[type[Planner]] = _Ties
-
     def __post_init__(self) -> None:
         ties = _parse_ties(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
@@ -212,16 +82,117 @@ class Tie(Parametrization):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        who = Call(self, method)
+        nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
+        model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        leaves = {leaf.place: leaf for leaf in model.leaves() if leaf.is_there}
+        for target, _, _ in self.ties if method != "init" else ():
+            if not matches(target, [leaf.path for leaf in leaves.values()]):
+                raise ValueError(
+                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
+                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                )
+        sources = self._sources(who, leaves)
+        for target, (source, transform) in sources.items():
+            if method == "init":
+                self._require_equal(leaves[target], leaves[source], transform)
+            elif target not in nodes:
+                raise ValueError(
+                    f"{who} got a tree that never went through init: {leaves[target].seed!r} holds a value of its "
+                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
+                )
+            elif tree.arrays[nodes[target].inside[0]] is not None:  # some formats store an empty node so
+                with locate_errors(replace(who, at=repr(leaves[target].path))):
+                    tree.values_of(nodes[target])
+        bounds: dict[Names, Bound] = {}
 
-def _find_tied(tree: Flat, kind: str) -> tuple[dict[Names, Slot], dict[Names, Node]]:
-    """The description of each array and of each place that a tie of this kind has taken; and the nodes there."""
-    nodes = {place: node for place, node in find_nodes(tree, kind).items() if not node.values}
-    model_tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-    slots = {at: slot for at, slot in model_tree.slots().items() if at in nodes or is_array(model_tree.arrays[at])}
-    return slots, nodes
+        def add(target: Names) -> None:
+            """Adds a tied array, after its source."""
+            if target not in sources or target in bounds:
+                return
+            source, transform = sources[target]
+            add(source)
+            path = leaves[target].path
+            node = (*target, nodes[target].mark) if target in nodes else new_node(target, self.kind)
+            bounds[target] = Bound(
+                self,
+                replace(who, at=repr(path)),
+                {"w": target},
+                {"w": {}},
+                {"w": node},
+                reads={"source": source},
+                copies={path: leaves[source].path},
+                formula=transform,
+            )
+
+        for target in sources:
+            add(target)
+        return list(bounds.values())
+
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+        del bound, key
+        return {name: {} for name in arrays}
+
+    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+        del key
+        return {"w": bound.formula(values["source"][""])}
+
+    def _require_equal(self, target: Leaf, source: Leaf, transform: Transform) -> None:
+        """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
+        who = Call(self, "init")
+        if tied := [leaf for leaf in (target, source) if isinstance(leaf.content, Node)]:
+            raise ValueError(
+                f"{who} names {tied[0].seed!r}, which a later Tie of the chain has tied already. Use each path as a "
+                f"target once, and the owner of a tied array as the source."
+            )
+        shape = jax.eval_shape(jnp.asarray, target.content)
+        given_type = jax.eval_shape(lambda x: transform(x), source.content)
+        if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
+            raise ValueError(
+                f"{who}: {target.seed!r} is {describe(shape)}, but its source {source.seed!r} gives "
+                f"{describe(given_type)}. Add a transform from the source to the target."
+            )
+        if self.unequal == "raise" and _differ(target.content, source.content, transform):
+            raise ValueError(
+                f"{who}: {target.seed!r} does not equal what its source {source.seed!r} gives, so tying would "
+                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
+            )
+
+    def _sources(self, who: Call, leaves: Mapping[Names, Leaf]) -> dict[Names, tuple[Names, Transform]]:
+        """For each tied array, by its place: its source array and the transform."""
+        sources: dict[Names, tuple[Names, Transform]] = {}
+        places_of_path: dict[str, dict[str, Names]] = {}
+        for place, leaf in leaves.items():
+            places_of_path.setdefault(leaf.path, {})[leaf.seed] = place
+        for target, source, transform in self._resolved(who, list(places_of_path)):
+            for draw, place in places_of_path[target].items():
+                is_single = len(places_of_path[target]) == len(places_of_path[source]) == 1
+                image = next(iter(places_of_path[source])) if is_single else source + draw.removeprefix(target)
+                if image not in places_of_path[source]:
+                    raise ValueError(
+                        f"{who}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
+                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
+                    )
+                sources[place] = (places_of_path[source][image], transform or _identity)
+        return sources
+
+    def _resolved(self, who: Call, paths: Sequence[str]) -> list[Tied]:
+        """The ties for the arrays of a tree, with regular expressions resolved to paths."""
+        resolved_ties: list[Tied] = []
+        for target, source, transform in self.ties:
+            pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
+            missing = [path for _, path in pairs if path not in paths] if pairs else [target]
+            if missing:
+                near = nearest(missing[0], paths)
+                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
+            resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
+        _require_one_source(who, resolved_ties)
+        _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
+        return resolved_ties
 
 
-def _expand_source(who: str, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
+def _expand_source(who: object, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
     """The source of a matched target, with the groups filled in."""
     if source in paths:
         return source
@@ -247,7 +218,7 @@ def _parse_ties(ties: Any) -> tuple[Tied, ...]:
     return entries
 
 
-def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
+def _require_one_source(who: object, ties: Iterable[Tied]) -> None:
     """Raises an error if a target has two sources."""
     sources: dict[str, str] = {}
     for target, source, _ in ties:
@@ -258,7 +229,7 @@ def _require_one_source(who: str, ties: Iterable[Tied]) -> None:
         sources[target] = source
 
 
-def _require_no_loop(who: str, sources: Mapping[str, str]) -> None:
+def _require_no_loop(who: object, sources: Mapping[str, str]) -> None:
     """Raises an error if the sources of a target lead back to it."""
     for target in sources:
         loop = [target]

@@ -23,38 +23,18 @@ from reparax.core.axes import (
     other_axes,
     position,
 )
+from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import Number, argument, per_array
+from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
-from reparax.core.plan import Layer, Planner
-from reparax.core.planners import OnArrays
-from reparax.core.raw import Flat
+from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import INPUTS
-from reparax.core.several import Together
-from reparax.core.sites import find_nodes
 from reparax.core.values import Values, fixed, main
-from reparax.core.where import Candidate
 from reparax.numerics.arguments import check_number, check_whole, is_whole, optional
-from reparax.numerics.arithmetic import is_inexact, widened
+from reparax.numerics.arithmetic import is_array, is_inexact, widened
 from reparax.numerics.lengths import scale
 from reparax.numerics.select import largest, largest_of_all
-
-
-class _Freezing(OnArrays):
-    """The planner of a stage that has nothing to do where a later stage, such as ``Quantized``, left fixed codes."""
-
-    def plan(self, method: str, tree: Flat) -> Layer:
-        if not find_nodes(tree, self.stage.kind) and not self.present(method, tree):
-            return self.layer(method, [])
-        return super().plan(method, tree)
-
-    def may_choose_nothing(self, candidates: Sequence[Candidate]) -> bool:
-        """Whether a default may find no array to freeze."""
-        return self.stage.where is None and any(place.present for place in candidates)
-
-    def is_done(self, candidate: Candidate) -> bool:
-        """Whether an array is fixed already, and holds codes."""
-        return candidate.slot.fixed and not is_inexact(candidate.array())
 
 
 class Freeze(Reparametrization):
@@ -91,7 +71,6 @@ class Freeze(Reparametrization):
     raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
     entrywise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
-    _planner: ClassVar[type[Planner]] = _Freezing
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}
@@ -101,6 +80,21 @@ class Freeze(Reparametrization):
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["w"].real.dtype)  # no value is free
+
+    # Where a later stage, such as ``Quantized``, left fixed codes, there is nothing to do.
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        found_none = method != "init" and not tree.nodes(self.kind)
+        if found_none and not self._selected(method, tree, tree.leaves(bases=True)):
+            return []
+        return super()._bind(method, tree)
+
+    def _selected(self, method: str, tree: Flat, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
+        chosen = super()._selected(method, tree, leaves, *further, **named)
+        return [leaf for leaf in chosen if not (leaf.fixed and is_array(leaf.content) and not is_inexact(leaf.content))]
+
+    def _may_choose_nothing(self, leaves: Sequence[Leaf]) -> bool:
+        return self.where is None and any(leaf.is_there for leaf in leaves)
 
 
 def mask_values(w: Array, keep: Array) -> dict[str, Array]:
@@ -595,7 +589,7 @@ class SET(_Regrow):
         return self._regrow(values, jax.random.uniform(key, values["w"].shape))
 
 
-class GlobalMagnitudePruning(Together):
+class GlobalMagnitudePruning(Joint):
     r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
     Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
@@ -624,6 +618,7 @@ class GlobalMagnitudePruning(Together):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
+    arrays: ClassVar[None] = None
     sparsity: Number = argument(optional(check_shares), default=None)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 
@@ -637,17 +632,14 @@ class GlobalMagnitudePruning(Together):
     def refuse_leaf(self, w: Array) -> str | None:
         return why_infinite(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return mask_values(w, jnp.ones_like(w, bool))  # the types: a count may exceed the weights of one array
+    def init_leaves(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        values = {place: mask_values(w, jnp.ones_like(w, bool)) for place, w in arrays.items()}
+        return {place: values[place] | mask for place, mask in self.update_leaves(values).items()}
 
-    def init_arrays(self, arrays: dict[str, Array]) -> dict[str, dict[str, Array]]:
-        values = {place: self.init_leaf(w) for place, w in arrays.items()}
-        return {place: values[place] | mask for place, mask in self.update_arrays(values).items()}
-
-    def apply_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
+    def apply_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, Array]:
         return {place: apply_mask(masked) for place, masked in values.items()}
 
-    def update_arrays(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
+    def update_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
         kept = self._find_largest([masked["w"] for masked in values.values()])
         masks = ((place, kept[i].astype(masked["mask"].dtype)) for i, (place, masked) in enumerate(values.items()))
         return {place: {"mask": mask} for place, mask in masks}

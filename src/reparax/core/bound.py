@@ -1,0 +1,491 @@
+"""A stage bound to leaves of a raw tree, and what a chain does: loops over its stages and their bindings.
+
+``init`` wrote markers, and every other method follows them: a stage is *bound* to the values that it made, or to the
+arrays that it selects. A binding holds all that is decided: numbers and axes, the key paths of the raw values, and the
+path by which it draws. Then each method is one loop: read the values, call the formula, and put its result in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import map_stacked, stacked_sizes
+from reparax.core.boxes import gather_boxes
+from reparax.core.calls import Call, call_name, require_no_references
+from reparax.core.checks import locate_errors
+from reparax.core.keys import Keys, draw_for_bounds, split_key
+from reparax.core.origins import Origins, compose_origins, keep_origins
+from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, type_of, types_of_result
+from reparax.core.raw import (
+    FIXED,
+    OTHER_CHAIN,
+    Flat,
+    Swap,
+    flatten,
+    graft,
+    kind_of,
+    marker,
+    nest,
+    next_number,
+    outer_markers,
+)
+from reparax.core.values import value_of
+from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
+
+Values = Mapping[str, Mapping[str, Any]]
+"""For each array of a binding, by the name that the formulas use, its raw values by their names."""
+Stages = Sequence[Any]
+CONVERT = "Convert it with `rpx.transfer(old, new, raw)`."
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A stage bound to one array, or to several that it joins.
+
+    Attributes:
+      stage: The formulas, with the numbers and axes of these arrays.
+      who: How errors name it.
+      arrays: The key path of each effective array, by the name that the formulas use.
+      values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
+      nodes: For each array the key path of its marker dict; none, if the stage has no markers.
+      stacked: The axes along which independent arrays are stacked, counted from the front.
+      seed: The path on which draws depend, counted also where nothing is drawn; None if it is not counted.
+      number: The number of its markers among those of their kind on an array.
+      reads: The key paths of arrays that the formulas read and leave where they are.
+      copies: For the path of each array without a value of its own, the path at which its value is.
+      mean: Whether the effective array is the mean over all draws.
+      formula: What the stage does here, if it is not the same at all arrays.
+    """
+
+    stage: Any
+    who: Call
+    arrays: Mapping[str, Names]
+    values: Mapping[str, Mapping[str, Names]]
+    nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
+    stacked: tuple[int, ...] = ()
+    seed: str | None = None
+    number: int = 1
+    reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
+    copies: Mapping[str, str] = field(default_factory=dict[str, str])
+    mean: bool = False
+    formula: Any = None
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the effective array is drawn."""
+        return self.stage.stochastic and not self.mean
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether its draw depends on the array's type alone, so that several can be drawn together."""
+        return self.is_random and self.stage.draws_by_type
+
+    @cached_property
+    def inside(self) -> list[Names]:
+        """The key paths of all raw values."""
+        return [place for places in self.values.values() for place in places.values()]
+
+    def over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula on one array, applied to each of the stacked arrays."""
+        return map_stacked(self.stacked, self.stage._on_one(formula))
+
+    def keys(self, key: Array | None, w: Any) -> Array | None:
+        """A key for each of the arrays stacked in ``w``."""
+        return split_key(key, stacked_sizes(w, self.stacked)) if key is not None and self.stacked else key
+
+    def read(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
+        """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
+        raw_values = {
+            name: {value: _read_value(arrays, place) for value, place in places.items()}
+            for name, places in self.values.items()
+        }
+        return raw_values | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
+
+    def swaps(self, effective: Mapping[str, Any]) -> list[Swap]:
+        """The effective arrays in place of the raw values; a marker without values has a place of its own."""
+        return [
+            (list(self.values[name].values()) or [self.nodes[name]], {place: effective[name]})
+            for name, place in self.arrays.items()
+        ]
+
+    def raw_values(self, name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
+        """The raw values of an array, each at its key path, free ones first and fixed ones in their declared order."""
+        node, declarations = self.nodes[name], self.stage.raw_values
+        order = {**declarations, **values}
+        fixed = [value for value in order if value in values and value_of(declarations, value).fixed]
+        placed = {(*node, value): x for value, x in values.items() if value not in fixed}
+        return placed | {(*node, FIXED, value): values[value] for value in fixed} or {node: {}}
+
+
+def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
+    """The array at a key path; a fixed value passes no gradient."""
+    x = jnp.asarray(arrays[place])
+    return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
+
+
+def new_node(place: Names, kind: str) -> Names:
+    """The key path of the marker dict that is to stand for an array."""
+    return (*place, marker(kind, next_number(place, kind)))
+
+
+def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree:
+    """The raw tree after ``init`` of each stage, the last one first, without the boxes of new arrays."""
+    tree, keys = flatten(params), Keys(key)
+    for stage in reversed(stages):
+        tree = init_bound(stage._bind("init", tree), tree, keys)
+    return nest(tree)
+
+
+def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
+    """The tree with raw values of one stage instead of arrays."""
+    opening = [bound for bound in bounds if bound.nodes]
+    random = [bound for bound in opening if bound.stage._draws]
+    drawn = keys.of_sites(random[0].stage.kind, [(bound.number, str(bound.seed)) for bound in random]) if random else []
+    key_of = dict(zip(map(id, random), drawn, strict=True))
+    swaps: list[Swap] = []
+    for bound in opening:
+        arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in bound.arrays.items()}
+        with locate_errors(bound.who):
+            values = bound.stage._init_at(bound, arrays, key_of.get(id(bound)))
+        swaps += [([place], bound.raw_values(name, values[name])) for name, place in bound.arrays.items()]
+    return tree.swap(swaps)
+
+
+def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, list[Bound]]] | None = None) -> Flat:
+    """The tree after ``apply`` of each stage; ``bindings`` gets each stage with what it was bound to.
+
+    Noise waits until another stage touches its array, so that neighbouring noises draw once.
+    """
+    waiting: dict[Names, tuple[Bound, Array]] = {}
+    for stage in stages:
+        bounds, acting, merged = stage._bind("apply", tree), list[Bound](), list[str]()
+        for bound in bounds:
+            earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
+            if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
+                waiting[bound.inside[0]] = replace(earlier[0], stage=joined), earlier[1]
+                merged.append(str(bound.seed))
+            else:
+                acting.append(bound)
+        if waiting:
+            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.inside, *b.reads.values())])
+        tree = _apply_bound(stage.kind, acting, tree, keys, waiting, merged)
+        if bindings is not None:
+            bindings.append((stage, bounds))
+    return _add_noise(tree, waiting, list(waiting)) if waiting else tree
+
+
+def _apply_bound(
+    kind: str,
+    bounds: Sequence[Bound],
+    tree: Flat,
+    keys: Keys,
+    waiting: dict[Names, tuple[Bound, Array]],
+    merged: Sequence[str] = (),
+) -> Flat:
+    """The tree after one stage, whose noise waits; an earlier stage draws the noise at the paths ``merged``."""
+    arrays, swaps = dict(tree.arrays), list[Swap]()
+    draws = draw_for_bounds(kind, bounds, arrays, keys, merged)
+    for i, bound in enumerate(bounds):
+        if bound.is_noise:
+            waiting[bound.inside[0]] = bound, draws[i]
+            continue
+        with locate_errors(bound.who):
+            effective = bound.stage._apply_at(bound, bound.read(arrays), draws.get(i))
+        arrays |= {place: effective[name] for name, place in bound.arrays.items()}
+        swaps += bound.swaps(effective)
+    return tree.swap(swaps)
+
+
+def _add_noise(tree: Flat, waiting: dict[Names, tuple[Bound, Array]], places: Sequence[Names]) -> Flat:
+    """The tree with the noise that waits at these places."""
+    arrays = dict(tree.arrays)
+    for place in places:
+        if place in waiting:
+            bound, drawn = waiting.pop(place)
+            with locate_errors(bound.who):
+                arrays[place] = bound.stage._add_noise(_read_value(arrays, place), drawn)
+    return tree.with_arrays(arrays)
+
+
+def _join_noises(noise: Any, later: Any) -> Any:
+    """One noise for two that follow each other, or None if each needs a draw of its own.
+
+    A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
+    """
+    merges = type(noise) is type(later) and "merged_with" in vars(type(noise))
+    return noise.merged_with(later) if merges else None
+
+
+def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
+    """The effective tree of a raw one."""
+    return nest(apply_all(stages, flatten(raw), Keys(key)))
+
+
+def mean_stages(stages: Stages) -> list[Any]:
+    """The stages without randomness."""
+    return [part for stage in stages for part in stage.deterministic._parts]
+
+
+def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
+    """The types of the effective arrays, without randomness; an error if the formula does not take the raw values."""
+    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.inside, *bound.reads.values())}
+    mean = replace(bound, mean=True)
+    with locate_errors(bound.who):
+        return jax.eval_shape(lambda arrays: bound.stage._apply_at(mean, mean.read(arrays), None), arrays)
+
+
+def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[Bound], Flat, Flat]]:
+    """Each stage without randomness, what it is bound to, and the trees before and after it."""
+    for stage in mean_stages(stages):
+        bounds = stage._bind(method, tree)
+        after = _apply_bound(stage.kind, bounds, tree, Keys(None), {})
+        yield stage, bounds, tree, after
+        tree = after
+
+
+def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
+    """The raw tree after one training step, of which the fixed values know."""
+    for i, stage in enumerate(stages):
+        if not stage.advances:
+            continue
+        own, reads = stage._own, stage._own.update_reads
+        effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
+        bounds = stage._bind("update", effective)
+        types = [types_of(bound, effective) for bound in bounds]
+        if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
+            continue
+        slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if "grad" in reads else None
+        seeds = [str(bound.seed) for bound in bounds]
+        numbers = keys.numbers(own.kind, seeds) if "key" in reads else []
+        # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
+        drawn = keys.of_sites(f"{own.kind}.update", list(zip(numbers, seeds, strict=False)))
+        arrays = dict(effective.arrays)
+        for j, bound in enumerate(bounds):
+            with locate_errors(bound.who):
+                given = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
+                key = bound.keys(drawn[j], types[j]["w"]) if drawn else None
+                new = bound.stage._update_at(bound, bound.read(effective.arrays), given, key)
+            arrays |= _by_place(bound, new)
+        tree = graft("update", tree, effective, effective.with_arrays(arrays), free=own.moves_weights)
+    return tree
+
+
+def _by_place(bound: Bound, values: Values) -> dict[Names, Any]:
+    """New values at the places of the old ones."""
+    return {bound.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
+
+
+def _grads_after_first(who: str, stages: Stages, effective: Flat, grads: PyTree) -> Flat:
+    """The gradient with respect to the output of the first stage, from that of the effective tree; else zeros."""
+    tree, later_stages = apply_all(mean_stages(stages[:1]), effective, Keys(None)), mean_stages(stages[1:])
+    moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
+
+    def apply_later(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
+        later = nest(apply_all(later_stages, tree.with_arrays({**tree.arrays, **arrays}), Keys(None)))
+        paths, leaves, _ = flatten_with_names(later)
+        places = inexact_places(leaves)
+        return [leaves[i] for i in places], [path_text(paths[i]) for i in places]
+
+    effective_leaves, pullback, paths = jax.vjp(apply_later, moving, has_aux=True)
+    grads_of_moving = pullback(_match_grads(who, paths, effective_leaves, grads))[0]
+    return tree.with_arrays({place: grads_of_moving.get(place, 0.0) for place in tree.arrays})
+
+
+def _match_grads(who: str, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
+    """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
+    if marks := outer_markers(grads):
+        path, mark = next(iter(marks.items()))
+        raise ValueError(
+            f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
+            f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
+        )
+    grad_of_path = {path_text(path): g for path, g in items(grads)}
+
+    def grad_at(path: str, w: Any) -> Any:
+        g = grad_of_path.get(path)
+        if not is_array(g) or g.shape != w.shape:
+            what = "none" if g is None else f"one of shape {g.shape}" if is_array(g) else f"{g!r}"
+            raise ValueError(
+                f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {what}. Pass the whole tree of "
+                f"`jax.grad(loss)(p.fold(raw))`."
+            )
+        if jnp.iscomplexobj(g) and not jnp.iscomplexobj(w):
+            raise ValueError(
+                f"{who} expected a real gradient at {path!r}, got one of dtype {g.dtype}. Take its real part."
+            )
+        return jnp.asarray(g).astype(w.dtype)
+
+    return [grad_at(path, w) for path, w in zip(paths, effective_leaves, strict=True)]
+
+
+def rebase_all(stages: Stages, tree: Flat) -> Flat:
+    """The raw tree with each base at the current point."""
+    for i, stage in enumerate(stages):
+        if stage._own._does("rebase"):
+            effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
+            arrays = dict(effective.arrays)
+            for bound in stage._bind("rebase", effective):
+                types_of(bound, effective)
+                with locate_errors(bound.who):
+                    arrays |= _by_place(bound, bound.stage._rebase_at(bound, bound.read(effective.arrays)))
+            tree = graft("rebase", tree, effective, effective.with_arrays(arrays), free=True)
+    return tree
+
+
+def total_penalty(stages: Stages, tree: Flat) -> Array:
+    """The sum of the penalties."""
+    return add_up([_total("penalty", bounds, before) for _, bounds, before, _ in _walk("penalty", stages, tree)])
+
+
+def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
+    """The sum of a formula over the bindings."""
+    totals: list[Array] = []
+    for bound in bounds:
+        with locate_errors(bound.who):
+            totals.append(jnp.sum(bound.stage._number_at(bound, formula, bound.read(tree.arrays))))
+    return add_up(totals)
+
+
+def total_log_det(stages: Stages, tree: Flat) -> Array:
+    """The sum of the log-determinants over the values that train."""
+    log_dets, makers = list[Array](), dict[Names, Any]()
+    free = {
+        place[:n]
+        for place, x in tree.arrays.items()
+        if is_array(x) and FIXED not in place
+        for n in range(len(place) + 1)
+    }
+    for stage, bounds, before, after in _walk("log_det", stages, tree):
+        if not stage._own._does("log_det"):
+            raise ValueError(
+                f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+                f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+                f"Triangular; a stage of your own needs log_det_leaf(values)."
+            )
+        bounds = [bound for bound in bounds if any(place in free for place in bound.arrays.values())]
+        for bound in bounds:
+            values = {
+                name: place
+                for places in bound.values.values()
+                for name, place in places.items()
+                if not value_of(stage.raw_values, name).fixed
+            }
+            with locate_errors(bound.who):
+                _require_free(values, free, makers)
+            sizes = [
+                sum(map(_real_size, xs))
+                for xs in (
+                    [before.arrays[place] for place in values.values()],
+                    [after.arrays[place] for place in bound.arrays.values()],
+                )
+            ]
+            if bound.stage.overcomplete or sizes[0] < sizes[1]:
+                makers |= dict.fromkeys(bound.arrays.values(), stage)
+        log_dets.append(_total("log_det", bounds, before))
+    return add_up(log_dets)
+
+
+def _require_free(values: Mapping[str, Names], free: set[Names], makers: Mapping[Names, Any]) -> None:
+    """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others.
+
+    ``makers`` gives the stage of each place with entries that follow from others.
+    """
+    for name, place in values.items():
+        if place not in free:
+            raise ValueError(
+                f"expected that all values of an array train, or none, but {name!r} is frozen, and the log-determinant "
+                f"counts all. Freeze the others too, or train {name!r}."
+            )
+        if place in makers:
+            raise ValueError(
+                f"expected entries that are all free, but some of those that {makers[place]!r} gives follow from "
+                f"others, and the log-determinant would count them too. Put the stage before {makers[place]!r} in the "
+                f"chain, or write one stage for both with a log_det_leaf."
+            )
+
+
+def _real_size(x: Any) -> int:
+    """The number of real numbers in an array."""
+    return math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1)
+
+
+def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
+    """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
+    tree, origins = params, keep_origins(params)
+    for stage in reversed(stages):
+        tree, origins_of_stage = stage._own._follow(tree, lambda tree, stage=stage: init_all((stage,), tree))
+        origins = compose_origins(origins_of_stage, origins)
+    return tree, origins
+
+
+@dataclass(frozen=True, eq=False)
+class Lineage:
+    """What a chain does with a raw tree.
+
+    Attributes:
+      raw: The raw tree, laid flat.
+      bindings: Each stage, and what it is bound to.
+      effective: The types of the effective tree, in its own structure.
+    """
+
+    raw: Flat
+    bindings: Sequence[tuple[Any, Sequence[Bound]]]
+    effective: PyTree
+
+    @cached_property
+    def makers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
+        """For each array that a stage computes of raw values the stage, and the key paths of these values."""
+        bounds = [bound for _, bounds in self.bindings for bound in bounds if bound.nodes]
+        return {place: (b.stage, b.values[name]) for b in bounds for name, place in b.arrays.items()}
+
+    @cached_property
+    def places(self) -> dict[str, Names]:
+        """The key path of each array of the effective tree, by its path."""
+        return {path_text(place): place for place, _ in items(self.effective)}
+
+    def has_values(self, place: Names) -> bool:
+        """Whether the raw tree holds any value of the array at a place; a tied one has none of its own."""
+        return place not in self.makers or any(map(self.has_values, self.makers[place][1].values()))
+
+
+def lineage_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Lineage:
+    """The lineage of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
+    require_no_references(p, "apply", raw)
+    raw, bindings = gather_boxes(raw), list[tuple[Any, list[Bound]]]()
+
+    def effective(raw: PyTree) -> PyTree:
+        tree = apply_all(tuple(p), flatten(raw), Keys(jax.random.key(0)), bindings)
+        require_no_marks(p, tree, otherwise)
+        return nest(tree)
+
+    types = types_of_result(effective, raw)
+    return Lineage(flatten(raw), bindings, types)
+
+
+def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
+    """Requires that no stage's values are left after all stages of ``p``.
+
+    Raises:
+      ValueError: If some are: ``p`` did not make the raw tree.
+    """
+    for place in tree.arrays:
+        n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
+        if n is None:
+            continue
+        path, mark = path_text(place[:n]), place[n]
+        if makers := [stage for stage in p if stage.kind == kind_of(mark)]:
+            for stage in makers:
+                stage._own._require_own(tree, path)
+            raise ValueError(
+                f"{call_name(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                f"or an older version of reparax made it. {otherwise}"
+            )
+        raise ValueError(f"{call_name(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")

@@ -1,0 +1,326 @@
+"""Stages on several arrays together."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import field, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import Axes, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core.bound import Bound, Values, new_node
+from reparax.core.calls import Call
+from reparax.core.checks import (
+    Leaves,
+    locate_errors,
+    no_own_node_error,
+    require_fit,
+    require_names,
+    require_number,
+    require_start,
+    require_update,
+)
+from reparax.core.leafwise import Leafwise
+from reparax.core.paths import Names, path_text, type_of
+from reparax.core.raw import Flat, Leaf, Node, nest
+from reparax.core.roles import Misfit, Role
+from reparax.core.where import check_where, why_nothing
+
+
+class Joint(Leafwise):
+    """A stage whose formula takes several arrays and returns several.
+
+    Your subclass writes ``init_leaves({name: w}) -> {name: {value: array}}`` and ``apply_leaves(values) -> {name: w}``
+    for the names in ``arrays``; it may write ``update_leaves`` and ``penalty_leaves``. The raw values of each array are
+    stored in its own place, under the marker ``@kind``, so other stages, labels and weight decay find them under its
+    path. An array without raw values leaves an empty node. Declare ``raw_values`` as for :class:`Reparametrization`. It
+    draws no noise.
+
+    Args:
+      arrays: For each name of the formula a regular expression that the array's whole path must match. Arrays whose
+        expressions capture the same text in parentheses form a group, and the formula is applied to each group, for
+        example once per layer: ``{"w": "(.*)/kernel", "b": "(.*)/bias"}``. Default: all arrays that ``where`` selects
+        are one group, by their paths in the raw tree, such as for one ranking of all weights.
+      where: As for :class:`Perturbation`, if there are no ``arrays``.
+      stacked: As for :class:`Perturbation`, the same axes in all arrays of a group: the formula is applied to each
+        index separately. Set it for layers that are stacked in one array, as under a scan; otherwise the formula treats
+        them as one array, so a gain, for example, would be one number for all layers.
+
+    Raises:
+      TypeError: If ``arrays`` is of another form, or if a class sets ``stochastic``.
+      ValueError: If both ``arrays`` and ``where`` are given, or ``stacked`` without ``arrays``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, reparax as rpx
+      >>> class OutputGain(rpx.stage.Joint):  # one gain for the weights of an output and its bias
+      ...     raw_values = {"v": rpx.stage.main(), "log_gain": rpx.stage.aux()}
+      ...     def init_leaves(self, arrays):
+      ...         w, b = arrays["w"], arrays["b"]
+      ...         return {"w": {"v": w, "log_gain": jnp.zeros_like(b)}, "b": {"v": b}}
+      ...     def apply_leaves(self, values):
+      ...         gain = jnp.exp(values["w"]["log_gain"])
+      ...         return {"w": gain[None] * values["w"]["v"], "b": gain * values["b"]["v"]}
+      >>> p = OutputGain({"w": "(.*)/kernel", "b": "(.*)/bias"})
+      >>> raw = p.init({"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}})
+      >>> jax.tree.map(jnp.shape, raw["dense"])
+      {'bias': {'@output_gain': {'v': (2,)}}, 'kernel': {'@output_gain': {'log_gain': (2,), 'v': (3, 2)}}}
+      >>> class UnitTogether(rpx.stage.Joint):  # all arrays together have norm one
+      ...     def init_leaves(self, arrays):
+      ...         return {path: {"x": w} for path, w in arrays.items()}
+      ...     def apply_leaves(self, values):
+      ...         length = jnp.sqrt(sum(jnp.sum(held["x"] ** 2) for held in values.values()))
+      ...         return {path: held["x"] / length for path, held in values.items()}
+      >>> p = UnitTogether()
+      >>> p.apply(p.init({"a": jnp.ones((1, 1)), "b": jnp.ones((1, 3))}))
+      {'a': Array([[0.5]], dtype=float32), 'b': Array([[0.5, 0.5, 0.5]], dtype=float32)}
+    """
+
+    arrays: Any = field(default=None, metadata={"positional": True})
+
+    entrywise: ClassVar[Any] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        defined = [name for name in vars(cls) if name.endswith("_leaf") and name not in ("refuse_leaf",)]
+        if defined or cls.stochastic:
+            raise TypeError(
+                f"{cls.__name__} defines {defined[0] if defined else 'stochastic'}, but the formula of a Joint takes "
+                f"several arrays at once and draws no noise. Write init_leaves, apply_leaves, update_leaves or "
+                f"penalty_leaves, or derive from Reparametrization."
+            )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.arrays is None and self.stacked != ():
+            raise ValueError(
+                f"{type(self).__name__} got stacked={self.stacked!r}, but its formula takes all arrays together. Leave "
+                f"`stacked` out."
+            )
+        if self.arrays is not None:
+            object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
+
+    @abstractmethod
+    def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
+        """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
+
+    @abstractmethod
+    def apply_leaves(self, values: Leaves) -> dict[str, Array]:
+        """For each name its effective array, from the raw values of all names, fixed ones included."""
+
+    def update_leaves(self, values: Leaves) -> Leaves:
+        """For each name the fixed values that change in one training step."""
+        del values
+        return {}
+
+    def penalty_leaves(self, values: Leaves) -> Array:
+        """The penalty: a scalar."""
+        del values
+        return jnp.zeros(())
+
+    def _does(self, verb: str) -> bool:
+        return verb == "update" and type(self).update_leaves is not Joint.update_leaves
+
+    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+        who, nodes, model = Call(self, method), dict[Names, Node](), tree
+        if method not in ("init", "on"):
+            nodes = tree.nodes(self.kind)
+            if not nodes:
+                raise no_own_node_error(str(who), self.kind, nest(tree))
+            model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        leaves, names, bounds = model.leaves(), self._names_of(model), list[Bound]()
+        if self.arrays is None:
+            groups = [{path_text(leaf.place): leaf for leaf in self._chosen(method, model, leaves, tree)}]
+        else:
+            groups = self._groups(who, [leaf for leaf in leaves if leaf.visible and self._takes(method, leaf)])
+        for group in groups:
+            who_here = replace(who, at=", ".join(repr(leaf.path) for leaf in group.values())) if self.arrays else who
+            for leaf in group.values() if nodes else ():
+                with locate_errors(who_here if self.arrays else replace(who, at=repr(leaf.path))):
+                    self._require_values(tree.values_of(nodes[leaf.place]))
+            with locate_errors(who_here):
+                stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
+                if method == "init":
+                    _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
+            places = {name: leaf.place for name, leaf in group.items()}
+            values = {name: nodes[place].values if nodes else {} for name, place in places.items()}
+            marked = {
+                name: (*place, nodes[place].mark) if nodes else new_node(place, self.kind)
+                for name, place in places.items()
+            }
+            bounds.append(Bound(self, who_here, places, values, marked, stacked))
+        return bounds
+
+    def _takes(self, method: str, leaf: Leaf) -> bool:
+        """Whether a leaf is an array that the model has, or in ``apply`` one that the stage made."""
+        return leaf.is_there if method in ("init", "on") else isinstance(leaf.content, Node)
+
+    def _chosen(self, method: str, model: Flat, leaves: Sequence[Leaf], tree: Flat) -> list[Leaf]:
+        """The leaves that ``where`` selects, each checked for the stage."""
+
+        def look(leaf: Leaf) -> Any:
+            if not isinstance(leaf.content, Node):
+                return leaf.content if method == "init" else type_of(leaf.content)
+            values = tree.values_of(leaf.content)
+            main = next(
+                (name for name, declared in self.raw_values.items() if declared.main and declared.aligned), None
+            )
+            if main in values:
+                return type_of(values[main])
+            types = {name: type_of(x) for name, x in values.items()}
+            return jax.eval_shape(self.apply_leaves, {"w": types})["w"]
+
+        chosen = self._selected(method, model, leaves, look)
+        for leaf in chosen:
+            who = Call(self, method, repr(leaf.path))
+            if method == "init":
+                self._arranged_for(who, leaf.content, leaf.path, None)
+            elif not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{Call(self, method)} selects {leaf.path!r}, which never went through init. Call `raw = "
+                    f"p.init(params)` once, with the whole chain, and pass `raw`."
+                )
+        return chosen
+
+    def _require_values(self, values: Mapping[str, Any]) -> None:
+        """Requires each declared value of one array, if each array has all of them."""
+        required = [name for name, declaration in self.raw_values.items() if not declaration.optional]
+        if self.arrays is None and (lacking := sorted(set(required) - values.keys())):
+            raise KeyError(lacking[0])
+
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+        del key
+        try:
+            values = map_stacked(bound.stacked, self.init_leaves)(dict(arrays))
+            formulas, shared = ("init_leaves", "apply_leaves"), self.arrays is not None
+            apply = map_stacked(bound.stacked, self.apply_leaves)
+            require_start(self, apply, formulas, values, arrays, is_shared=shared)
+        except KeyError as error:
+            raise ValueError(
+                f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
+            ) from error
+        return values
+
+    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> Mapping[str, Any]:
+        del key
+        values = {name: dict(of_one) for name, of_one in values.items()}
+        apply, init = (map_stacked(bound.stacked, formula) for formula in (self.apply_leaves, self.init_leaves))
+        effective = apply(values)
+        if not self.changes_type:
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                expected = jax.eval_shape(init, {name: type_of(w) for name, w in effective.items()})
+                for name, of_one in values.items():
+                    require_fit(of_one, expected[name])
+        return effective
+
+    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
+        del grads, key
+
+        def update(values: Leaves) -> Leaves:
+            new_values = self.update_leaves(values)
+            require_names("update_leaves", "the new values of", new_values, values)
+            for name, new_values_of_one in new_values.items():
+                require_update("update_leaves", self, values[name], new_values_of_one)
+            return new_values
+
+        return map_stacked(bound.stacked, update)({name: dict(of_one) for name, of_one in values.items()})
+
+    def _number_at(self, bound: Bound, formula: str, values: Values) -> Array:
+        if formula != "penalty":
+            return jnp.zeros(())
+
+        def penalty(values: Leaves) -> Array:
+            number = self.penalty_leaves(values)
+            require_number("penalty_leaves", number)
+            return number
+
+        return map_stacked(bound.stacked, penalty)({name: dict(of_one) for name, of_one in values.items()})
+
+    def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
+        if self.arrays is None or not are_words(self.stacked):
+            return [self]
+        groups = self._groups(Call(self, "on"), [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
+        members = [leaf for group in groups for leaf in group.values()]
+        stacked = {leaf.path: roles[leaf.place].stacked if leaf.place in roles else () for leaf in members}
+        with locate_errors(Call(self, "on")):
+            return [replace(self, stacked=_same_stacked(stacked, ""))]
+
+    def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
+        del tree, roles
+        return ()
+
+    def _stacked_of(self, names: Mapping[str, Any]) -> tuple[int, ...]:
+        """The stacked axes of a group as numbers."""
+        axes: Axes = self.stacked
+        stacked = {name: find_axes(axes, axis_names) for name, axis_names in names.items()}
+        return _same_stacked(stacked, f" for stacked={self.stacked!r}")
+
+    def _groups(self, who: Call, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
+        """For each group of captured texts, the leaf of each name."""
+        groups: dict[tuple[Any, ...], dict[str, Leaf]] = {}
+        name_of_place: dict[Names, str] = {}
+        for name, expression in self.arrays:
+            matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
+            found = [(leaf, match.groups()) for leaf, match in matches if match]
+            if not found:
+                why = why_nothing(expression, [leaf.path for leaf in leaves])
+                raise ValueError(f"{who} found no array for {name!r}: {why}")
+            for leaf, texts in found:
+                group = groups.setdefault(texts, {})
+                if name in group or leaf.place in name_of_place:
+                    occupant = (
+                        f"{name!r} at {group[name].path!r}"
+                        if name in group
+                        else f"it for {name_of_place[leaf.place]!r}"
+                    )
+                    raise ValueError(
+                        f"{who} found {leaf.path!r} for {name!r}, but has {occupant} already. Capture in parentheses "
+                        f"what differs between layers, and put the stage after those that split an array."
+                    )
+                group[name], name_of_place[leaf.place] = leaf, name
+        for group in groups.values():
+            if lacking := [name for name, _ in self.arrays if name not in group]:
+                (name, leaf), names = next(iter(group.items())), [name for name, _ in self.arrays]
+                raise ValueError(
+                    f"{who} found {leaf.path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
+                    f"text. Narrow the expressions to the layers that have all of {names}."
+                )
+        return list(groups.values())
+
+
+def _same_stacked(stacked_of: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
+    """The stacked axes of several arrays, which have to be the same; ``source`` says in errors what the stage has."""
+    if len(set(stacked_of.values())) > 1:
+        raise ValueError(
+            f"expected the same stacked axes in all arrays, got {stacked_of}{source}. Stack them along the same axes, "
+            f"or leave some layers out with the expressions."
+        )
+    return next(iter(stacked_of.values()))
+
+
+def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
+    """Requires the stacked axes in each array, of one size in all of them."""
+    sizes = {name: None if stacked_axes_error(w, stacked) else stacked_sizes(w, stacked) for name, w in arrays.items()}
+    if None in sizes.values() or len(set(sizes.values())) > 1:
+        shapes = {name: w.shape for name, w in arrays.items()}
+        raise ValueError(
+            f"expected as many layers along stacked={stacked} in each array, got shapes {shapes}. Give the axes along "
+            f"which all of them are stacked."
+        )
+
+
+def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
+    """A dict as a tuple of its items, which is hashable."""
+    items = tuple(arrays.items() if isinstance(arrays, Mapping) else arrays if isinstance(arrays, tuple) else ())
+    for item in items or (None,):
+        match item:
+            case (str(), str() as expression):
+                check_where(expression, who)
+            case _:
+                raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
+    return items

@@ -1,0 +1,289 @@
+"""What stages with a formula on one array share: which arrays they act on, and with which numbers and axes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from reparax.core.axes import (
+    AXIS_CHECKS,
+    EACH,
+    Axes,
+    AxisNames,
+    AxisNumbers,
+    check_front_axes,
+    count_from_front,
+    each_stacked,
+    find_axes,
+    has_names,
+    last_to_number,
+    names_of_places,
+    number_axes,
+    one_stacked,
+    require_axes,
+    require_names_fit,
+    stacked_axes_error,
+    why_axes_do_not_fit,
+)
+from reparax.core.bound import Bound
+from reparax.core.calls import Call
+from reparax.core.chain import Parametrization
+from reparax.core.checks import locate_errors
+from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
+from reparax.core.paths import Names
+from reparax.core.raw import Flat, Leaf, empty_nodes, nest
+from reparax.core.roles import Misfit
+from reparax.core.where import (
+    AllBut,
+    Selected,
+    Where,
+    check_where,
+    choose,
+    chose_nothing_error,
+    is_bias_or_scale,
+    is_table,
+    require_known,
+)
+from reparax.core.with_axes import Roles, misfits, with_axes
+from reparax.numerics.arithmetic import is_array
+
+
+class Leafwise(Parametrization):
+    """A stage that acts on arrays one by one."""
+
+    where: Where = argument(check_where, default=None, kw_only=True)
+    stacked: Axes = argument(AxesByPath(check_front_axes), default=(), kw_only=True)
+
+    min_ndim: ClassVar[int] = 0
+    """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
+    excludes biases and scales by name, whatever their dimensions."""
+    tables: ClassVar[bool] = True
+    """Whether the default includes tables of embeddings, by name."""
+    dtypes: ClassVar[Any] = jnp.inexact
+    """The dtypes that the stage takes."""
+    _last_of_any: ClassVar[bool] = False
+    """Whether the default of an axis is the last one of arrays of any number of axes, not of matrices alone."""
+    _takes_base: ClassVar[bool] = False
+    """Whether the stage acts on the base of an adapter instead of on the adapter."""
+
+    _axis_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
+    by_roles: ClassVar[Any] = {}
+    """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
+    transposes: ClassVar[bool] = False
+    """Whether a matrix and its transposed one mean the same for the stage."""
+    entrywise: ClassVar[Any] = False
+    """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._checks = {
+            name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in cls._checks.items()
+        }
+        cls._axis_fields = tuple(
+            name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
+        )
+
+    def default(self, w: Array) -> bool:
+        """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
+        return jnp.issubdtype(w.dtype, self.dtypes) and w.ndim >= self.min_ndim
+
+    def refuse_leaf(self, w: Array) -> str | None:
+        """Why the formula cannot take ``w`` (expected, got; what to do), or None if it can."""
+        del w
+        return None
+
+    def _why_refused(self, w: Array) -> str | None:
+        """Why the stage cannot act on ``w``, whose dtype it takes, or None if it can."""
+        return self._axes_error(w) or self.refuse_leaf(w)
+
+    def _dtype_error(self, w: Array) -> str | None:
+        """What is wrong with the dtype of ``w``, or None."""
+        if jnp.issubdtype(w.dtype, self.dtypes):
+            return None
+        expected = "floating or complex" if self.dtypes is jnp.inexact else self.dtypes.__name__
+        return f"expected a {expected} array, got {w.dtype}. Leave it out with `where`."
+
+    def _axes_error(self, w: Array) -> str | None:
+        """What is wrong with the axes of the fields for ``w``, or None."""
+        axes_of_field = {name: getattr(self, name) for name in self._axis_fields}
+        axes_by_number = {
+            name: last_to_number(axes) if self._last_of_any else axes for name, axes in axes_of_field.items()
+        }
+        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in axes_by_number.items())
+        return next(filter(None, reasons), None)
+
+    def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
+        """For each field of axes with a meaning in networks, its axes of ``w``, from the front, and that meaning."""
+        axes_and_word = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
+        return {
+            name: (count_from_front(axes, w), word)
+            for name, (axes, word) in axes_and_word.items()
+            if axes not in (None, EACH)
+        }
+
+    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula as one on an array without stacked axes, and on its raw values."""
+        return formula
+
+    @property
+    def _alone(self) -> Self:
+        """This stage for what ``_on_one`` gives the formula."""
+        return self
+
+    @property
+    def _varied(self) -> dict[str, ByPath | ByArray]:
+        """The fields whose number differs from array to array."""
+        field_values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._all_axis_fields
+        }
+        return {name: value for name, value in field_values.items() if isinstance(value, ByPath | ByArray)}
+
+    @property
+    def _by_path(self) -> dict[str, ByPath]:
+        """The fields of axes that differ from array to array."""
+        axes_of_field = {name: getattr(self, name) for name in self._all_axis_fields}
+        return {name: value for name, value in axes_of_field.items() if isinstance(value, ByPath)}
+
+    @property
+    def _all_axis_fields(self) -> tuple[str, ...]:
+        """The names of the fields of axes, with that of stacked ones."""
+        return (*self._axis_fields, "stacked")
+
+    def for_array(self, path: str, w: Any) -> Self:
+        """This stage with the numbers for one array; functions of the array get its shape and dtype."""
+        if not (varying_fields := self._varied):
+            return self
+        like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
+        return replace(self, **{name: value.at(path, like) for name, value in varying_fields.items()})
+
+    def at_path(self, path: str) -> Self | None:
+        """This stage with the axes for one array; None if they are given by path, but not for this one."""
+        if not (by_path := self._by_path):
+            return self
+        if not all(axes.matching(path) for axes in by_path.values()):
+            return None
+        return replace(self, **{name: axes.at(path, None) for name, axes in by_path.items()})
+
+    @property
+    def _named_axes(self) -> dict[str, Any]:
+        """The fields that give axes by name."""
+        axes = {name: getattr(self, name) for name in self._axis_fields}
+        return {name: field_axes for name, field_axes in axes.items() if has_names(field_axes)}
+
+    @property
+    def _asks_names(self) -> bool:
+        """Whether any axis is given by name."""
+        axes_of_fields = [getattr(self, name) for name in self._all_axis_fields]
+        return any(
+            map(has_names, (axes for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,))))
+        )
+
+    # Which leaves the stage acts on.
+
+    @abstractmethod
+    def _bind(self, method: str, tree: Flat) -> list[Bound]: ...
+
+    def _selected(
+        self,
+        method: str,
+        tree: Flat,
+        leaves: Sequence[Leaf],
+        look: Callable[[Leaf], Any] | None = None,
+        stacks: Mapping[Names, Any] | None = None,
+    ) -> list[Leaf]:
+        """Those of the leaves of ``tree`` on which the stage acts.
+
+        ``look`` gives an array or its type; ``stacks`` gives the stacked axes at each place, if a network says them.
+        """
+        who, where, names = Call(self, method), self.where, self._names_of(tree)
+        look = look or (lambda leaf: leaf.content)
+
+        def by_default(leaf: Leaf) -> bool:
+            if tree.root(leaf.place) in tree.frame.state:
+                return False
+            if (self.min_ndim >= 2 and is_bias_or_scale(leaf)) or (not self.tables and is_table(leaf)):
+                return False
+            # After a stage that changes types, the effective array does not show the type of the model's.
+            if not (is_array(leaf.content) or not self.changes_type):
+                return True
+            if (stage := self.at_path(leaf.path)) is None:
+                return False
+            w = look(leaf)
+            with locate_errors(replace(who, at=repr(leaf.path))):
+                stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], names[leaf.place])
+            return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
+
+        if isinstance(where, Selected | AllBut):
+            require_known(who, where, leaves, empty_nodes(nest(tree)))
+        chosen = choose(who, where, leaves, by_default, look)
+        if not chosen and not self._may_choose_nothing(leaves):
+            raise chose_nothing_error(who, where, leaves, self.stacked)
+        if by_path := self._varied | self._by_path:
+            chosen = without_unmatched(who, by_path, chosen)
+        # In the body of a scan over the layers, no array has their axis any more.
+        if method == "init" and not isinstance(self.stacked, ByPath):
+            require_axes(who, "stacked", self.stacked, [names[leaf.place] for leaf in chosen])
+        return chosen
+
+    def _may_choose_nothing(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it is no error that the stage acts on none of these leaves."""
+        del leaves
+        return False
+
+    def _names_of(self, tree: Flat) -> dict[Names, AxisNames | None]:
+        """The axis names of each array, if this stage needs any."""
+        return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
+
+    @property
+    def _arranger(self) -> Callable[[str, Any, AxisNames | None], tuple[Self, AxisNumbers]]:
+        """:meth:`_arranged`, found out once for arrays on which the stage is the same."""
+        if self._varied or self._by_path or self._asks_names:
+            return self._arranged
+        stacked = find_axes(self.stacked, None)
+        return lambda path, w, names: (self, stacked)
+
+    def _arranged(self, path: str, w: Any, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
+        """This stage with the numbers and axes of one array, and its stacked axes; if ``w`` is None, typical numbers.
+
+        Shapes and dtypes do not depend on the numbers. Names of stacked axes that an array does not have are ignored.
+        """
+        if (stage := self.at_path(path)) is None:
+            name, value = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
+            raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
+        if self._varied:
+            stage = replace(stage, **dict.fromkeys(self._varied, TYPICAL)) if w is None else stage.for_array(path, w)
+        stacked = find_axes(stage.stacked, names)
+        if stage._named_axes or has_names(stage.stacked):
+            others = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
+            numbers: dict[str, Any] = {name: number_axes(axes, others) for name, axes in stage._named_axes.items()}
+            stage = replace(stage, **numbers, stacked=stacked)
+        return stage, stacked
+
+    def _arranged_for(self, who: Call, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
+        """This stage as it acts on one array; an error if it cannot take the array."""
+        with locate_errors(who):
+            stage, stacked = self._arranged(path, w, names)
+            if names is not None:  # the stage asks for names
+                require_names_fit(names, w)
+            stage_for_one = replace(stage, stacked=()) if stacked else stage
+            reason = stage._dtype_error(w) or stacked_axes_error(w, stacked)
+            for one_array in each_stacked(w, stacked) if reason is None else ():
+                if why := stage_for_one._why_refused(one_array):
+                    reason = f"{why} The array is one of those along stacked={stage.stacked}." if stacked else why
+                    break
+        if reason is not None:
+            raise ValueError(f"{who}: {reason}")
+        return stage, stacked
+
+    def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
+        return with_axes(self, tree, roles)
+
+    def _misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
+        return misfits(self, tree, roles)

@@ -1,0 +1,201 @@
+"""The axes of a stage where a network says what they are: as words become numbers, and where they do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+
+from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNames, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.bound import follow_axes
+from reparax.core.calls import Call
+from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.origins import Origins, compose_origins, keep_origins
+from reparax.core.paths import Names, PyTree, items, path_text
+from reparax.core.raw import Flat, Leaf, flatten
+from reparax.core.roles import INPUTS, STACKED, Misfit, Role, axes_by_word
+from reparax.numerics.arithmetic import is_array
+
+Roles = Mapping[Names, Role]
+
+
+def visit_with_roles(
+    who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat, Roles], Sequence[Any]]
+) -> list[Any]:
+    """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
+
+    It gets a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
+    """
+    roles_of_params = roles_of(who, roles)
+    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Role) else x, roles)
+    origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
+    for stage in reversed(stages):
+        tree, origins_of_stage = follow_axes(new, tree)
+        origins = compose_origins(origins_of_stage, origins)
+        new = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        new_stages[:0] = new
+    return new_stages
+
+
+def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> dict[Names, Role]:
+    """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
+    roles = dict[Names, Role]()
+    for place, x in items(tree):
+        if is_array(x) and (origin := origins[place])[0] in roles_of_params:
+            source, axes = origin
+            roles[place] = roles_of_params[source].of_value(axes, x.shape, x.dtype)
+    return roles
+
+
+def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
+    """The role of each parameter; a model's functions, among its leaves, have none."""
+    leaves = list(items(roles))
+    roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
+    for path, leaf in leaves:
+        if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
+            raise TypeError(
+                f"{who} takes what `rpx.roles(loss, params, batch)` returns, but got a tree with "
+                f"{type(leaf).__name__} at {path_text(path)!r}."
+            )
+    return roles_by_place
+
+
+def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
+    """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
+    leaves, names = tree.leaves(bases=stage._takes_base), stage._names_of(tree)
+    paths = [leaf.path for leaf in leaves]
+    stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
+    chosen = stage._selected("on", tree, leaves, stacks=stacks)
+    axes_of_leaves = [(leaf, _axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
+    if parts := _split_by_axes(stage, axes_of_leaves):
+        return [new for part in parts for new in with_axes(part, tree, roles)]
+    answers: dict[str, dict[str, Any]] = {}
+    for leaf, axes_of_field in axes_of_leaves:
+        for name, axes in axes_of_field.items():
+            answers.setdefault(name, {})[leaf.path] = axes
+    for name, axes_of_path in answers.items():
+        for leaf, _ in axes_of_leaves:
+            axes_of_path.setdefault(leaf.path, getattr(stage.at_path(leaf.path), name))
+    new = _with_axes(stage, answers, paths, several=False)
+    if [leaf.place for leaf in new._selected("on", tree, leaves)] != [leaf.place for leaf in chosen]:
+        new = _with_axes(stage, answers, paths, several=True)
+    return [new]
+
+
+def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
+    """Where axes of the stage are not those that it means in that network."""
+    names = stage._names_of(tree)
+    for leaf in stage._selected("on", tree, tree.leaves(bases=stage._takes_base)):
+        role, w = roles.get(leaf.place), leaf.content
+        if role is None or role.why or role.ambiguous:
+            continue
+        arranged, stacked = stage._arranged_for(Call(stage, "on", repr(leaf.path)), w, leaf.path, names[leaf.place])
+        if set(stacked) != set(role.stacked) and not stage.entrywise:
+            yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
+            continue
+        numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
+        for field, (axes, word) in (
+            (replace(arranged, stacked=()) if stacked else arranged).axes_in_use(one_array).items()
+        ):
+            axes_from_end = tuple(axis - one_array.ndim for axis in axes)
+            if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
+                yield Misfit(repr(stage), leaf.path, field, axes_from_end, numbers[word], role)
+
+
+def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
+    """A stage for each set of places in the raw tree, if two values of one array differ in axes; else none.
+
+    Axes by path are those of arrays, and both factors of one, for example, have its path.
+    """
+    axes_of_path, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Leaf]]()
+    for leaf, axes in axes_of_leaves:
+        known_axes = axes_of_path.setdefault(leaf.path, [])
+        if axes not in known_axes:
+            known_axes.append(axes)
+        parts.setdefault(known_axes.index(axes), []).append(leaf)
+    return [_stage_at(stage, leaves) for leaves in parts.values()] if len(parts) > 1 else []
+
+
+def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
+    """The stage for these places alone."""
+    paths, fields_by_path = [leaf.path for leaf in leaves], (stage._varied | stage._by_path).items()
+    numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
+    return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
+
+
+def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
+    """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
+    return replace(
+        stage, **{name: by_path_or_one(axes_of_path, paths, several=several) for name, axes_of_path in answers.items()}
+    )
+
+
+def _fields_in_words(stage: Any) -> dict[str, Any]:
+    """The fields of axes that are given in words, or that nobody set, with their words."""
+    axes_of_field = {name: getattr(stage, name) for name in stage._axis_fields}
+    defaults = {field.name: field.default for field in fields(stage)}
+    unset = {name: word for name, word in stage.by_roles.items() if axes_of_field[name] == defaults[name]}
+    return unset | {name: axes for name, axes in axes_of_field.items() if are_words(axes)}
+
+
+def _asks_stacked(stage: Any) -> bool:
+    """Whether the stacked axes are given in words, or are for the network to say."""
+    if are_words(stage.stacked):
+        return True
+    words = _fields_in_words(stage)
+    other_axes = (getattr(stage, name) for name in stage._axis_fields if name not in words)
+    # Axes by number count all axes of the array, as nobody set ``stacked``.
+    by_number = any(axes not in (None, EACH, LAST, ()) for axes in other_axes)
+    counts_all = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
+    return stage.stacked == () and not counts_all and (bool(words) or not stage.entrywise)
+
+
+def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
+    """The stacked axes of an array, as the network or the stage says; none if it has none, or is not to be seen."""
+    stage_at_path = stage.at_path(leaf.path)
+    if stage_at_path is None or not leaf.visible or role is None or not _asks_stacked(stage_at_path):
+        return () if stage_at_path is None else stage_at_path.stacked
+    return _one_or_tuple(role.stacked)
+
+
+def _axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
+    """The axes at one array of each field that asks for them."""
+    path, who = leaf.path, Call(stage, "on", repr(leaf.path))
+    axes_of_field, stage = dict[str, Any](), stage.at_path(path)
+    known_role = Role(why="its axes follow none of the network's") if role is None else role
+    if _asks_stacked(stage):
+        axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
+    if not (words := _fields_in_words(stage)):
+        return axes_of_field
+    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, names)
+    if why := _why_unusable(known_role, stacked):
+        raise ValueError(f"{who}: {why}, or leave it out with `where`.")
+    numbers = axes_by_word(known_role, stacked)
+    for name, axes in words.items():
+        axes_of_field[name] = _one_or_tuple(words_to_numbers(axes, numbers))
+        if isinstance(axes_of_field[name], tuple) and stage._checks[name].check in ONE_AXIS:
+            raise ValueError(
+                f"{who}: {name} is one axis, but the network has {len(axes_of_field[name])} "
+                f"for it, {axes_of_field[name]} of shape {known_role.shape}. Give one by number, or leave the array "
+                f"out with `where`."
+            )
+    return axes_of_field
+
+
+def _why_unusable(role: Role, stacked: Collection[int]) -> str:
+    """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
+    if role.why:
+        return f"the network does not multiply it with data ({role.why}). Give its axes by number"
+    if role.ambiguous:
+        return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
+    if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):
+        return f"the network gives no role to axes {unknown} of shape {role.shape}. Give the axes by number"
+    return ""
+
+
+def _one_or_tuple(axes: Sequence[Any]) -> Any:
+    """A single axis as a number, several in a tuple."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
