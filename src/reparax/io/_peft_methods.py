@@ -19,9 +19,7 @@ from reparax.io._peft_method import (
     Adapted,
     Given,
     Method,
-    Modules,
     Part,
-    Parts,
     StageNode,
     Written,
     known_number,
@@ -56,7 +54,7 @@ def _place_and_factor(node: StageNode) -> tuple[str, float]:
     return "@delta/x/", 1.0
 
 
-def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> Parts:
+def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> dict[str, Part]:
     """Two products of low rank; the factors of the inputs are matrices even for a convolution."""
     shape = target.inputs_shape(rank)
     parts: dict[str, Part] = {}
@@ -93,7 +91,9 @@ def _write_loha(node: StageNode) -> Written:
     return Written(node.write(_loha_parts(node.target, stages[0].rank, place)), factor, stages[0].rank)
 
 
-def _lokr_parts(target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED) -> Parts:
+def _lokr_parts(
+    target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED
+) -> dict[str, Part]:
     """Two factors, by their torch names with their sizes there; those that are products of low rank have a rank."""
     parts: dict[str, Part] = {}
     for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
@@ -158,7 +158,7 @@ def _write_lokr(node: StageNode) -> Written:
     return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
 
 
-def _configure_lokr(modules: Modules) -> dict[str, Any]:
+def _configure_lokr(modules: Mapping[str, Written]) -> dict[str, Any]:
     """Ranks and alphas, and the settings with which PEFT chooses the sizes and ranks of factors."""
     decomposes_both = any(written.flags["products"][0] for written in modules.values())
     for module, written in modules.items():
@@ -187,7 +187,7 @@ def _split_size(size: int, factor: int) -> tuple[int, int]:
     return first, size // first
 
 
-def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> Parts:
+def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
     """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
     size, ones = target.shape[axis], target.ones
     return {"ia3_l": Part("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
@@ -218,7 +218,7 @@ def _write_ia3(node: StageNode) -> Written:
     return Written(node.write(_ia3_parts(target, axis, inputs=inputs)), flags={"inputs": inputs})
 
 
-def _configure_ia3(modules: Modules) -> dict[str, Any]:
+def _configure_ia3(modules: Mapping[str, Written]) -> dict[str, Any]:
     """The modules with factors on inputs: by names, or by an expression where suffixes of names are not clear."""
     inputs = sorted(module for module, written in modules.items() if written.flags["inputs"])
     clear = all(written.flags["inputs"] == selects_module(module, inputs) for module, written in modules.items())
@@ -293,7 +293,7 @@ def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
     return skew[:, *np.triu_indices(size, 1)]
 
 
-def _configure_oft(modules: Modules) -> dict[str, Any]:
+def _configure_oft(modules: Mapping[str, Written]) -> dict[str, Any]:
     """One size of blocks for all modules, or else one number of them."""
     common_names = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
     config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in common_names}

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Primitive, Var
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from reparax.numerics.series import has_series
+from reparax.numerics.tie import has_series
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags, with_roots
 from reparax.programs.jaxprs import Env
