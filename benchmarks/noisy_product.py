@@ -17,7 +17,7 @@ import numpy as np
 from common.timing import Calls, Rows, heading, rows, show, shuffled
 
 import reparax as rpx
-from reparax.numerics import quantile, threefry
+from reparax.numerics import threefry
 
 WIDTH, ROWS, STD, TIMES = 4096, (64, 512, 4096), 0.075, 20
 BLOCKS = {"kernel, blocks of 32 columns": (32, 64, 8, 3), "kernel, blocks of 16 columns": (16, 128, 4, 2)}
@@ -27,7 +27,7 @@ BLOCKS = {"kernel, blocks of 32 columns": (32, 64, 8, 3), "kernel, blocks of 16 
 def noise(key: tuple[Any, Any], count: jax.Array) -> jax.Array:
     """Normal numbers from the words of a counter."""
     high, low = threefry.cipher(key, (jnp.zeros_like(count), count))
-    return STD * quantile.normal(high ^ low)
+    return STD * threefry.normal(high ^ low)
 
 
 def noisy_dot(x: jax.Array, w: jax.Array, key: jax.Array, columns: int, inputs: int, warps: int, stages: int) -> Any:

@@ -217,20 +217,20 @@ def blocks(kind):
         q = RNG.integers(-128, 128, (16, 2, 32)).astype(np.int8)
         data = np.concatenate([d.view(np.uint8), q.view(np.uint8)], axis=-1)
         return data.reshape(16, -1), (d.astype(np.float32) * q).reshape(16, 64)
-    q = RNG.integers(0, 16, (16, 2, 32)).astype(np.uint8)
-    low = q[..., :16] | (q[..., 16:] << 4)
-    if kind == "Q4_0":
-        data = np.concatenate([d.view(np.uint8), low], axis=-1)
-        return data.reshape(16, -1), (d.astype(np.float32) * (q.astype(np.float32) - 8)).reshape(16, 64)
-    data = np.concatenate([d.view(np.uint8), m.view(np.uint8), low], axis=-1)
-    return data.reshape(16, -1), (d.astype(np.float32) * q + m.astype(np.float32)).reshape(16, 64)
+    bits, has_offset = int(kind[1]), kind.endswith("1")
+    q = RNG.integers(0, 2**bits, (16, 2, 32)).astype(np.uint8)
+    fifth = [np.packbits(q >> 4, axis=-1, bitorder="little")] if bits == 5 else []
+    scales = [x.view(np.uint8) for x in ((d, m) if has_offset else (d,))]
+    data = np.concatenate([*scales, *fifth, (q[..., :16] & 15) | (q[..., 16:] << 4)], axis=-1)
+    zero = m.astype(np.float32) if has_offset else -(2 ** (bits - 1)) * d.astype(np.float32)
+    return data.reshape(16, -1), (d.astype(np.float32) * q + zero).reshape(16, 64)
 
 
 def gguf(kind, data, name="dense.weight"):
     return {name: data}, {"quant_method": "gguf", "types": {name: kind, "dense.bias": "F32"}}
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_gguf(kind):
     data, want = blocks(kind)
     np.testing.assert_array_equal(read(*gguf(kind, data)), want)

@@ -509,20 +509,6 @@ def test_batches_of_matrices_are_those_of_torch(map):
     np.testing.assert_allclose(got, w, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("layout", mostly_thorough(["kernel", "same"], "kernel"))
-@pytest.mark.parametrize("original", [SIGNS, with_diagonal(SQUARE, [1, -1, 1])], ids=["tall", "square"])
-@pytest.mark.parametrize("map", mostly_thorough([cayley, expm, householder], householder))
-def test_without_trivialization_torch_has_no_base(map, original, layout):
-    w = map(original)
-    like, layouts = {"kernel": w.T if layout == "kernel" else w}, {"kernel": layout}
-    with jax.enable_x64():
-        p, options = rpx.Orthogonal(map.__name__), {"layouts": layouts, "orthogonal_map": TORCH_MAPS[map.__name__]}
-        raw = rpx.io.from_torch(p, {f"{PATH}original": original}, like, **options)
-        state = rpx.io.to_torch(p, raw, style="no_trivialization", **options)
-    assert list(state) == [f"{PATH}original"]
-    np.testing.assert_allclose(map(state[f"{PATH}original"]), w, rtol=0, atol=1e-12)
-
-
 # ---- files, trees and dtypes
 
 

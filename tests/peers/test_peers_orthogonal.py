@@ -169,20 +169,3 @@ def test_torch_starts_at_a_q_factor_that_depends_on_the_order_of_columns_and_we_
     q, r = np.linalg.qr(w)
     np.testing.assert_allclose(theirs, q * np.sign(np.diag(r)), rtol=0, atol=1e-13)
     assert np.linalg.norm(got - w) < np.linalg.norm(theirs - w) - 0.1
-
-
-def test_torch_keeps_a_square_base_for_a_tall_matrix_and_we_one_of_its_shape():
-    w = orthogonal(6, 2)
-    _, held = peer(w, "expm")
-    ours = rpx.Orthogonal("expm").init({"w": jnp.asarray(w, jnp.float32)})["w"]["@orthogonal"]["@fixed"]["base"]
-    assert (tuple(held[0].base.shape), ours.shape) == ((6, 6), (6, 2))
-
-
-def test_torch_has_no_half_precision_here_and_we_have():
-    w = torch.eye(3, dtype=torch.bfloat16)
-    holder = torch.nn.Module()
-    holder.weight = torch.nn.Parameter(w)
-    parametrizations.orthogonal(holder, orthogonal_map="cayley")
-    with pytest.raises(RuntimeError):
-        _ = holder.weight
-    np.testing.assert_array_equal(rpx.Orthogonal().project(jnp.eye(3, dtype=jnp.bfloat16)), np.eye(3))

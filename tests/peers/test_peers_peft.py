@@ -123,13 +123,36 @@ def saved(model, folder):
     return load_file(folder / "adapter_model.safetensors"), json.loads((folder / "adapter_config.json").read_text())
 
 
+def read(name, folder):
+    """A PEFT model with an adapter, what PEFT writes of it, and what is read of that."""
+    model = adapted(name)
+    tensors, config = saved(model, folder)
+    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+    return model, tensors, config, p, raw
+
+
 def outputs(model):
     with torch.no_grad():
-        return model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2)).numpy()
+        return of_torch(model).numpy()
+
+
+def of_torch(model):
+    return model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
 
 
 def run(params):
     return Net().apply({"params": params}, TOKENS, IMAGES)
+
+
+TARGET = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
+
+
+def loss_of_torch(model):
+    return ((of_torch(model) - torch.from_numpy(TARGET)) ** 2).sum()
+
+
+def gradient(p, free, fixed):
+    return jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - TARGET) ** 2))(free)
 
 
 @pytest.mark.parametrize("name", mostly_thorough(METHODS, "dora", "tokens beside lora", "vera", "whole modules"))
@@ -154,70 +177,55 @@ def test_one_of_several_adapters_of_a_model_in_memory():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights(name, tmp_path):
-    model = adapted(name)
-    tensors, config = saved(model, tmp_path)
-    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+def test_an_adapter_of_peft_gives_the_same_outputs_and_merged_weights_and_as_many_values_train(name, tmp_path):
+    model, _, _, p, raw = read(name, tmp_path)
     np.testing.assert_allclose(run(p.apply(raw)), outputs(model), rtol=1e-4, atol=1e-5)
+    theirs = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    ours = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
+    rotations = 2 + 2 + 3 if name == "oft" else 0  # of 4 by 4, of which one triangle counts
+    assert ours - theirs == (4 * 4 - 4 * 3 // 2) * rotations
     merged = rpx.io.from_torch(rpx.Chain(), model.merge_and_unload().state_dict(), base_params(), names=NAMES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), p.fold(raw), merged)
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "oft in a ball"])  # whose numbers PEFT changes
 def test_gradients_are_those_of_peft(name, tmp_path):
-    model = adapted(name)
-    tensors, config = saved(model, tmp_path)
-    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
-    target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
-    found = model(torch.from_numpy(TOKENS), torch.from_numpy(IMAGES).permute(0, 3, 1, 2))
-    ((found - torch.from_numpy(target)) ** 2).sum().backward()
+    model, _, _, p, raw = read(name, tmp_path)
+    loss_of_torch(model).backward()
     with torch.no_grad():
         for x in model.parameters():
             if x.grad is not None:
                 x.copy_(x.grad)
     theirs, _ = saved(model, tmp_path / "gradients")
     free, fixed = rpx.partition(raw)
-    ours = jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - target) ** 2))(free)
+    ours = gradient(p, free, fixed)
     if name == "oft":  # of our coordinates those of one triangle are read, at minus twice theirs
-        got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in rotations(ours).items()}
-        want = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
+        names = {"layers_0": "layers.0", "layers_1": "layers.1", "head": "head"}
+        found = {new: ours[old]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] for old, new in names.items()}
+        got = {k: -2 * np.asarray(g)[:, *np.triu_indices(4, 1)] for k, g in found.items()}
+        theirs = {k: theirs[f"base_model.model.{k}.oft_R.weight"] for k in got}
     else:
         got = rpx.io.to_peft(p, rpx.combine(ours, fixed), **TORCH)[0]
-        want = theirs
-    assert got.keys() == want.keys()
+    assert got.keys() == theirs.keys()
     for key in got:
-        np.testing.assert_allclose(got[key], want[key], rtol=2e-3, atol=2e-4, err_msg=key)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_as_many_values_train_as_in_peft_but_for_rotations_of_oft(name, tmp_path):
-    model = adapted(name)
-    theirs = sum(x.numel() for x in model.parameters() if x.requires_grad)
-    _, raw = rpx.io.from_peft(*saved(model, tmp_path), base_params(), **READ.get(name, {"names": NAMES}))
-    ours = sum(x.size for x in jax.tree.leaves(rpx.partition(raw)[0]))
-    rotations = 2 + 2 + 3 if name == "oft" else 0  # of 4 by 4
-    assert ours - theirs == (4 * 4 - 4 * 3 // 2) * rotations
+        np.testing.assert_allclose(got[key], theirs[key], rtol=2e-3, atol=2e-4, err_msg=key)
 
 
 def test_steps_of_adam_are_those_of_peft_for_rotations_of_oft(tmp_path):
-    model = adapted("oft")
-    p, raw = rpx.io.from_peft(*saved(model, tmp_path), base_params(), names=NAMES)
-    target = np.random.default_rng(3).standard_normal((2, 6)).astype(np.float32)
+    model, _, _, p, raw = read("oft", tmp_path)
     theirs = torch.optim.Adam([x for x in model.parameters() if x.requires_grad], lr=1e-2)
-    images = torch.from_numpy(IMAGES).permute(0, 3, 1, 2)
     free, fixed = rpx.partition(raw)
     tx = optax.adam(1e-2)
 
     @jax.jit
     def step(free, state):
-        grads = jax.grad(lambda free: jnp.sum((run(p.apply(rpx.combine(free, fixed))) - target) ** 2))(free)
-        updates, state = tx.update(grads, state)
+        updates, state = tx.update(gradient(p, free, fixed), state)
         return optax.apply_updates(free, updates), state
 
     state = tx.init(free)
     for _ in range(5):
         theirs.zero_grad()
-        ((model(torch.from_numpy(TOKENS), images) - torch.from_numpy(target)) ** 2).sum().backward()
+        loss_of_torch(model).backward()
         theirs.step()
         with jax.numpy_dtype_promotion("standard"):
             free, state = step(free, state)
@@ -268,15 +276,9 @@ def test_attention_of_torch_is_refused_as_peft_adds_an_update_twice(tmp_path):
         rpx.io.to_peft(p, raw, names={"mha/kernel": "mha.in_proj_weight"})
 
 
-def rotations(tree):
-    names = {"layers_0": "layers.0", "layers_1": "layers.1", "head": "head"}
-    return {theirs: tree[ours]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] for ours, theirs in names.items()}
-
-
 @pytest.mark.parametrize("name", METHODS)
-def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_path):
-    tensors, config = saved(adapted(name), tmp_path)
-    p, raw = rpx.io.from_peft(tensors, config, base_params(), **READ.get(name, {"names": NAMES}))
+def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes_and_peft_loads_it(name, tmp_path):
+    model, tensors, config, p, raw = read(name, tmp_path)
     again, written = rpx.io.to_peft(p, raw, **TORCH)
     assert again.keys() == tensors.keys()
     for key, x in () if name == "oft in a ball" else tensors.items():  # whose numbers PEFT changes
@@ -285,18 +287,7 @@ def test_what_peft_wrote_is_written_back_with_equal_names_and_bytes(name, tmp_pa
     same = ("lora_alpha", "use_rslora", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
     for key in set(same) & set(config) & set(written):
         assert (written[key] or None) == (config[key] or None), key
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_peft_loads_what_is_written(name, tmp_path):
-    model = adapted(name)
-    p, raw = rpx.io.from_peft(*saved(model, tmp_path / "theirs"), base_params(), **READ.get(name, {"names": NAMES}))
-    tensors, config = rpx.io.to_peft(p, raw, **TORCH)
-    folder = tmp_path / "ours"
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    loaded = peft.PeftModel.from_pretrained(torch_net(), str(folder))
+    loaded = load_into(torch_net(), again, written, tmp_path / "ours")
     np.testing.assert_allclose(outputs(loaded), outputs(model), rtol=1e-5, atol=1e-6)
 
 
@@ -446,78 +437,3 @@ def test_each_type_that_is_read_is_one_of_peft_and_in_the_table_of_the_page():
     page = (pathlib.Path(__file__).parents[2] / "docs" / "api" / "adapters.md").read_text()
     rows = re.findall(r"^\| ((?:`[A-Z0-9_]+`(?:, )?)+) \|", page, flags=re.MULTILINE)
     assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == METHODS_READ.keys()
-
-
-# Errors. -----------------------------------------------------------------------------------------------------------
-
-MERGE = "Merge the adapter in PEFT with `merge_and_unload`, and read the weights with `from_torch`."
-
-
-def test_an_adapter_of_another_model_is_one_error_that_names_everything(tmp_path):
-    tensors, config = saved(adapted("lora"), tmp_path)
-    params = base_params()
-    params["head"] = {"kernel": jnp.zeros((7, 6)), "bias": jnp.zeros(6)}
-    del params["conv"]
-    with raises(
-        ValueError,
-        "from_peft: the adapter does not fit this model:\n  "
-        "conv.lora_A.weight: the model has no conv.weight\n  "
-        "conv.lora_B.weight: the model has no conv.weight\n  "
-        "head/kernel: expected lora_A.weight of shape (4, 7), got (4, 12)\n"
-        "Correct `like`, `names` or `layouts`.",
-    ):
-        rpx.io.from_peft(tensors, config, params, names=NAMES)
-
-
-def test_an_adapter_of_another_rank_is_an_error(tmp_path):
-    tensors, config = saved(adapted("lora"), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"embed/embedding: expected lora_embedding_A of shape \(3, 10\), got \(4, 10\)"
-    ):
-        rpx.io.from_peft(tensors, config | {"r": 3}, base_params(), names=NAMES)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (
-            {"init_lora_weights": "pissa"},
-            f"from_peft has no stage for LORA with init_lora_weights='pissa'. {MERGE}",
-        ),
-        ({"use_bdlora": True}, f"from_peft has no stage for LORA with use_bdlora=True. {MERGE}"),
-    ],
-)
-def test_unknown_methods_are_refused(change, text, tmp_path):
-    tensors, config = saved(adapted("lora"), tmp_path)
-    with raises(ValueError, text):
-        rpx.io.from_peft(tensors, config | change, base_params(), names=NAMES)
-
-
-def test_what_peft_has_not_is_refused_by_path():
-    params = base_params()
-    where = "layers_0/kernel|layers_1/kernel"
-    p = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.WeightNorm(where=where)
-    with raises(
-        ValueError,
-        "to_peft: PEFT has no such adapter:\n"
-        f"  layers_0/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
-        f"  layers_1/kernel: PEFT has no equivalent of WeightNorm(where='{where}')\n"
-        "Merge it with `p.fold(raw)`.",
-    ):
-        rpx.io.to_peft(p, p.init(params, jax.random.key(0)), names=NAMES)
-    mixed = rpx.Freeze() >> rpx.LoRA(2, where="head/kernel") >> rpx.adapters.Gain(axis=0, where=where)
-    with raises(
-        ValueError,
-        "to_peft: PEFT has no such adapter:\n  "
-        "expected adapters of one method, got IA3, LORA\n"
-        "Merge it with `p.fold(raw)`.",
-    ):
-        rpx.io.to_peft(mixed, mixed.init(params, jax.random.key(0)), names=NAMES)
-    untied = rpx.Freeze() >> rpx.adapters.Gain(axis=-1, where="head/kernel")
-    with raises(
-        ValueError,
-        "to_peft: PEFT has no such adapter:\n  "
-        "head/kernel: PEFT also multiplies 'head/bias' by the factors of its outputs. Give it a tied Gain\n"
-        "Merge it with `p.fold(raw)`.",
-    ):
-        rpx.io.to_peft(untied, untied.init(params, jax.random.key(0)), names=NAMES)

@@ -42,41 +42,30 @@ def test_a_scale_for_each_output_is_torch_fake_quantize_per_channel(name):
     assert np.mean(np.abs(ours - theirs.numpy()) > 1e-6) < 1e-4
 
 
-@pytest.mark.parametrize("name", RANGES)
-@pytest.mark.parametrize("share", [1.0, 0.4])
-def test_learned_steps_have_the_gradients_of_torch(name, share):
+@pytest.mark.parametrize(
+    ("name", "share", "axis"), [("int8", 1.0, None), ("int8", 0.4, None), ("int4", 1.0, None), ("int4", 0.5, -1)]
+)
+def test_learned_steps_have_the_gradients_of_torch(name, share, axis):
     w, (low, high) = weights(), RANGES[name]
     upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.FakeQuantized(name, step="learned")
+    p = rpx.FakeQuantized(name, axis=axis, step="learned")
     raw = p.init({"w": jnp.asarray(w)})
     step = share * raw["w"]["@fake_quantized"]["step"]
     raw["w"]["@fake_quantized"]["step"] = step
     x = torch.from_numpy(w).requires_grad_()
-    scale = torch.tensor([float(step[0, 0])], requires_grad=True)
-    zero = torch.zeros(1, requires_grad=True)
-    factor = 1 / np.sqrt(w.size * high)
-    theirs = torch._fake_quantize_learnable_per_tensor_affine(x, scale, zero, low, high, factor)
+    scale = torch.from_numpy(np.array(step[0])).requires_grad_()
+    zero, factor = torch.zeros(scale.shape, requires_grad=True), 1 / np.sqrt(w.size // scale.numel() * high)
+    whole, by_channel = (
+        torch._fake_quantize_learnable_per_tensor_affine,
+        torch._fake_quantize_learnable_per_channel_affine,
+    )
+    theirs = (
+        whole(x, scale, zero, low, high, factor) if axis is None else by_channel(x, scale, zero, 1, low, high, factor)
+    )
     theirs.backward(torch.from_numpy(upstream))
     assert np.mean(np.abs(p.apply(raw)["w"] - theirs.detach().numpy()) > 1e-6) < 1e-4
     grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@fake_quantized"]
     assert np.mean(np.asarray(grads["w"]) != x.grad.numpy()) < 1e-4
-    np.testing.assert_allclose(grads["step"][0, 0], scale.grad.numpy()[0], rtol=2e-3)
-
-
-def test_learned_steps_for_each_output_have_the_gradients_of_torch():
-    w, (low, high) = weights(), RANGES["int4"]
-    upstream = np.random.default_rng(1).standard_normal(w.shape).astype(np.float32)
-    p = rpx.FakeQuantized("int4", axis=-1, step="learned")
-    raw = p.init({"w": jnp.asarray(w)})
-    step = 0.5 * raw["w"]["@fake_quantized"]["step"]
-    raw["w"]["@fake_quantized"]["step"] = step
-    x = torch.from_numpy(w).requires_grad_()
-    scale = torch.from_numpy(np.array(step[0])).requires_grad_()
-    zero = torch.zeros(64, requires_grad=True)
-    factor = 1 / np.sqrt(256 * high)
-    theirs = torch._fake_quantize_learnable_per_channel_affine(x, scale, zero, 1, low, high, factor)
-    theirs.backward(torch.from_numpy(upstream))
-    grads = jax.grad(lambda raw: jnp.vdot(p.apply(raw)["w"], upstream))(raw)["w"]["@fake_quantized"]
     np.testing.assert_allclose(grads["step"][0], scale.grad.numpy(), rtol=2e-3, atol=2e-4)
 
 

@@ -338,17 +338,21 @@ def test_the_classes_of_modules_give_the_transposed_convolutions_of_torch():
     np.testing.assert_allclose(read(jnp.asarray(x[0]))[None], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["kernel", "same"])
 @pytest.mark.parametrize("map", ["cayley", "matrix_exp", "householder"])
-def test_modules_without_trivialization_load_what_is_written(map):
+def test_modules_without_trivialization_load_what_is_written(map, layout):
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(3, 5, bias=False)}).double()
     for module in model.values():
         parametrizations.orthogonal(module, orthogonal_map=map, use_trivialization=False)
     like = {"a": {"kernel": np.eye(4), "bias": np.zeros(4)}, "b": {"kernel": np.eye(3, 5)}}
-    p = rpx.Orthogonal("expm" if map == "matrix_exp" else map)
+    p, how = (
+        rpx.Orthogonal("expm" if map == "matrix_exp" else map),
+        {"orthogonal_map": map, "layouts": {"a/kernel": layout}},
+    )
     with jax.enable_x64():
-        raw = rpx.io.from_torch(p, model.state_dict(), like, orthogonal_map=map)
-        state = rpx.io.to_torch(p, raw, orthogonal_map=map, style="no_trivialization")
+        raw = rpx.io.from_torch(p, model.state_dict(), like, **how)
+        state = rpx.io.to_torch(p, raw, style="no_trivialization", **how)
     before = {name: x.detach().numpy() for name, x in weights(model).items()}
     with torch.no_grad():
         model["a"].bias.zero_()
@@ -434,20 +438,15 @@ def test_tensors_of_eight_bits_are_read(dtype):
 
 
 UNREADABLE = {
-    "sparse": (lambda x: x.to_sparse(), "sparse. Pass `x.to_dense()`."),
-    "sparse by rows": (lambda x: x.to_sparse_csr(), "sparse. Pass `x.to_dense()`."),
-    "meta": (lambda x: x.to("meta"), "on the meta device, without numbers. Load the numbers first."),
-    "quantized": (
-        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-        "quantized. Pass `x.dequantize()`.",
-    ),
+    "sparse. Pass `x.to_dense()`.": lambda x: x.to_sparse_csr(),
+    "on the meta device, without numbers. Load the numbers first.": lambda x: x.to("meta"),
+    "quantized. Pass `x.dequantize()`.": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(kind):
-    change, text = UNREADABLE[kind]
+@pytest.mark.parametrize(("text", "change"), UNREADABLE.items())
+def test_tensors_that_hold_no_plain_numbers_are_refused_by_name(text, change):
     x, like = torch.ones(2, 3), {"l": {"kernel": jnp.zeros((3, 2))}}
     with raises(ValueError, f"from_torch takes tensors of plain numbers, but 'l.weight' is {text}"):
         rpx.io.from_torch(rpx.Chain(), {"l.weight": change(x)}, like)

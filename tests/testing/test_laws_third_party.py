@@ -8,7 +8,7 @@ import pytest
 from cases import FlippedSigns
 
 import reparax as rpx
-from reparax.testing import check_laws, checkpoints, gradients, mean, rebase, right_inverse, transfers, update
+from reparax.testing import check_laws
 
 pytestmark = pytest.mark.thorough
 
@@ -183,7 +183,7 @@ def test_every_law_takes_a_counter_beside_the_parameters(key):
 @pytest.mark.parametrize("p", [rpx.WeightDropout(0.01), FlippedSigns(0.01), Delta()], ids=repr)
 def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
     wide = {**params(), "none": jnp.zeros((0, 4))}
-    laws = [right_inverse, mean, gradients, update, rebase]
+    laws = ["right_inverse", "mean", "gradients", "update", "rebase"]
     check_laws(p, jax.tree.map(lambda w: w.astype(dtype), wide), key, laws=laws)
 
 
@@ -197,5 +197,5 @@ def test_it_is_written_in_a_few_lines(stage):
 def test_laws_hold_on_trees_with_boxes():
     nn = pytest.importorskip("flax.linen")
     params = {"kernel": nn.Partitioned(jax.random.normal(jax.random.key(0), (4, 3)), ("embed", "mlp"))}
-    laws = [right_inverse, transfers, checkpoints]
+    laws = ["right_inverse", "transfer", "checkpoints"]
     check_laws(rpx.WeightNorm(axis="mlp") >> rpx.VarNoise(0.1), params, laws=laws)

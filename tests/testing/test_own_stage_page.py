@@ -11,7 +11,7 @@ import pytest
 from errors import table
 
 import reparax as rpx
-from reparax.testing import half_precision
+from reparax.testing import check_laws
 
 PAGE = Path(__file__).parents[2] / "docs" / "notebooks" / "own_stage.md"
 
@@ -62,7 +62,8 @@ def test_real_noise_leaves_complex_arrays_alone_and_refuses_them_if_selected(sta
 @pytest.mark.parametrize("name", ["Anchored", "Scaled", "LaplaceWeights", "RoundingNoise", "Centered"])
 def test_the_page_computes_in_float32_where_float16_overflows(name, key):
     arguments = {"LaplaceWeights": (0.1,), "RoundingNoise": (0.25,)}
-    half_precision(CLASSES[name](*arguments.get(name, ())), {"w": jax.random.normal(key, (8, 4))}, key)
+    stage = CLASSES[name](*arguments.get(name, ()))
+    check_laws(stage, {"w": jax.random.normal(key, (8, 4))}, key, laws=("half_precision",))
 
 
 @table(__file__)

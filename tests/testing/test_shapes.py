@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reparax as rpx
-from reparax.testing import plain_trees, right_inverse, types_kept
+from reparax.testing import check_laws
 
 pytestmark = pytest.mark.thorough
 
@@ -51,6 +51,4 @@ def test_laws_hold_for_every_shape_and_dtype(p, least_rank, dtypes, least_size, 
     shape = data.draw(st.lists(st.integers(least_size, 3), min_size=least_rank, max_size=5).map(tuple))
     dtype = data.draw(st.sampled_from(dtypes))
     with jax.enable_x64():
-        params = {"w": drawn(shape, dtype)}
-        for law in (right_inverse, types_kept, plain_trees):
-            law(p, params, jax.random.key(0))
+        check_laws(p, {"w": drawn(shape, dtype)}, laws=("right_inverse", "types", "plain_trees"))

@@ -8,13 +8,12 @@ import argparse
 import collections
 import json
 from pathlib import Path
-from unittest import mock
 
 import jax
-from transforms.test_random_experts import CHECKS, Network, keeping
+from kept import in_factors
+from transforms.test_random_experts import CHECKS, Network
 
 from benchmarks.common.timing import machine
-from reparax.transforms._factored import SumPlan
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "random_experts.json"
 
@@ -35,7 +34,7 @@ def main():
     for seed in range(parser.parse_args().count):
         if str(seed) not in found:
             network = Network(seed)
-            with jax.enable_x64(), mock.patch.object(SumPlan, "decide", keeping(SumPlan.decide)):
+            with jax.enable_x64(), in_factors():
                 wrong = [check for check in CHECKS if is_wrong(check, seed)]
             ways = [way.__name__ for way in network.ways]
             found[str(seed)] = {"stage": network.stage, "ways": ways, "wrong": wrong}

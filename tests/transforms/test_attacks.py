@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as Spec
+from kept import in_factors
 
 import reparax as rpx
-from reparax.transforms._factored import SumPlan
 
 
 def normal(*shape, seed=0):
@@ -20,19 +20,9 @@ IDS = np.array([[0, 5, 9], [-7, 2, 6]], np.int32)
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch):
-    """Weights stay in factors wherever they can, also where that costs more."""
-    decide = SumPlan.decide
-
-    def keep(plan):
-        decide(plan)
-        needed = set()
-        for root, record in reversed(plan.records.items()):
-            if root in needed or any(read.cost_in_factors is not None for read in record.reads):
-                record.is_formed = False
-                needed.update(record.parents)
-
-    monkeypatch.setattr(SumPlan, "decide", keep)
+def _kept():
+    with in_factors():
+        yield
 
 
 def low(r):

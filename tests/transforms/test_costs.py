@@ -282,15 +282,6 @@ def test_the_terms_are_those_of_the_formula_under_a_derivative_inside():
     assert np.allclose(got, expected, rtol=1e-5)
 
 
-def test_a_stage_without_a_formula():
-    class Nothing(rpx.Reparametrization):
-        def init_leaf(self, w):
-            return {"w": w}
-
-    with pytest.raises(TypeError, match=r"abstract class Nothing .*apply_leaf"):
-        Nothing()
-
-
 # ---- what users see
 
 
@@ -339,14 +330,3 @@ def test_layers_are_told_in_one_line():
     raw = jax.eval_shape(p.init, {f"layer{i}": floats(64, 64) for i in range(12)}, KEY)
     text = repr(rpx.explain(lambda raw, x: sum(jnp.sum(x @ w) for w in p.apply(raw).values()), raw, floats(8, 64)))
     assert "raw/layer0..11  12 x float32[64, 64]  1 product" in text
-
-
-@pytest.mark.parametrize("function", [rpx.factored, rpx.explain])
-def test_functions_and_positions_are_checked(function):
-    name = function.__name__
-    with pytest.raises(TypeError, match=f"^{name} takes a function, but got 3 of type int"):
-        function(3)
-    with pytest.raises(
-        TypeError, match=rf"^{name}\(sum\) takes the position of an argument, .* as argnums, but got 'w'\."
-    ):
-        function(jnp.sum, argnums="w")

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from grids import mostly_thorough
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as Spec
+from kept import in_factors
 from loops import LAYERS
 
 import reparax as rpx
-from reparax.transforms._factored import SumPlan
 
 KEY = jax.random.key(0)
 
@@ -50,16 +48,9 @@ def derivatives(p, layer, wrap, *, twice):
 
 
 @pytest.fixture
-def _kept(monkeypatch):
-    """Weights stay in factors wherever they can, also where that costs more."""
-    decide = SumPlan.decide
-
-    def keep(plan):
-        decide(plan)
-        for record in plan.records.values():
-            record.is_formed = record.is_formed and not any(read.cost_in_factors is not None for read in record.reads)
-
-    monkeypatch.setattr(SumPlan, "decide", keep)
+def _kept():
+    with in_factors():
+        yield
 
 
 ROWS = [*zip(LAYERS, itertools.cycle(stages(3)))]
@@ -126,34 +117,6 @@ def test_experts_cost_what_they_cost_by_hand_in_factors_and_nothing_is_formed():
     (weight,) = rpx.explain(loss, *split(LORA), DATA, SIZES, argnums=(0, 1)).weights
     assert weight.is_transformed
     assert weight.reason.startswith("1 product, 0.")
-
-
-def test_experts_of_shards_stay_with_them():
-    """Each of eight devices has one expert and all rows: adapters are gathered no more than weights of plain layers."""
-    mesh = jax.make_mesh((8,), ("e",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
-
-    def layer(w, x, sizes):
-        def shard(w, x, sizes):
-            i = lax.axis_index("e")
-            before = jnp.sum(jnp.where(jnp.arange(E_, dtype=jnp.int32) < i, sizes, 0), dtype=jnp.int32)
-            mine = lax.ragged_dot(jnp.roll(x, -before, axis=0), w, lax.dynamic_slice(sizes, (i,), (1,)))
-            return lax.psum(jnp.roll(mine, before, axis=0), "e")
-
-        return jax.shard_map(shard, mesh=mesh, in_specs=(Spec("e"), Spec(), Spec()), out_specs=Spec())(w, x, sizes)
-
-    def sharded(free, fixed, x, sizes):
-        return squares(layer(LORA.apply(rpx.combine(free, fixed))["w"], x, sizes))
-
-    free, fixed = split(LORA)
-    free, fixed = jax.device_put((free, fixed), jax.NamedSharding(mesh, Spec("e")))
-    step = jax.jit(jax.grad(rpx.factored(sharded, (0, 1))))
-    want = jax.jit(jax.grad(by_hand))(*split(LORA), DATA, SIZES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), step(free, fixed, DATA, SIZES), want
-    )
-    assert "all-gather" not in step.lower(free, fixed, DATA, SIZES).compile().as_text()
-    (weight,) = rpx.explain(sharded, free, fixed, DATA, SIZES, argnums=(0, 1)).weights
-    assert weight.is_transformed
 
 
 def test_factors_in_half_precision_give_results_in_the_preferred_type():

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from grids import mostly_thorough
 from jax import lax
+from kept import in_factors
 
 import reparax as rpx
 from reparax.transforms import local_reparametrization
-from reparax.transforms._factored import SumPlan
 
 N_DRAWS, ERRORS = 4096, 5.0
 """How many draws of noise, and how many standard errors an estimate may be off."""
@@ -205,27 +205,11 @@ def wide():
         yield
 
 
-def keeping(decide):
-    """A plan by which weights stay in factors wherever they can, also where that costs more."""
-
-    def decided(plan):
-        decide(plan)
-        for record in plan.records.values():
-            record.is_formed = record.is_formed and not any(read.cost_in_factors is not None for read in record.reads)
-
-    return decided
-
-
-@pytest.fixture
-def _kept(monkeypatch):
-    monkeypatch.setattr(SumPlan, "decide", keeping(SumPlan.decide))
-
-
-@pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("seed", mostly_thorough(SEEDS, 3))
 def test_experts_of_random_networks_are_loops(seed, check):
-    CHECKS[check](Network(seed))
+    with in_factors():
+        CHECKS[check](Network(seed))
 
 
 def test_the_networks_have_all_stages_and_all_ways_in_either_layer():

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from reparax.core.names import import_stage
 from reparax.core.paths import describe
 from reparax.core.raw import marker, registered_kind
-from reparax.numerics.shortest import shortest, shortest_parts
+from reparax.numerics.arguments import shortest, shortest_parts
 
 _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (np.bool_, bool),

@@ -19,8 +19,7 @@ from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.numerics.arguments import one_of
-from reparax.numerics.arithmetic import is_array, is_inexact, widened
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined, is_array, is_inexact, widened
 
 
 def is_known(w: Array) -> bool:

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 
 from reparax.core.paths import Names
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 
 
 class Keys:

@@ -1,7 +1,7 @@
 """Random arrays for the whole library, with the sharding of the weight that they are combined with.
 
 The numbers are those of ``jax.random`` for the same key. Words and uniform numbers are equal bit for bit; normal
-numbers have more digits (``quantile``), and may differ in the last bits between compilers. A batch of keys gives the
+numbers have more digits (``threefry``), and may differ in the last bits between compilers. A batch of keys gives the
 same arrays as each key alone, in a loop whose body is compiled once.
 
 In a program, normal numbers are the output of a call with the name :data:`DRAW`, by which
@@ -19,7 +19,7 @@ from jax import Array, export
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.keys import split_key
-from reparax.numerics import quantile, threefry
+from reparax.numerics import threefry
 
 DRAW = "reparax_normal"
 """The name of the calls whose output are independent normal numbers."""
@@ -81,7 +81,7 @@ def reparax_normal(key: Array, shape: tuple[int, ...], dtype: Any, sharding: Nam
         real, imaginary = (reparax_normal(one_key, shape, part, sharding) for one_key in split_key(key, (2,)))
         return jax.lax.complex(real, imaginary) / dtype.type(math.sqrt(2))
     if dtype == jnp.float32:
-        return _keep_apart(quantile.normal(_draw_words(key, shape, 32, sharding)))
+        return _keep_apart(threefry.normal(_draw_words(key, shape, 32, sharding)))
     below_one = np.nextafter(dtype.type(1), dtype.type(0))
     uniform = _draw_uniform(key, shape, dtype, sharding) * dtype.type(2) - below_one
     return dtype.type(math.sqrt(2)) * jax.lax.erf_inv(uniform)

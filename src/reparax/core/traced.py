@@ -8,7 +8,7 @@ import jax
 from jax.core import Tracer
 
 from reparax.core.fields import exact_text
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 
 
 def call_once_per_type(

@@ -13,9 +13,7 @@ from reparax.io._peft_method import (
     Adapted,
     Given,
     Method,
-    Modules,
     Part,
-    Parts,
     StageNode,
     Written,
     known_number,
@@ -34,7 +32,7 @@ _TOKENS = f"token_adapter.{_DELTA}"
 _NO_DORA = "PEFT has no DoRA of experts"
 
 
-def _token_parts(target: Target, axis: int, count: int) -> Parts:
+def _token_parts(target: Target, axis: int, count: int) -> dict[str, Part]:
     """The rows of tokens, which are slices along ``axis``."""
     turn = jnp.asarray if axis == 0 else jnp.transpose
     return {_DELTA: Part("@trainable_slices/x", (count, target.shape[1 - axis]), turn, turn)}
@@ -80,7 +78,7 @@ TOKENS = Method(
 )
 
 
-def _vera_parts(target: Target, rank: int) -> Parts:
+def _vera_parts(target: Target, rank: int) -> dict[str, Part]:
     """The gains of the ranks and of the outputs, and the fixed factors, which all modules share."""
     frozen = "@gain/w/@freeze/@fixed/w"
     return {
@@ -110,11 +108,11 @@ def _write_vera(node: StageNode) -> Written:
     """Gains and factors."""
     stage: Any = node.stage
     node.target.require_rows(stage)
-    tensors = node.write(_vera_parts(node.target, stage.rank))
     axes = [node.at(f"@lora/{name}/@gain").stage.axis for name in "ab"]
     if not all(axis in (-1, 1) for axis in axes) or not math.isclose(_factor_of(stage), 1, rel_tol=1e-6):
         raise ValueError(f"PEFT has gains of ranks and of outputs, but no equivalent of them in {stage!r}")
-    return Written(tensors, flags={"r": stage.rank, "save_projection": True, "projection_prng_key": 0})
+    flags = {"r": stage.rank, "save_projection": True, "projection_prng_key": 0}
+    return Written(node.write(_vera_parts(node.target, stage.rank)), flags=flags)
 
 
 VERA = Method(
@@ -131,7 +129,7 @@ VERA = Method(
 )
 
 
-def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> Parts:
+def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, Part]:
     """The factors, and the lengths of DoRA."""
     outputs, ones, place = target.outputs, target.ones, "@weight_norm/v/@lora" if dora else "@lora"
     names = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
@@ -148,7 +146,7 @@ def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> Parts:
     return parts
 
 
-def _expert_parts(target: Target, rank: int) -> Parts:
+def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
     expert, count = target.expert(), target.n_experts
     ins, outputs = expert.shape[expert.ins[0]], expert.outputs
@@ -223,7 +221,7 @@ def _factor_of(lora: Any) -> float:
     return known_number(lora.alpha) / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
-def _configure_lora(modules: Modules) -> dict[str, Any]:
+def _configure_lora(modules: Mapping[str, Written]) -> dict[str, Any]:
     """The flags, of which PEFT has one each for all modules; alphas have ranks or their roots as divisors."""
     by_root = all(written.flags["by_root"] for written in modules.values())
     flags = {name: one_of_all(modules, name) for name in ("use_dora", "lora_bias")} | {"use_rslora": by_root}

@@ -109,9 +109,6 @@ class Part(NamedTuple):
     write: Callable[[Array], Array] = jnp.asarray
 
 
-Parts = Mapping[str, Part]
-
-
 @dataclass(frozen=True)
 class Adapted:
     """The stages on one array, and their raw values.
@@ -144,7 +141,7 @@ class Given:
     rank: int
     alpha: float
 
-    def values(self, parts: Parts) -> dict[str, Array]:
+    def values(self, parts: Mapping[str, Part]) -> dict[str, Array]:
         """The raw values of the tensors; raises an error if one is missing, unexpected or of another shape."""
         require(self.tensors, {name: part.shape for name, part in parts.items()})
         return {part.place: part.read(jnp.asarray(self.tensors[name])) for name, part in parts.items()}
@@ -200,7 +197,7 @@ class StageNode:
             return self.target.part(value)
         return value.at(below[0]) if below[0] != marker else value
 
-    def write(self, parts: Parts) -> dict[str, Array]:
+    def write(self, parts: Mapping[str, Part]) -> dict[str, Array]:
         """The tensors of the raw values."""
         return {name: part.write(self.at(part.place)).reshape(part.shape) for name, part in parts.items()}
 
@@ -222,10 +219,7 @@ class Written:
     flags: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-Modules = Mapping[str, Written]
-
-
-def _all_flags(modules: Modules) -> dict[str, Any]:
+def _all_flags(modules: Mapping[str, Written]) -> dict[str, Any]:
     """The flags of all modules as a configuration."""
     return {name: one_of_all(modules, name) for name in next(iter(modules.values())).flags}
 
@@ -256,7 +250,7 @@ class Method:
     settings: Mapping[str, str]
     read: Callable[[Given], Adapted]
     write: Callable[[StageNode], Written]
-    configure: Callable[[Modules], dict[str, Any]] = _all_flags
+    configure: Callable[[Mapping[str, Written]], dict[str, Any]] = _all_flags
     banks: tuple[str, ...] = ()
     biases: str | None = None
     alpha: str | None = None
@@ -329,7 +323,7 @@ def known_number(x: Any) -> float:
     return float(x)
 
 
-def one_of_all(modules: Modules, flag: str) -> Any:
+def one_of_all(modules: Mapping[str, Written], flag: str) -> Any:
     """The value of a flag, which must be equal for all modules."""
     values = {written.flags[flag] for written in modules.values()}
     if len(values) > 1:
@@ -338,7 +332,7 @@ def one_of_all(modules: Modules, flag: str) -> Any:
     return values.pop()
 
 
-def ranks_and_alphas(alpha: str, modules: Modules, *, by_root: bool = False) -> dict[str, Any]:
+def ranks_and_alphas(alpha: str, modules: Mapping[str, Written], *, by_root: bool = False) -> dict[str, Any]:
     """The ranks and alphas of a configuration; an alpha is the factor times the rank, or times its square root."""
     ranks = {module: written.rank or 1 for module, written in modules.items()}
     alphas = {

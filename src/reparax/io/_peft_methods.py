@@ -19,9 +19,7 @@ from reparax.io._peft_method import (
     Adapted,
     Given,
     Method,
-    Modules,
     Part,
-    Parts,
     StageNode,
     Written,
     known_number,
@@ -35,8 +33,6 @@ from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, 
 from reparax.stages.matrices import Kronecker, LowRank, Orthogonal
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Quantized
-from reparax.stages.sparse import Freeze
 
 _PRODUCTS = {
     "rank": "r",
@@ -56,7 +52,7 @@ def _place_and_factor(node: StageNode) -> tuple[str, float]:
     return "@delta/x/", 1.0
 
 
-def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> Parts:
+def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> dict[str, Part]:
     """Two products of low rank; the factors of the inputs are matrices even for a convolution."""
     shape = target.inputs_shape(rank)
     parts: dict[str, Part] = {}
@@ -93,7 +89,9 @@ def _write_loha(node: StageNode) -> Written:
     return Written(node.write(_loha_parts(node.target, stages[0].rank, place)), factor, stages[0].rank)
 
 
-def _lokr_parts(target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED) -> Parts:
+def _lokr_parts(
+    target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED
+) -> dict[str, Part]:
     """Two factors, by their torch names with their sizes there; those that are products of low rank have a rank."""
     parts: dict[str, Part] = {}
     for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
@@ -158,7 +156,7 @@ def _write_lokr(node: StageNode) -> Written:
     return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
 
 
-def _configure_lokr(modules: Modules) -> dict[str, Any]:
+def _configure_lokr(modules: Mapping[str, Written]) -> dict[str, Any]:
     """Ranks and alphas, and the settings with which PEFT chooses the sizes and ranks of factors."""
     decomposes_both = any(written.flags["products"][0] for written in modules.values())
     for module, written in modules.items():
@@ -187,7 +185,7 @@ def _split_size(size: int, factor: int) -> tuple[int, int]:
     return first, size // first
 
 
-def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> Parts:
+def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
     """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
     size, ones = target.shape[axis], target.ones
     return {"ia3_l": Part("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
@@ -207,10 +205,8 @@ def _read_ia3(given: Given) -> Adapted:
 
 
 def _write_ia3(node: StageNode) -> Written:
-    """The factors, whose base must not train."""
-    target, gain, base = node.target, node.stage, node.values["w"]
-    if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Quantized):
-        raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
+    """The factors."""
+    target, gain = node.target, node.stage
     axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
     if axis not in (_input_axis(target), target.out):
         raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
@@ -218,7 +214,7 @@ def _write_ia3(node: StageNode) -> Written:
     return Written(node.write(_ia3_parts(target, axis, inputs=inputs)), flags={"inputs": inputs})
 
 
-def _configure_ia3(modules: Modules) -> dict[str, Any]:
+def _configure_ia3(modules: Mapping[str, Written]) -> dict[str, Any]:
     """The modules with factors on inputs: by names, or by an expression where suffixes of names are not clear."""
     inputs = sorted(module for module, written in modules.items() if written.flags["inputs"])
     clear = all(written.flags["inputs"] == selects_module(module, inputs) for module, written in modules.items())
@@ -293,7 +289,7 @@ def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
     return skew[:, *np.triu_indices(size, 1)]
 
 
-def _configure_oft(modules: Modules) -> dict[str, Any]:
+def _configure_oft(modules: Mapping[str, Written]) -> dict[str, Any]:
     """One size of blocks for all modules, or else one number of them."""
     common_names = ("block_share", "use_cayley_neumann", "num_cayley_neumann_terms")
     config = {"r": 0, "oft_block_size": 0} | {name: one_of_all(modules, name) for name in common_names}

@@ -126,8 +126,9 @@ def from_torch(
             raw_types,
             (names, layouts, roles, orthogonal_map),
             lambda tensor, name_map: any(tensor + end in arrays for end in name_map.hooked.values()),
-        ).like(arrays)
-        require_known(entry for entry, entry_names in plan.names.items() if any(name in arrays for name in entry_names))
+        )
+        found = {entry: [arrays[name] for name in of_entry if name in arrays] for entry, of_entry in plan.names.items()}
+        require_known(entry.like(tensors) for entry, tensors in found.items() if tensors)
         _require_same(p, plan, arrays, jax.eval_shape(plan.state_dict, raw_types))
         raw = plan.read({name: jnp.array(x) for name, x in arrays.items()}, raw_types)
         _require_tied(plan, arrays, raw)
@@ -214,14 +215,6 @@ class TorchPlan:
             names.setdefault(group.entry, []).extend(group.names.values())
         return names
 
-    def like(self, state: Mapping[str, Any]) -> TorchPlan:
-        """This plan, in which a parameter's layout is also known if its tensors in ``state`` tell it."""
-        entries = {
-            entry: entry.like(state[name] for name in names if name in state) for entry, names in self.names.items()
-        }
-        raw_values = [replace(group, entry=entries[group.entry]) for group in self.raw_values]
-        return TorchPlan(self.weights, raw_values, [entries[entry] for entry in self.tied])
-
     def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
         """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
         arrays, state = dict(items(raw)), dict[str, Array]()
@@ -286,7 +279,8 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
             lines.append(f"{name}: unexpected, holds {found}")
         elif found is None and name not in optional:
             lines.append(f"{name}: missing, expected {expected} for {owners[name].path}")
-            doubtful += [] if owners[name].known else [owners[name].path]
+            told = owners[name].known or any(other in state for other in plan.names[owners[name]])
+            doubtful += [] if told else [owners[name].path]
         elif found not in (None, expected):
             fit = _explain_fit(groups[name], name, tuple(state[name].shape)) if name in groups else ""
             lines.append(f"{name}: expected {expected} for {owners[name].path}, got {found}{fit}")

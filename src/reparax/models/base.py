@@ -1,6 +1,7 @@
 """What models that hold a chain share: checks, errors, attributes, and the verbs of a chain as pure functions."""
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -199,3 +200,20 @@ def _prune(tree: PyTree, *, also_empty: bool) -> Any:
     kept = {name: _prune(x, also_empty=also_empty) for name, x in tree.items()}
     kept = {name: x for name, x in kept.items() if x is not None}
     return kept if kept or (also_empty and not tree) else None
+
+
+def import_library(module: str, needs: str, install: str) -> Any:
+    """The module of a library.
+
+    Raises:
+      ModuleNotFoundError: If the library is not installed; the text says how to install it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        library = module.partition(".")[0]
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise ModuleNotFoundError(
+            f"{needs} needs {library}, which is not installed. Write `pip install {install}`.", name=library
+        ) from None

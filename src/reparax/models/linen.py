@@ -17,11 +17,11 @@ from reparax.models.base import (
     advanced,
     check_arguments,
     check_updates,
+    import_library,
     join_collections,
     needs_stream_error,
     split_collections,
 )
-from reparax.numerics.imported import import_library
 
 __dir__ = dir_of("linen")
 

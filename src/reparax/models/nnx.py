@@ -18,11 +18,11 @@ from reparax.models.base import (
     check_arguments,
     check_updates,
     find_attribute,
+    import_library,
     needs_stream_error,
     require_made_by,
     start_key,
 )
-from reparax.numerics.imported import import_library
 from reparax.training import param_labels
 
 __dir__ = dir_of("nnx")

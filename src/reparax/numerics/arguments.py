@@ -11,7 +11,6 @@ import numpy as np
 from jax.core import Tracer
 
 from reparax.numerics.arithmetic import is_array
-from reparax.numerics.shortest import shortest
 
 
 def describe_argument(value: Any) -> str:
@@ -165,3 +164,18 @@ def check_two(value: Any, who: str, name: str) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise TypeError(f"{who} takes two integers as {name}, but got {describe_argument(value)}.")
     return tuple(check_positive_whole(size, who, name) for size in value)
+
+
+def shortest(x: Any) -> float:
+    """The number of the fewest digits that is ``x`` in float32; a number of more than 32 bits as it is."""
+    exact = float(x)
+    if x.dtype.itemsize > 4:
+        return exact
+    with np.errstate(over="ignore"):  # rounded up, the largest number is infinite
+        numbers = (float(f"{exact:.{digits}g}") for digits in range(1, 10))
+        return next((number for number in numbers if np.float32(number) == np.float32(exact)), exact)
+
+
+def shortest_parts(x: Any) -> complex:
+    """:func:`shortest` of both parts of a complex number."""
+    return complex(shortest(x.real), shortest(x.imag))

@@ -1,9 +1,11 @@
-"""Arithmetic for low-precision arrays: computed in float32, and cast back at the end."""
+"""Arithmetic for low-precision arrays, computed in float32 and cast back; and ``jit`` for a few operations."""
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
@@ -36,12 +38,6 @@ def add_up(numbers: Sequence[Array]) -> Array:
     return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
 
-def holds(wide: Any, narrow: Any) -> bool:
-    """Whether the floating dtype ``wide`` represents every number of ``narrow``."""
-    a, b = jnp.finfo(wide), jnp.finfo(narrow)
-    return a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp
-
-
 def softplus_inverse(y: Array) -> Array:
     """The number whose softplus is ``y``."""
     return y + jnp.log(-jnp.expm1(-y))
@@ -50,3 +46,10 @@ def softplus_inverse(y: Array) -> Array:
 def scalar(value: ArrayLike, like: Array) -> Array:
     """A hyperparameter, traced or not, in the dtype of the array ``like``."""
     return jnp.asarray(value).astype(like.dtype)
+
+
+# Since jax 0.12.0, ``True`` leaves a call in the program until it is compiled.
+_AT_ONCE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
+
+inlined = partial(jax.jit, inline=_AT_ONCE)
+"""A function that is compiled where it is called eagerly, and traced once for equal types where it is not."""

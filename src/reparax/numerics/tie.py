@@ -11,6 +11,7 @@ XLA for CPUs copies cheap operations into each reader, and keeps their operands 
 it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,8 +19,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
-
-from reparax.numerics.series import has_series
 
 
 def tie(x: Array, barrier: Array) -> Array:
@@ -175,3 +174,8 @@ partial_eval.custom_partial_eval_rules[_tie] = _partly_evaluate_tie
 batching.primitive_batchers[_tie] = _batch_tie
 mlir.register_lowering(_tie, lambda ctx, x, after: [x])
 mlir.register_lowering(_tie, mlir.lower_fun(_tie_on_cpu, multiple_results=False), platform="cpu")
+
+
+def has_series(args: Iterable[Any]) -> bool:
+    """Whether one of these values is the start of a series, so that an operation of our own must not be recorded."""
+    return any(type(x).__name__ == "JetTracer" for x in args)

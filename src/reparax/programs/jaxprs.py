@@ -25,7 +25,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 from reparax.programs.equations import Checkpoint, Cond, CustomJvp, Jit, Named, Scan, ShardMap, View, kind_of, view_of
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 from reparax.numerics.terms import with_diagonals
 from reparax.programs.sums import (
     Circle,

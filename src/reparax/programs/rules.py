@@ -56,6 +56,161 @@ from reparax.programs.sums import (
     narrows,
 )
 
+ChangeAxis = Callable[[Any, int], Any]
+"""A function of an array and the axis that it changes."""
+
+
+# ---- weights that are moved
+
+
+def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
+    """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
+    x, *others = operands or [None]
+    if not isinstance(x, Sum):
+        return None
+    view = view_of(eqn)
+    if isinstance(view, SplitAxis):
+        return _split_sum(view, x)
+    moved = _moved(view, x, others)
+    return None if moved is None else [moved]
+
+
+def _moved(view: View, x: Sum, others: Sequence[Any]) -> Sum | None:
+    """The output of an equation that moves, slices or casts a sum; None if this must be formed.
+
+    What says how its output lies on devices must be, and a reshape that would split an axis across its labels, and a
+    cast that loses range or adds digits.
+    """
+    match view:
+        case Transpose():
+            order = view.permutation
+            return x.map_products(lambda product: product.transpose(order), view.type.shape)
+        case Squeeze():
+            axes = view.dimensions
+            return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
+        case Reshape() if view.dimensions is None and not view.has_sharding:
+            return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
+        case Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
+            return broadcast_sum(x, view.shape, view.broadcast_dimensions)
+        case ConvertType() if narrows(x.dtype, view.new_dtype) and not view.has_sharding:
+            return cast_sum(x, view.new_dtype)
+        case StopGradient():
+            return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
+        case Vary():
+            vary = partial(jaxprs.as_varying, names=view.axes)
+            return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
+        case Negate():
+            return negate_sum(x)
+        case Copy():
+            return x
+        case Gather():
+            return look_up_matrices(view, x, others)
+        case Slice():
+            parts = enumerate(view.bounds)
+            changes = [(i, _slicer(*bounds)) for i, bounds in parts if bounds != (0, x.shape[i], 1)]
+        case DynamicSlice():
+            parts = enumerate(zip(others, view.slice_sizes, strict=True))
+            changes = [(i, _dynamic_slicer(start, n)) for i, (start, n) in parts if n != x.shape[i]]
+        case Reverse():
+            changes = [(i, _reverse) for i in view.dimensions]
+        case _:
+            return None
+    result: Sum | None = x
+    for axis, change in changes:
+        result = result and _change_axis(result, axis, view.type.shape[axis], change)
+    return result
+
+
+def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
+    """``x`` broadcast to this shape, with its axes at ``places``."""
+    return x.map_products(lambda product: product.broadcast(shape, places), shape)
+
+
+def cast_sum(x: Sum, dtype: Any) -> Sum:
+    """``x`` in another floating dtype."""
+    result = map_factors(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
+    return replace(result, dtype=dtype)
+
+
+def negate_sum(x: Sum) -> Sum:
+    """``x`` times -1."""
+
+    def change(product: Product) -> Product:
+        numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
+        other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
+        array = jnp.asarray(-1, x.dtype)
+        for factor in numbers:
+            array = array * factor.array.astype(x.dtype)
+        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.still for factor in numbers))))
+
+    return replace(x, products=tuple(map(change, x.products)))
+
+
+def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
+    """``x`` with each factor changed."""
+    return replace(
+        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
+    )
+
+
+def _split_sum(view: SplitAxis, x: Sum) -> list[Sum] | None:
+    """The slices one after the other along an axis; None if one cannot be taken from the factors."""
+    outs, start = list[Sum | None](), 0
+    for n in view.sizes:
+        outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
+        start += n
+    return all_or_none(outs)
+
+
+def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
+    """What takes this slice along an axis."""
+    return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
+
+
+def _dynamic_slicer(start: Any, n: int) -> ChangeAxis:
+    """What takes ``n`` indices along an axis from ``start`` on."""
+
+    def slice_array(array: Any, place: int) -> Any:
+        starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
+        sizes = [n if i == place else size for i, size in enumerate(array.shape)]
+        # The program has counted negative places from the end already; those that are left are clipped.
+        return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
+
+    return slice_array
+
+
+def _reverse(array: Any, place: int) -> Any:
+    """The indices of an axis in the reverse order."""
+    return lax.rev(array, (place,))
+
+
+def _change_axis(x: Sum, axis: int, size: int, change: ChangeAxis) -> Sum | None:
+    """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
+    shape = [size if i == axis else n for i, n in enumerate(x.shape)]
+    return x.map_products(lambda product: change_axis_of_product(product, axis, size, change), shape)
+
+
+def change_axis_of_product(product: Product, axis: int, size: int, change: ChangeAxis) -> Product | None:
+    """``product`` with one axis changed to another size, in all factors that have it."""
+    group = product.axes[axis]
+    if not group:  # of size 1
+        return product if size == 1 else None
+    label, new = group[0], Label(size)
+    if len(group) > 1 or sum(label in member for member in product.axes) > 1:
+        return None
+
+    def of_factor(factor: Factor) -> Factor:
+        if label not in factor.labels:
+            return factor
+        array = change(factor.dense, factor.labels.index(label))
+        return replace(factor, array=array, labels=tuple(new if own is label else own for own in factor.labels))
+
+    axes = tuple(_axis_of(new) if i == axis else member for i, member in enumerate(product.axes))
+    return Product(tuple(map(of_factor, product.factors)), axes)
+
+
+# ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
+
 
 def look_up_matrices(view: Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
     """The matrices that a look-up takes from a weight of several; None if it must be formed.
@@ -136,199 +291,16 @@ def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged,
     return replace(factor, array=array, labels=(*rows, *factor.labels[:at], *factor.labels[at + 1 :]))
 
 
-Move = Callable[[Any, Sum, Sequence[Any]], "list[Sum | None] | Sum | None"]
-"""The outputs, from the view of an equation, its first operand and the others."""
+# ---- weights that are made: products, multiples and sums of known values
 
 
-def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
-    """The outputs of an equation that moves, slices or casts its first operand, a sum; None if this must be formed."""
-    view = view_of(eqn)
-    rule = _MOVES.get(type(view))
-    if rule is None or not isinstance(operands[0], Sum):
-        return None
-    result = rule(view, operands[0], operands[1:])
-    outs = result if isinstance(result, list) else [result]
-    return all_or_none(outs)
-
-
-def _move_transpose(view: Transpose, x: Sum, _: Any) -> Sum | None:
-    """The axes in another order."""
-    order = view.permutation
-    return x.map_products(lambda product: product.transpose(order), [x.shape[i] for i in order])
-
-
-def _move_reshape(view: Reshape, x: Sum, _: Any) -> Sum | None:
-    """Another shape; None if that would split an axis across its labels, or says how it lies on devices."""
-    if view.dimensions is not None or view.has_sharding:
-        return None
-    shape = view.new_sizes
-    return x.map_products(lambda product: product.reshape(shape), shape)
-
-
-def _move_squeeze(view: Squeeze, x: Sum, _: Any) -> Sum | None:
-    """The sum without axes of size 1."""
-    axes = view.dimensions
-    return x.map_products(lambda product: product.squeeze(axes), [n for i, n in enumerate(x.shape) if i not in axes])
-
-
-def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | None:
-    """``x`` broadcast to this shape, with its axes at ``places``."""
-    return x.map_products(lambda product: product.broadcast(shape, places), shape)
-
-
-def _move_broadcast(view: Broadcast, x: Sum, sizes: Sequence[Any]) -> Sum | None:
-    """The sum repeated along new axes; None if the shape is not known, or it says how it lies on devices."""
-    if sizes or view.has_sharding:
-        return None
-    return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-
-
-def _move_cast(view: ConvertType, x: Sum, _: Any) -> Sum | None:
-    """A cast that keeps the range and adds no digits; None for others."""
-    return cast_sum(x, view.new_dtype) if narrows(x.dtype, view.new_dtype) and not view.has_sharding else None
-
-
-def cast_sum(x: Sum, dtype: Any) -> Sum:
-    """``x`` in another floating dtype."""
-    result = map_factors(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
-    return replace(result, dtype=dtype)
-
-
-def _move_stop_gradient(_view: StopGradient, x: Sum, _: Any) -> Sum:
-    """The sum with no gradient to any factor."""
-    return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
-
-
-def negate_sum(x: Sum) -> Sum:
-    """``x`` times -1."""
-
-    def change(product: Product) -> Product:
-        numbers = [factor for factor in product.factors if not factor.labels and factor.draw is None]
-        other_factors = [factor for factor in product.factors if factor.labels or factor.draw is not None]
-        array = jnp.asarray(-1, x.dtype)
-        for factor in numbers:
-            array = array * factor.array.astype(x.dtype)
-        return replace(product, factors=(*other_factors, Factor(array, (), all(factor.still for factor in numbers))))
-
-    return replace(x, products=tuple(map(change, x.products)))
-
-
-def _move_slice(view: Slice, x: Sum, _: Any) -> Sum | None:
-    """The slice of all factors that have an axis which it cuts."""
-    result: Sum | None = x
-    for axis, (start, limit, stride) in enumerate(view.bounds):
-        if result is not None and (start, limit, stride) != (0, x.shape[axis], 1):
-            result = _change_axis(result, axis, view.type.shape[axis], _slicer(start, limit, stride))
-    return result
-
-
-def _slicer(start: int, limit: int, stride: int) -> Callable[[Any, int], Any]:
-    """A function of an array and an axis that takes this slice along it."""
-    return lambda array, place: lax.slice_in_dim(array, start, limit, stride, place)
-
-
-def _move_split(view: SplitAxis, x: Sum, _: Any) -> list[Sum | None]:
-    """The slices one after the other along an axis; None for one that cannot be taken from the factors."""
-    outs, start = list[Sum | None](), 0
-    for n in view.sizes:
-        outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
-        start += n
-    return outs
-
-
-def _move_dynamic_slice(view: DynamicSlice, x: Sum, starts: Sequence[Any]) -> Sum | None:
-    """The slice at given starts, of all factors that have an axis which it cuts."""
-    result: Sum | None = x
-    for axis, (start, n) in enumerate(zip(starts, view.slice_sizes, strict=True)):
-        if result is not None and n != x.shape[axis]:
-            result = _change_axis(result, axis, n, _dynamic_slicer(start, n))
-    return result
-
-
-def _dynamic_slicer(start: Any, n: int) -> Callable[[Any, int], Any]:
-    """A function of an array and an axis that takes ``n`` indices along it from ``start`` on."""
-
-    def slice_array(array: Any, place: int) -> Any:
-        starts = [start if i == place else jnp.zeros_like(start) for i in range(array.ndim)]
-        sizes = [n if i == place else size for i, size in enumerate(array.shape)]
-        # The program has counted negative places from the end already; those that are left are clipped.
-        return lax.dynamic_slice(array, starts, sizes, allow_negative_indices=False)
-
-    return slice_array
-
-
-def _move_reverse(view: Reverse, x: Sum, _: Any) -> Sum | None:
-    """The sum with the indices of some axes in the reverse order."""
-    result: Sum | None = x
-    for axis in view.dimensions:
-        result = result and _change_axis(result, axis, x.shape[axis], lambda array, place: lax.rev(array, (place,)))
-    return result
-
-
-def _change_axis(x: Sum, axis: int, size: int, change: Callable[[Any, int], Any]) -> Sum | None:
-    """``x`` with one axis changed in all factors that have it; None if the axis is merged or on a diagonal."""
-    return x.map_products(
-        lambda product: change_axis_of_product(product, axis, size, change),
-        [size if i == axis else n for i, n in enumerate(x.shape)],
-    )
-
-
-def change_axis_of_product(product: Product, axis: int, size: int, change: Callable[[Any, int], Any]) -> Product | None:
-    """``product`` with one axis changed to another size, in all factors that have it."""
-    group = product.axes[axis]
-    if not group:  # of size 1
-        return product if size == 1 else None
-    label, new = group[0], Label(size)
-    if len(group) > 1 or sum(label in member for member in product.axes) > 1:
-        return None
-
-    def of_factor(factor: Factor) -> Factor:
-        if label not in factor.labels:
-            return factor
-        array = change(factor.dense, factor.labels.index(label))
-        return replace(
-            factor, array=array, labels=tuple(new if own_label is label else own_label for own_label in factor.labels)
-        )
-
-    axes = tuple(((new,) if size != 1 else ()) if i == axis else member for i, member in enumerate(product.axes))
-    return Product(tuple(map(of_factor, product.factors)), axes)
-
-
-def _move_vary(view: Vary, x: Sum, _: Any) -> Sum:
-    """The sum, all factors of which are marked as varying over mesh axes."""
-    vary = partial(jaxprs.as_varying, names=view.axes)
-    return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
-
-
-def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
-    """``x`` with each factor changed."""
-    return replace(
-        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
-    )
-
-
-_MOVES: dict[type[View], Move] = {
-    Transpose: _move_transpose,
-    Reshape: _move_reshape,
-    Squeeze: _move_squeeze,
-    Broadcast: _move_broadcast,
-    ConvertType: _move_cast,
-    StopGradient: _move_stop_gradient,
-    Negate: lambda _view, x, _: negate_sum(x),
-    Slice: _move_slice,
-    SplitAxis: _move_split,
-    DynamicSlice: _move_dynamic_slice,
-    Reverse: _move_reverse,
-    Copy: lambda _view, x, _: x,
-    Vary: _move_vary,
-    Gather: look_up_matrices,
-}
+_MAKERS = {Dot, Multiply, Divide, Broadcast, ConvertType, Add, Subtract}
 
 
 def may_make(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
     kind = kind_of(eqn)
-    if kind not in _MAKERS or kind in (Add, Subtract):
+    if kind not in _MAKERS - {Add, Subtract}:
         return False
     output = type_of(eqn.outvars[0])
     if output.ndim < 2 or not has_range(output.dtype):
@@ -352,14 +324,13 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view = view_of(eqn)
-    rule, dtype = _MAKERS.get(type(view)), view.type.dtype
-    if rule is None or not holds_factors(dtype, args) or view.has_sharding:
+    view, dtype = view_of(eqn), type_of(eqn.outvars[0]).dtype
+    if kind_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [
         x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
     ]
-    return rule(view, *sums)
+    return _made(view, sums[0], sums[-1])
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
@@ -391,6 +362,26 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
 
+def _made(view: View, x: Sum, y: Sum) -> Sum | None:
+    """What an equation makes of two sums, or of one that stands for both."""
+    match view:
+        case Dot() if keeps_range(view.precision):
+            precision = x.precision or y.precision or view.precision
+            return _multiply_sums(view, x, y, partial(contract, view), precision)
+        case Multiply():
+            return _make_multiple(view, x, y)
+        case Divide():
+            return _make_quotient(view, x, y)
+        case Broadcast():
+            return broadcast_sum(x, view.shape, view.broadcast_dimensions)
+        case ConvertType() if _holds_integers(x.dtype):  # the arrays stay integers until they are multiplied
+            return cast_sum(x, view.new_dtype)
+        case Add() | Subtract():
+            return _make_sum_of_two(view, x, y)
+        case _:
+            return None
+
+
 def _multiply_sums(
     view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
@@ -398,14 +389,6 @@ def _multiply_sums(
     output = view.type
     products = all_or_none(product(a, b) for a in x.products for b in y.products)
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
-
-
-def _make_dot(view: Dot, x: Sum, y: Sum) -> Sum | None:
-    """The matrix product of two sums; None if it does not keep the range of float32."""
-    if not keeps_range(view.precision):
-        return None
-    precision = x.precision or y.precision or view.precision
-    return _multiply_sums(view, x, y, lambda a, b: contract(view, a, b), precision)
 
 
 def _make_multiple(view: View, x: Sum, y: Sum) -> Sum | None:
@@ -447,27 +430,6 @@ def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
     return Sum(products, output.shape, output.dtype, x.precision or y.precision, None)
 
 
-def _make_floats(view: ConvertType, x: Sum) -> Sum | None:
-    """Integers as floats; the arrays stay integers until they are multiplied."""
-    return cast_sum(x, view.new_dtype) if _holds_integers(x.dtype) else None
-
-
 def _holds_integers(dtype: Any) -> bool:
     """Whether a dtype holds integers or flags."""
     return not jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _make_broadcast(view: Broadcast, x: Sum) -> Sum | None:
-    """A sum that is repeated along new axes."""
-    return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-
-
-_MAKERS: dict[type[View], Callable[..., Sum | None]] = {
-    Dot: _make_dot,
-    Multiply: _make_multiple,
-    Divide: _make_quotient,
-    Broadcast: _make_broadcast,
-    ConvertType: _make_floats,
-    Add: _make_sum_of_two,
-    Subtract: _make_sum_of_two,
-}

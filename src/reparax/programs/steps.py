@@ -103,17 +103,20 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule
         return None
     if axis is None:  # repeated numbers cost nothing
         return ([None for _ in eqn.invars], _same_equation(view)) if isinstance(view, Broadcast | Iota) else None
-    if isinstance(view, SplitAxis):
-        run = _same_equation(view)
-        return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
-    if isinstance(view, CustomJvp) and moves:
-        return _part_of_custom_jvp(eqn, axis)
-    if isinstance(view, Jit | CustomJvp):
-        return _part_of_call(eqn, i, axis, moves=moves)
-    if isinstance(view, Pointwise):
-        return _part_of_elementwise(view, axis)
-    rule = _RULES.get(type(view))
-    return rule and rule(view, axis)
+    match view:
+        case SplitAxis():
+            run = _same_equation(view)
+            return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
+        case CustomJvp() if moves:
+            return _part_of_custom_jvp(eqn, axis)
+        case Jit() | CustomJvp():
+            return _part_of_call(eqn, i, axis, moves=moves)
+        case Iota() if view.dimension == axis:
+            shape, dtype = _with_one(view.shape, axis), view.type.dtype
+            return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
+        case _:
+            axes_and_params = _same_on_parts(view, axis)
+            return axes_and_params and (axes_and_params[0], _same_equation(view, **axes_and_params[1]))
 
 
 def _is_sharded(v: Any) -> bool:
@@ -136,90 +139,48 @@ def _shape_of(v: Any) -> tuple[int, ...]:
     return jaxprs.type_of(v).shape
 
 
-def _part_of_elementwise(view: Pointwise, axis: int) -> PartRule | None:
-    """The same entries of all operands; what has one entry along the axis is read whole."""
-    shape = view.type.shape
-    if any(_shape_of(v) and len(_shape_of(v)) != len(shape) for v in view.operands):
-        return None
-    return [
-        axis if _shape_of(v) and _shape_of(v)[axis] == shape[axis] else None for v in view.operands
-    ], _same_equation(view)
+def _same_on_parts(view: View, axis: int) -> tuple[list[Axis], dict[str, Any]] | None:
+    """The axes of operands along which parts give the part along an axis, by the same equation, and its new settings.
 
-
-def _part_of_broadcast(view: Broadcast, axis: int) -> PartRule | None:
-    """The same entries of the operand, or all of it if it is repeated along the axis."""
-    shape, dimensions = view.shape, view.broadcast_dimensions
-    if len(view.operands) > 1:
-        return None
-    operand_axis = dimensions.index(axis) if axis in dimensions else None
-    if operand_axis is not None and _shape_of(view.operands[0])[operand_axis] == 1:
-        operand_axis = None
-    return [operand_axis], _same_equation(view, shape=_with_one(shape, axis))
-
-
-def _part_of_iota(view: Iota, axis: int) -> PartRule:
-    """The number of the step if the array counts along the axis, else a shorter array."""
-    shape, dtype = _with_one(view.shape, axis), view.type.dtype
-    if view.dimension == axis:
-        return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
-    return [], _same_equation(view, shape=shape)
-
-
-def _part_of_reshape(view: Reshape, axis: int) -> PartRule | None:
-    """The part along the axis that the reshape keeps as it is; None if it splits or merges the axis."""
-    old, new = _shape_of(view.operands[0]), view.new_sizes
-    if len(view.operands) > 1 or view.dimensions is not None:
-        return None
-    for operand_axis, size in enumerate(old):
-        if size == new[axis] and math.prod(old[:operand_axis]) == math.prod(new[:axis]):
-            return [operand_axis], _same_equation(view, new_sizes=_with_one(new, axis))
-    return None
-
-
-def _part_of_squeeze(view: Squeeze, axis: int) -> PartRule:
-    """The part along the axis that this one was before others went."""
-    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.dimensions]
-    return [other_axes[axis]], _same_equation(view)
-
-
-def _part_of_reduction(view: Reduce, axis: int) -> PartRule:
-    """The part along the axis that this one was before those that are reduced went."""
-    other_axes = [i for i in range(len(_shape_of(view.operands[0]))) if i not in view.axes]
-    return [other_axes[axis]], _same_equation(view)
-
-
-def _part_of_transpose(view: Transpose, axis: int) -> PartRule:
-    """The part along the axis that stands here in the output."""
-    return [view.permutation[axis]], _same_equation(view)
-
-
-def _part_of_slice(view: Slice, axis: int) -> PartRule | None:
-    """The part along an axis that the slice leaves whole; None for one that it cuts."""
-    size, limits = _shape_of(view.operands[0])[axis], [limit for _, limit, _ in view.bounds]
-    if view.type.shape[axis] != size:
-        return None
-    return [axis], _same_equation(view, limit_indices=_with_one(limits, axis))
-
-
-def _part_of_concatenate(view: Concatenate, axis: int) -> PartRule | None:
-    """The same parts of all operands; None along the axis on which they follow each other."""
-    return None if view.dimension == axis else ([axis for _ in view.operands], _same_equation(view))
-
-
-def _part_of_stack(view: Stack, axis: int) -> PartRule | None:
-    """The same parts of all operands; None along the new axis."""
-    new = view.axis
-    return None if new == axis else ([axis - (axis > new) for _ in view.operands], _same_equation(view))
-
-
-def _part_of_contraction(view: Dot | Gather, axis: int) -> PartRule | None:
-    """Parts of the operands that have the axis; of a table, only those that are the same at each step."""
-    if isinstance(view, Gather) and (
-        view.dimension_numbers.operand_batching_dims or axis in view.dimension_numbers.offset_dims
-    ):
-        return None
-    contraction = contraction_of(view)
-    return contraction and (contraction.sources(axis), _same_equation(view))
+    None if entries along the axis mix.
+    """
+    shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
+    match view:
+        case Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
+            # What has one entry along the axis is read whole.
+            return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes], {}
+        case Broadcast() if len(shapes) == 1:
+            places = view.broadcast_dimensions
+            long = [i for i, place in enumerate(places) if place == axis and shapes[0][i] != 1]
+            return [long[0] if long else None], {"shape": _with_one(shape, axis)}
+        case Iota():
+            return [], {"shape": _with_one(shape, axis)}
+        case Reshape() if len(shapes) == 1 and view.dimensions is None:
+            before, new_sizes = math.prod(shape[:axis]), {"new_sizes": _with_one(shape, axis)}
+            for i, size in enumerate(shapes[0]):
+                if size == shape[axis] and math.prod(shapes[0][:i]) == before:
+                    return [i], new_sizes
+            return None  # it splits or merges the axis
+        case Squeeze():
+            return [[i for i in range(len(shapes[0])) if i not in view.dimensions][axis]], {}
+        case Reduce() if type(view) in (Reduce, ReduceSum):
+            return [[i for i in range(len(shapes[0])) if i not in view.axes][axis]], {}
+        case Transpose():
+            return [view.permutation[axis]], {}
+        case Slice() if shape[axis] == shapes[0][axis]:
+            return [axis], {"limit_indices": _with_one([limit for _, limit, _ in view.bounds], axis)}
+        case Concatenate() if view.dimension != axis:
+            return [axis for _ in shapes], {}
+        case Stack() if view.axis != axis:
+            return [axis - (axis > view.axis) for _ in shapes], {}
+        case Dot() | Gather():
+            contraction = contraction_of(view)
+            numbers = view.dimension_numbers if isinstance(view, Gather) else None
+            # Of a table only what is the same at each step can be read.
+            is_cut = numbers and (numbers.operand_batching_dims or axis in numbers.offset_dims)
+            return None if is_cut or contraction is None else (contraction.sources(axis), {})
+        case _:
+            return None
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
@@ -291,19 +252,3 @@ def _parts_in_body(
         return body_plan.run(i, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
     return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
-
-
-_RULES: dict[type[View], Callable[..., PartRule | None]] = {
-    Broadcast: _part_of_broadcast,
-    Iota: _part_of_iota,
-    Reshape: _part_of_reshape,
-    Squeeze: _part_of_squeeze,
-    Transpose: _part_of_transpose,
-    Slice: _part_of_slice,
-    Concatenate: _part_of_concatenate,
-    Dot: _part_of_contraction,
-    Gather: _part_of_contraction,
-    Stack: _part_of_stack,
-    Reduce: _part_of_reduction,
-    ReduceSum: _part_of_reduction,
-}

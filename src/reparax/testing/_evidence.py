@@ -1,22 +1,27 @@
-"""Tools of the laws: programs compiled once for all laws, comparisons, and errors."""
+"""Tools of the laws: programs compiled once for all laws, comparisons, errors, and files of all formats."""
 
 import functools
+import importlib.util
 import operator
+import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.tree_util import all_leaves
 
 from reparax.core.bound import apply_raw, init_all, mean_stages
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.leaf import Perturbation, Reparametrization
-from reparax.core.paths import PyTree, items, path_text
+from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
@@ -237,27 +242,67 @@ def comparable(w: Array) -> Array:
     return widened(w) if is_inexact(w) else w.astype(jnp.float32)
 
 
-def require(p: Parametrization, law: str, holds: object, otherwise: str) -> None:
-    """Raises an AssertionError that says ``otherwise``, unless the law holds."""
-    if not holds:
-        raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+@dataclass(frozen=True)
+class Case:
+    """A law of a parametrization: what it says of one chain, one tree and one key.
 
+    Attributes:
+      law: The name of the law, as errors say it.
+      p: The chain.
+      params: The model's parameters.
+      key: The key of all draws.
+    """
 
-def require_raises(p: Parametrization, law: str, call: Callable[[], object], otherwise: str) -> None:
-    """Requires that a call raises a ValueError or a TypeError; any other error breaks the law too."""
-    try:
-        call()
-    except (ValueError, TypeError):
-        return
-    except Exception as error:
-        raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}, and ends in a bare {error!r}.") from error
-    raise AssertionError(f"{p!r} breaks the law of {law}: {otherwise}.")
+    law: str
+    p: Parametrization
+    params: PyTree
+    key: Array
 
+    @functools.cached_property
+    def raw(self) -> PyTree:
+        """The raw tree of the parameters."""
+        return compiled_init(self.p, self.params, self.key)
 
-def require_close(p: Parametrization, law: str, actual: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
-    """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
-    for path, error in errors(actual, want):
-        require(p, law, error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+    @functools.cached_property
+    def moved(self) -> PyTree:
+        """A generic raw tree."""
+        return move_randomly(self.raw, self.key)
+
+    def of(self, stage: Parametrization) -> "Case":
+        """The same of one stage of the chain, which errors name."""
+        return replace(self, p=stage)
+
+    def require(self, holds: object, otherwise: str) -> None:
+        """Raises an AssertionError that says ``otherwise``, unless the law holds."""
+        if not holds:
+            raise self.error(otherwise)
+
+    def error(self, otherwise: str) -> AssertionError:
+        """The error for a law that does not hold."""
+        return AssertionError(f"{self.p!r} breaks the law of {self.law}: {otherwise}.")
+
+    def require_raises(self, call: Callable[[], object], otherwise: str) -> None:
+        """Requires that a call raises a ValueError or a TypeError; any other error breaks the law too."""
+        try:
+            call()
+        except (ValueError, TypeError):
+            return
+        except Exception as error:
+            raise self.error(f"{otherwise}, and ends in a bare {error!r}") from error
+        raise self.error(otherwise)
+
+    def require_close(self, actual: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
+        """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
+        for path, error in errors(actual, want):
+            self.require(error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+
+    def require_same_types(self, actual: PyTree, want: PyTree, who: str) -> None:
+        """Requires the same structure, and for each array the same shape, dtype and weak type."""
+        structure, expected = jax.tree.structure(actual), jax.tree.structure(want)
+        self.require(structure == expected, f"{who} gives {structure}, not {expected}")
+        for path, a, b in paired(actual, want):
+            actual_type, wanted_type = _describe_type(a), _describe_type(b)
+            self.require(actual_type == wanted_type, f"{who} makes {path!r} {actual_type}, but it was {wanted_type}")
 
 
 def is_close(actual: PyTree, want: PyTree, bound: float) -> bool:
@@ -267,7 +312,7 @@ def is_close(actual: PyTree, want: PyTree, bound: float) -> bool:
 
 def errors(actual: PyTree, want: PyTree) -> Iterator[tuple[str, float]]:
     """The path of each wanted array, and the largest difference from it in units of its largest entry."""
-    for (path, a), (_, b) in zip(named_arrays(actual), named_arrays(want), strict=True):
+    for path, a, b in paired(actual, want):
         x, y = (np.asarray(w).astype(complex) for w in (a, b))
         size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
         yield path, float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
@@ -276,6 +321,12 @@ def errors(actual: PyTree, want: PyTree) -> Iterator[tuple[str, float]]:
 def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:
     """The path and the array of each leaf."""
     return [(path_text(path), leaf) for path, leaf in items(tree)]
+
+
+def paired(tree: PyTree, other: PyTree) -> Iterator[tuple[str, Any, Any]]:
+    """The path of each leaf of a tree, the leaf, and the leaf of another tree in its place."""
+    leaves = zip(named_arrays(tree), named_arrays(other), strict=True)
+    return ((path, x, y) for (path, x), (_, y) in leaves)
 
 
 def rounding(*trees: PyTree) -> float:
@@ -301,15 +352,6 @@ def array_paths(tree: PyTree) -> list[str]:
 def named_types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
     """The path, the shape and the dtype of each leaf."""
     return [(path, w.shape, w.dtype) for path, w in named_arrays(tree)]
-
-
-def require_same_types(p: Parametrization, law: str, actual: PyTree, want: PyTree, who: str) -> None:
-    """Requires the same structure, and for each array the same shape, dtype and weak type."""
-    same_structure = jax.tree.structure(actual) == jax.tree.structure(want)
-    require(p, law, same_structure, f"{who} gives {jax.tree.structure(actual)}, not {jax.tree.structure(want)}")
-    for (path, a), (_, b) in zip(named_arrays(actual), named_arrays(want), strict=True):
-        actual_type, wanted_type = _describe_type(a), _describe_type(b)
-        require(p, law, actual_type == wanted_type, f"{who} makes {path!r} {actual_type}, but it was {wanted_type}")
 
 
 def _describe_type(w: Array) -> str:
@@ -425,3 +467,57 @@ def without_means(p: Parametrization) -> Parametrization:
     left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
     stages = [stage for stage, is_out in zip(stages_of(p), left_out, strict=True) if not is_out]
     return p if len(stages) == len(stages_of(p)) else functools.reduce(operator.rshift, stages, Chain())
+
+
+def by_pickle(raw: PyTree) -> PyTree:
+    """Pickle of numpy arrays."""
+    return pickle.loads(pickle.dumps(jax.tree.map(np.asarray, raw)))
+
+
+def by_flax(raw: PyTree) -> PyTree:
+    """Flax's msgpack bytes, with a target."""
+    from flax import serialization
+
+    return serialization.from_bytes(jax.tree.map(jnp.zeros_like, raw), serialization.to_bytes(raw))
+
+
+def by_orbax(raw: PyTree, *, alone: bool = False) -> PyTree:
+    """Orbax, with a template of shapes and dtypes, or without."""
+    import orbax.checkpoint as ocp
+
+    like = () if alone else (jax.tree.map(ocp.utils.to_shape_dtype_struct, raw),)
+    with tempfile.TemporaryDirectory() as folder, ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder) / "raw", raw)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(Path(folder) / "raw", *like)
+
+
+def by_safetensors(raw: PyTree) -> PyTree:
+    """Safetensors, flat, under the paths of the raw tree."""
+    from safetensors import numpy
+
+    paths, leaves, treedef = flatten_with_names(raw)
+    names = [path_text(path) or "." for path in paths]
+    arrays = numpy.load(numpy.save({name: np.asarray(w) for name, w in zip(names, leaves, strict=True)}))
+    return treedef.unflatten([arrays[name] for name in names])
+
+
+def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
+    """The formats whose library is installed and takes the dtypes of ``raw``."""
+    ways: dict[str, Callable[[PyTree], PyTree]] = {"pickle": by_pickle}
+    leaves = jax.tree.leaves(raw)
+    plain = all(issubclass(np.asarray(w).dtype.type, np.floating | np.integer) for w in leaves)
+    if importlib.util.find_spec("flax"):
+        ways["flax"] = by_flax
+    if importlib.util.find_spec("orbax"):
+        ways["orbax"] = by_orbax
+        if _is_of_dicts(raw):
+            ways["orbax without a template"] = partial(by_orbax, alone=True)
+    if importlib.util.find_spec("safetensors") and plain:
+        ways["safetensors"] = by_safetensors
+    return ways
+
+
+def _is_of_dicts(raw: PyTree) -> bool:
+    """Whether a file that knows no classes can hold the tree: boxes and modules come back as dicts."""
+    return all(map(_is_of_dicts, raw.values())) if isinstance(raw, dict) else all_leaves([raw])

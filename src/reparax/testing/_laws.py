@@ -1,14 +1,13 @@
 """The laws of parametrizations: run ``check_laws`` on your own stage.
 
-Each law is a function of a parametrization, a tree of arrays and a key. If the law is broken, it raises an
-``AssertionError`` with the stage, the path and the size of the deviation.
+A law that is broken raises an ``AssertionError`` with the stage, the path and the size of the deviation.
 """
 
 import copy
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,9 +26,9 @@ from reparax.core.paths import PyTree
 from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
-from reparax.testing import _formats
 from reparax.testing._evidence import (
     Alone,
+    Case,
     array_paths,
     batch_of_two,
     beside_another,
@@ -48,6 +47,7 @@ from reparax.testing._evidence import (
     equal,
     has_functions,
     in_double_precision,
+    installed_formats,
     is_close,
     keeps_precision,
     large,
@@ -56,11 +56,8 @@ from reparax.testing._evidence import (
     named_arrays,
     named_types,
     normal,
+    paired,
     picklable,
-    require,
-    require_close,
-    require_raises,
-    require_same_types,
     rounding,
     slope,
     stages_of,
@@ -72,33 +69,37 @@ from reparax.testing._evidence import (
 )
 from reparax.training import combine, partition
 
-Law = Callable[[Parametrization, PyTree, Array], None]
+LAWS: dict[str, Callable[[Case], None]] = {}
+"""The laws by their names, in the order in which they are checked."""
+
+
+def law(check: Callable[[Case], None]) -> Callable[[Case], None]:
+    """Adds a law to :data:`LAWS`."""
+    LAWS[check.__name__] = check
+    return check
 
 
 def check_laws(
-    p: Parametrization,
-    params: PyTree,
-    key: Array | None = None,
-    *,
-    laws: Iterable[Law] | None = None,
+    p: Parametrization, params: PyTree, key: Array | None = None, *, laws: Iterable[str] | None = None
 ) -> None:
     """Checks that ``p`` obeys the laws of parametrizations; use it to test your own stages.
 
-    The laws are about the right inverse, types, half precision, value semantics, JAX transformations, keys, means,
-    purity, gradients, ``update``, ``rebase``, ``transfer``, selection, checkpoints and plain trees. If the gradient of
-    your stage is not that of its formula, as for rounding, set ``straight_through = True``. If the mean of a random
-    stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not zero, because its
-    draws must differ.
+    If the gradient of your stage is not that of its formula, as for rounding, set ``straight_through = True``. If the
+    mean of a random stage is not the array itself, define ``mean_leaf``. Give a random stage a strength that is not
+    zero, because its draws must differ.
 
     Args:
       p: A stage or a chain.
       params: A tree of arrays that ``p`` takes, with generic values: not zero, not symmetric. Use small arrays: the
         laws draw a thousand times, and compile about ten programs.
       key: The key of all draws. Default: ``jax.random.key(0)``.
-      laws: Some of ``LAWS``. Default: all of them.
+      laws: The names of some laws, such as ``("gradients",)``. Default: all, which are ``right_inverse``, ``types``,
+        ``half_precision``, ``value_semantics``, ``transformations``, ``keys``, ``mean``, ``purity``, ``gradients``,
+        ``update``, ``rebase``, ``transfer``, ``chains``, ``selection``, ``checkpoints`` and ``plain_trees``.
 
     Raises:
       AssertionError: If a law is broken; the error says which, where and by how much.
+      ValueError: If there is no law of a name.
 
     Example:
       >>> import jax, reparax as rpx
@@ -106,11 +107,15 @@ def check_laws(
       >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), {"w": jax.random.normal(jax.random.key(1), (4, 3))})
     """
     require_chains("testing.check_laws(p, params)", p)
-    for law in LAWS if laws is None else laws:
-        law(p, params, jax.random.key(0) if key is None else key)
+    names = LAWS if laws is None else [laws] if isinstance(laws, str) else list(laws)
+    if unknown := [name for name in names if name not in LAWS]:
+        raise ValueError(f"check_laws got the law {unknown[0]!r}. Name some of {', '.join(map(repr, LAWS))}.")
+    for name in names:
+        LAWS[name](Case(name.replace("_", " "), p, params, jax.random.key(0) if key is None else key))
 
 
-def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def right_inverse(case: Case) -> None:
     """``fold(init(w)) == w``, up to rounding, where the start of each stage lies in the image of the stages before it.
 
     First, each stage must give back every array in its own image. A point of the image is found by changing the values
@@ -120,7 +125,8 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    raw, q = compiled_init(p, params, key), without_means(p)
+    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w"
+    raw, q = case.raw, without_means(p)
     point = compiled_fold(q, move_randomly(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
         point = compiled_fold(q, compiled_init(p, point, key))
@@ -128,58 +134,25 @@ def right_inverse(p: Parametrization, params: PyTree, key: Array) -> None:
     if len(q) > 1:
         starts, images = compiled_stages(q, point, key)
         for stage, (again, of_image) in zip(reversed(stages_of(q)), images, strict=True):
-            bound, otherwise = rounding(again, of_image), "apply(init(w)) is not w"
-            require_close(stage, "right inverse", again, of_image, bound, otherwise)
+            case.of(stage).require_close(again, of_image, rounding(again, of_image), otherwise)
     if all(is_close(again, start, rounding(again, start)) for again, start in starts):
         point_again = compiled_fold(q, compiled_init(p, point, key))
-        require_close(p, "right inverse", point_again, point, rounding(raw, point), "apply(init(w)) is not w")
+        case.require_close(point_again, point, rounding(raw, point), otherwise)
 
 
-def types_kept(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def types(case: Case) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
-    raw = compiled_init(p, params, key)
-    for effective in (jax.eval_shape(p.fold, raw), compiled_effective(p, raw, key)):
-        require(p, "types", array_paths(effective) == array_paths(params), "the effective tree has different paths")
-        for (path, actual), (_, want) in zip(named_arrays(effective), named_arrays(params), strict=True):
+    p, params = case.p, case.params
+    for effective in (jax.eval_shape(p.fold, case.raw), compiled_effective(p, case.raw, case.key)):
+        case.require(array_paths(effective) == array_paths(params), "the effective tree has different paths")
+        for path, actual, want in paired(effective, params):
             same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
-            require(
-                p, "types", same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}"
-            )
-    _require_shardings(p, params, key)
+            case.require(same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}")
+    _require_shardings(case)
 
 
-def half_precision(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Entries of some hundreds in float16, whose squares overflow, give the same results as in float32.
-
-    The tolerance is a quarter of the largest entry, because a rounded number may move by a step of a grid. Numbers that
-    float16 cannot hold are left out, and so are stages that do not take it; a stage that takes it and returns another
-    type breaks the law.
-    """
-    half = jax.tree.map(large, params)
-    try:
-        jax.eval_shape(partial(compiled_results, p), half, key)
-    except (ValueError, TypeError) as error:
-        require(p, "half precision", not _is_wrong_type(error), str(error).removesuffix("."))
-        return
-    narrow, wide = (compiled_results(p, tree, key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
-    for what in ("init", "fold", "apply", "the gradient", "update"):
-        for (path, actual), (_, want) in zip(named_arrays(narrow[what]), named_arrays(wide[what]), strict=True):
-            x, y = (np.asarray(w).astype(complex) for w in (actual, want))
-            size = float(np.max(np.abs(y), initial=0.0))
-            if size < float(jnp.finfo(jnp.float16).max):
-                near = what in ("init", "apply", "the gradient") or np.all(np.abs(x - y) <= size / 4)
-                largest = float(np.max(np.abs(x), initial=0.0))
-                text = f"{what} gives {largest:.3g} as the largest entry of {path!r}, but {size:.3g} in float32"
-                advice = "compute so, and cast the result back"
-                require(p, "half precision", np.all(np.isfinite(x)) and near, f"{text}; {advice}")
-
-
-def _is_wrong_type(error: BaseException | None) -> bool:
-    """Whether an error is a WrongType, or was raised because of one."""
-    return error is not None and (isinstance(error, WrongType) or _is_wrong_type(error.__cause__))
-
-
-def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
+def _require_shardings(case: Case) -> None:
     """An effective array keeps its sharding if a raw value of its path and shape has it."""
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
@@ -188,34 +161,65 @@ def _require_shardings(p: Parametrization, params: PyTree, key: Array) -> None:
         is_split = w.ndim > 0 and w.size > 0 and w.shape[0] % len(devices) == 0
         return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if is_split else PartitionSpec()))
 
-    placed_params = jax.tree.map(place, params)
-    raw = compiled_init(p, placed_params, key)
+    placed = jax.tree.map(place, case.params)
+    raw = compiled_init(case.p, placed, case.key)
     leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for (path, actual), (_, want) in zip(
-        named_arrays(compiled_effective(p, raw, key)), named_arrays(placed_params), strict=True
-    ):
+    for path, actual, want in paired(compiled_effective(case.p, raw, case.key), placed):
         source = sharding_of.get((path, want.shape))
-        follows = (
-            source is None or source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
-        )
-        require(p, "types", follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
+        follows = source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
+        case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
 
 
-def value_semantics(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def half_precision(case: Case) -> None:
+    """Entries of some hundreds in float16, whose squares overflow, give the same results as in float32.
+
+    The tolerance is a quarter of the largest entry, because a rounded number may move by a step of a grid. Numbers that
+    float16 cannot hold are left out, and so are stages that do not take it; a stage that takes it and returns another
+    type breaks the law.
+    """
+    half = jax.tree.map(large, case.params)
+    try:
+        jax.eval_shape(partial(compiled_results, case.p), half, case.key)
+    except (ValueError, TypeError) as error:
+        case.require(not _is_wrong_type(error), str(error).removesuffix("."))
+        return
+    narrow, wide = (compiled_results(case.p, tree, case.key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
+    for what in ("init", "fold", "apply", "the gradient", "update"):
+        for path, actual, want in paired(narrow[what], wide[what]):
+            x, y = (np.asarray(w).astype(complex) for w in (actual, want))
+            size = float(np.max(np.abs(y), initial=0.0))
+            if size < float(jnp.finfo(jnp.float16).max):
+                near = what in ("init", "apply", "the gradient") or np.all(np.abs(x - y) <= size / 4)
+                largest = float(np.max(np.abs(x), initial=0.0))
+                text = f"{what} gives {largest:.3g} as the largest entry of {path!r}, but {size:.3g} in float32"
+                case.require(np.all(np.isfinite(x)) and near, f"{text}; compute so, and cast the result back")
+
+
+def _is_wrong_type(error: BaseException | None) -> bool:
+    """Whether an error is a WrongType, or was raised because of one."""
+    return error is not None and (isinstance(error, WrongType) or _is_wrong_type(error.__cause__))
+
+
+@law
+def value_semantics(case: Case) -> None:
     """Copies are equal, have equal hashes and are traced only once; a parametrization has no leaves."""
-    twins = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
-    require(p, "value semantics", jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
+    p = case.p
+    copies = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
+    case.require(jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
     compiled_once = jax.jit(traces.append, static_argnums=0)
-    for twin in [p, *twins]:
-        require(p, "value semantics", twin == p and hash(twin) == hash(p), "a copy of it is not equal to it")
-        compiled_once(twin)
-    require(p, "value semantics", len(traces) == 1, f"{len(twins) + 1} equal builds were traced {len(traces)} times")
+    for each in [p, *copies]:
+        case.require(each == p and hash(each) == hash(p), "a copy of it is not equal to it")
+        compiled_once(each)
+    case.require(len(traces) == 1, f"{len(copies) + 1} equal builds were traced {len(traces)} times")
 
 
-def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
+    p, params, key = case.p, case.params, case.key
     raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
@@ -235,7 +239,7 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
 
     results = {
         "jit": compiled_apply(p, raw, key),
-        "jit of init": compiled_fold(p, compiled_init(p, params, key)),
+        "jit of init": compiled_fold(p, case.raw),
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
         **ways(batch_of_two(params), raw, batch_of_two(raw)),
     }
@@ -248,48 +252,45 @@ def transformations(p: Parametrization, params: PyTree, key: Array) -> None:
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }
     for way, actual in results.items():
-        want = eager.get(way, first_draw)
-        require_close(
-            p, "transformations", actual, want, rounding(raw, first_draw), f"{way} differs from eager evaluation"
-        )
-    abstract = jax.eval_shape(p.init, params, key)
-    same_types = named_types(abstract) == named_types(raw)
-    require(p, "transformations", same_types, "eval_shape of init gives different shapes or dtypes")
+        bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
+        case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
+    same_types = named_types(jax.eval_shape(p.init, params, key)) == named_types(raw)
+    case.require(same_types, "eval_shape of init gives different shapes or dtypes")
 
 
-def keys(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    raw, mean = compiled_init(p, params, key), p.deterministic
+    p, params, key, raw, mean = case.p, case.params, case.key, case.raw, case.p.deterministic
     draw = compiled_apply(p, raw, key)
     is_fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
-    require(p, "keys", is_fixed, "its deterministic chain is random")
-    require(p, "keys", equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
+    case.require(is_fixed, "its deterministic chain is random")
+    case.require(equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
     changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
     values = "the same values" if p.stochastic else "other values"
-    require(p, "keys", changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
+    case.require(changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
-        require_raises(p, "keys", lambda: p.apply(raw), "it draws without a key")
-        _require_independent(p, raw, key)
+        case.require_raises(lambda: p.apply(raw), "it draws without a key")
+        _require_independent(case)
     if p.stochastic and isinstance(params, dict):
         small, large = (p.init(tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
+
+        def same(a: PyTree, b: PyTree) -> bool:
+            return all(equal(a[name], b[name]) for name in params)
+
         # Where arrays are parametrized together, a new one may change what the others are without noise.
-        if _equal_in(params, p.fold(large), p.fold(small)):
-            same_draws = _equal_in(params, p.apply(large, key), p.apply(small, key))
-            require(p, "keys", same_draws, "the draws of old parameters change with a new one")
+        if same(p.fold(large), p.fold(small)):
+            same_draws = same(p.apply(large, key), p.apply(small, key))
+            case.require(same_draws, "the draws of old parameters change with a new one")
 
 
-def _equal_in(names: Iterable[str], a: Mapping[str, PyTree], b: Mapping[str, PyTree]) -> bool:
-    """Whether two trees hold the same under these names."""
-    return all(equal(a[name], b[name]) for name in names)
-
-
-def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
+def _require_independent(case: Case) -> None:
     """Noise on arrays of equal shape, each with raw values of its own, is uncorrelated up to sampling error.
 
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
-    tied_paths = {parameter_path(path) for path in empty_nodes(raw)}
-    many = jax.jit(jax.vmap(p.apply, in_axes=(None, 0)))(raw, jax.random.split(key, 128))
+    tied_paths = {parameter_path(path) for path in empty_nodes(case.raw)}
+    many = jax.jit(jax.vmap(case.p.apply, in_axes=(None, 0)))(case.raw, jax.random.split(case.key, 128))
     draws = {
         path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in named_arrays(many) if path not in tied_paths
     }
@@ -300,110 +301,99 @@ def _require_independent(p: Parametrization, raw: PyTree, key: Array) -> None:
             products = np.sum(x * np.conj(y), axis=1)
             correlation = abs(np.sum(products)) / (np.linalg.norm(x) * np.linalg.norm(y))
             within = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(128)
-            require(p, "keys", within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
+            case.require(within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
 
 
-def purity(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Inputs do not change, and random stages leave the raw tree unchanged."""
-    raw = compiled_init(p, params, key)
-    copies = jax.tree.map(np.array, params), jax.tree.map(np.array, raw)
-    originals = jax.tree.map(np.array, copies)
-    p.init(copies[0], key)
-    p.apply(copies[1], key)
-    update_raw(p, copies[1], key)
-    require(p, "purity", equal(originals, copies), "it changes its input")
-    require(
-        p,
-        "purity",
-        equal(compiled_init(p.deterministic, params, key), raw),
-        "its random stages change the raw tree",
-    )
-
-
-def mean(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def mean(case: Case) -> None:
     """The mean of each random stage equals its replacement in ``deterministic``.
 
     Each stage is tested alone, on the output of the earlier stages without noise, because noise before a nonlinear
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
     draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
     """
-    for i, stage in enumerate(stages_of(p)):
+    for i, stage in enumerate(stages_of(case.p)):
         if stage.stochastic:
-            _require_mean(stage, *deviations(Alone(p, i), compiled_init(p, params, key), jax.random.split(key, 1024)))
+            claimed, sums, squares = deviations(Alone(case.p, i), case.raw, jax.random.split(case.key, 1024))
+            for (path, m, total), (_, square) in zip(paired(claimed, sums), named_arrays(squares), strict=True):
+                off, error = deviation(np.asarray(total), np.asarray(square), 1024)
+                excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
+                worst = int(np.argmax(excess))
+                case.of(stage).require(
+                    excess[worst] <= 0,
+                    f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
+                    f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
+                    f"`deterministic`",
+                )
 
 
-def _require_mean(stage: Parametrization, claimed_mean: PyTree, sums: PyTree, squares: PyTree) -> None:
-    """Requires that the mean of 1024 draws is within six standard errors of the claimed one."""
-    for (path, m), (_, total), (_, square) in zip(
-        named_arrays(claimed_mean), named_arrays(sums), named_arrays(squares), strict=True
-    ):
-        off, error = deviation(np.asarray(total), np.asarray(square), 1024)
-        excess = np.abs(off) - 6 * error - rounding(claimed_mean) * np.max(np.abs(m), initial=0.0)
-        worst = int(np.argmax(excess))
-        require(
-            stage,
-            "mean",
-            excess[worst] <= 0,
-            f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
-            f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
-            f"`deterministic`",
-        )
+@law
+def purity(case: Case) -> None:
+    """Inputs do not change, and random stages leave the raw tree unchanged."""
+    p, key = case.p, case.key
+    copies = jax.tree.map(np.array, case.params), jax.tree.map(np.array, case.raw)
+    originals = jax.tree.map(np.array, copies)
+    p.init(copies[0], key)
+    p.apply(copies[1], key)
+    update_raw(p, copies[1], key)
+    case.require(equal(originals, copies), "it changes its input")
+    of_mean = compiled_init(p.deterministic, case.params, key)
+    case.require(equal(of_mean, case.raw), "its random stages change the raw tree")
 
 
-def gradients(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def gradients(case: Case) -> None:
     """Gradients agree with finite differences, are finite even for zeros, and are not all zero for any array.
 
     The last is tested at a generic point: at the start, a gradient may be zero because another factor is zero. Finite
     differences use double precision, or single if the stage takes no other. They are skipped for stages with
     ``straight_through = True``.
     """
-    name, start = "gradients", compiled_init(p, params, key)
+    p, params, key = case.p, case.params, case.key
     for where, point in {
-        "its start": start,
+        "its start": case.raw,
         "a row of zeros": compiled_init(p, jax.tree.map(clear_first_row, params), key),
         "zero": compiled_init(p, zeros_of(params), key),
     }.items():
         for path, g in named_arrays(slope(p, point, key)[1]):
-            require(p, name, np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
-    for path, g in named_arrays(slope(p, move_randomly(start, key), key)[1]):
-        require(p, name, g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
-    if not p.straight_through:
-        _require_finite_differences(p, params, key)
-
-
-def _require_finite_differences(p: Parametrization, params: PyTree, key: Array) -> None:
-    """Requires that gradients agree with finite differences, in float64 if the stage keeps it."""
+            case.require(np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
+    for path, g in named_arrays(slope(p, case.moved, key)[1]):
+        case.require(g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
+    if p.straight_through:
+        return
     with jax.enable_x64():
-        double = jax.tree.map(in_double_precision, params)
-        if keeps_precision(p, double, key, 64):
-            _require_slope(p, double, key, step=1e-6, bound=1e-6)
+        double = replace(case, params=jax.tree.map(in_double_precision, params))
+        if keeps_precision(p, double.params, key, 64):
+            _require_slope(double, step=1e-6, bound=1e-6)
             return
     if keeps_precision(p, params, key, 32):
-        _require_slope(p, params, key, step=1e-2, bound=1e-2)
+        _require_slope(case, step=1e-2, bound=1e-2)
 
 
-def _require_slope(p: Parametrization, params: PyTree, key: Array, step: float, bound: float) -> None:
+def _require_slope(case: Case, step: float, bound: float) -> None:
     """Requires that the gradient in a random direction is a central difference with this step."""
-    moving, still = trainable(move_randomly(compiled_init(p, params, key), key))
+    p, key = case.p, case.key
+    moving, still = trainable(case.moved)
     direction = normal(moving, jax.random.fold_in(key, 1))
     ahead, behind = (slope(p, combine(move_along(moving, direction, t), still), key)[0] for t in (step, -step))
     difference = (float(ahead) - float(behind)) / (2 * step)
-    pairs = zip(named_arrays(slope(p, combine(moving, still), key)[1]), named_arrays(direction), strict=True)
-    gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for (_, g), (_, d) in pairs))
+    pairs = paired(slope(p, combine(moving, still), key)[1], direction)
+    gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for _, g, d in pairs))
     holds = abs(gradient - difference) < bound * (1 + abs(difference))
     advice = "if that is intended, set `straight_through = True`"
     # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
     double = any(x.dtype == np.float64 for _, x in named_arrays(moving))
     if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, still), key)):
         advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
-    require(p, "gradients", holds, f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient; {advice}")
+    case.require(holds, f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient; {advice}")
 
 
-def update(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def update(case: Case) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
-    raw = move_randomly(compiled_init(p, params, key), key)
+    p, key, raw = case.p, case.key, case.moved
     first_result, second_result = update_raw(p, raw, key), update_raw(p, raw, key)
-    require(p, "update", equal(first_result, second_result), "the same raw tree and key give different results")
+    case.require(equal(first_result, second_result), "the same raw tree and key give different results")
     compiled_step = partial(compiled_update, p, key=key)
     ways = {
         "it": lambda: first_result,
@@ -412,57 +402,50 @@ def update(p: Parametrization, params: PyTree, key: Array) -> None:
     }
     for who, step in ways.items():  # in order, because a stage cannot read the result of a wrong update
         actual = step()
-        require_same_types(p, "update", actual, raw, who)
-        if any(stage.moves_weights for stage in stages_of(p)):
-            continue
-        for (path, w), (_, old) in zip(
-            named_arrays(partition(actual)[0]), named_arrays(partition(raw)[0]), strict=True
-        ):
-            require(p, "update", equal(w, old), f"{who} changes the free value {path!r}")
+        case.require_same_types(actual, raw, who)
+        if not any(stage.moves_weights for stage in stages_of(p)):
+            for path, w, old in paired(partition(actual)[0], partition(raw)[0]):
+                case.require(equal(w, old), f"{who} changes the free value {path!r}")
 
 
-def rebase(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def rebase(case: Case) -> None:
     """``rebase`` keeps the effective tree, up to rounding, and the types of the raw tree."""
-    raw = move_randomly(compiled_init(p, params, key), key)
-    rebased = compiled_rebase(p, raw)
-    require_same_types(p, "rebase", rebased, raw, "it")
-    effective = compiled_fold(p, raw)
-    require_close(
-        p, "rebase", compiled_fold(p, rebased), effective, rounding(raw, effective), "the effective tree differs"
-    )
+    rebased, effective = compiled_rebase(case.p, case.moved), compiled_fold(case.p, case.moved)
+    case.require_same_types(rebased, case.moved, "it")
+    bound = rounding(case.moved, effective)
+    case.require_close(compiled_fold(case.p, rebased), effective, bound, "the effective tree differs")
 
 
-def transfers(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def transfer(case: Case) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
-    raw = move_randomly(compiled_init(p, params, key), key)
-    actual = compiled_transfer(p, raw)
-    require(p, "transfer", array_paths(actual) == array_paths(raw), "`transfer(p, p, raw)` has different paths")
-    for (path, w), (_, old) in zip(named_arrays(actual), named_arrays(raw), strict=True):
-        require(p, "transfer", equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
+    actual = compiled_transfer(case.p, case.moved)
+    case.require(array_paths(actual) == array_paths(case.moved), "`transfer(p, p, raw)` has different paths")
+    for path, w, old in paired(actual, case.moved):
+        case.require(equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
 
 
-def in_chains(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def chains(case: Case) -> None:
     """Before and after another stage, it gives the same results as alone, even after an update.
 
     The other stage is twice its raw value. Behind it, the stage has raw values that the other one computes; before it,
     the stage sees raw values of the other in place of arrays. Its draws are the same.
     """
     try:
-        results = beside_another(p, params, key)
+        results = beside_another(case.p, case.params, case.key)
     except Exception as error:
         text = f"beside another stage it fails: {type(error).__name__}: {error}"
-        raise AssertionError(f"{p!r} breaks the law of chains: {text}") from error
+        raise case.error(text.removesuffix(".")) from error
     for place, (actual, want) in results.items():
-        require(
-            p,
-            "chains",
-            array_paths(actual) == array_paths(want),
-            f"{place} another stage the effective tree has other paths",
-        )
-        require_close(p, "chains", actual, want, rounding(want), f"{place} another stage it gives another array")
+        other_paths = f"{place} another stage the effective tree has other paths"
+        case.require(array_paths(actual) == array_paths(want), other_paths)
+        case.require_close(actual, want, rounding(want), f"{place} another stage it gives another array")
 
 
-def selection(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def selection(case: Case) -> None:
     """A selection that matches nothing is an error, in every form of ``where``."""
     name = "no such path"
 
@@ -470,66 +453,41 @@ def selection(p: Parametrization, params: PyTree, key: Array) -> None:
         del path, array
         return False
 
-    for stage in stages_of(p):
+    for stage in stages_of(case.p):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
             for where in (name, none, selected({name: True}), all_but(name)):
-                alone = replace(stage, where=where)
-                text = f"init takes {code(where)} as where, which matches nothing"
-                require_raises(p, "selection", lambda alone=alone: alone.init(params, key), text)
+                init = partial(replace(stage, where=where).init, case.params, case.key)
+                case.require_raises(init, f"init takes {code(where)} as where, which matches nothing")
 
 
-def checkpoints(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def checkpoints(case: Case) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
-    raw, name = compiled_init(p, params, key), "checkpoints"
-    for way, there_and_back in _formats.installed_formats(raw).items():
+    p, params, raw = case.p, case.params, case.raw
+    for way, there_and_back in installed_formats(raw).items():
         raw_again = there_and_back(raw)
-        require(p, name, equal(raw_again, raw), f"{way} returns a different raw tree")
+        case.require(equal(raw_again, raw), f"{way} returns a different raw tree")
         p.check(raw_again, like=params)
     if not has_functions(p):
-        require(p, name, from_json(p.to_json()) == p, "to_json and from_json return a different one")
+        case.require(from_json(p.to_json()) == p, "to_json and from_json return a different one")
     leaves, treedef = jax.tree.flatten(raw)
     for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
         i = turn % len(leaves)
         other_dtype = np.int16 if leaves[i].dtype == np.int8 else np.int8
         wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other_dtype))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
-        require_raises(p, name, lambda spoilt=spoilt: p.check(spoilt, like=params), "check accepts a wrong tree")
+        case.require_raises(partial(p.check, spoilt, like=params), "check accepts a wrong tree")
     if array_paths(raw) != array_paths(params):
-        require_raises(p, name, lambda: p.apply(params, key), "apply accepts a tree that never went through init")
-        require_raises(p, name, lambda: p.init(raw, key), "init accepts a raw tree")
-        require_raises(p, name, lambda: Chain().apply(raw), "another chain accepts its raw tree")
+        never = "apply accepts a tree that never went through init"
+        case.require_raises(lambda: p.apply(params, case.key), never)
+        case.require_raises(lambda: p.init(raw, case.key), "init accepts a raw tree")
+        case.require_raises(lambda: Chain().apply(raw), "another chain accepts its raw tree")
 
 
-def plain_trees(p: Parametrization, params: PyTree, key: Array) -> None:
+@law
+def plain_trees(case: Case) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
-    effective = p.fold(compiled_init(p, params, key))
-    same_structure = jax.tree.structure(effective) == jax.tree.structure(params)
-    require(
-        p,
-        "plain trees",
-        same_structure,
-        f"fold gives {jax.tree.structure(effective)}, not {jax.tree.structure(params)}",
-    )
-    require(
-        p, "plain trees", all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array"
-    )
-
-
-LAWS: tuple[Law, ...] = (
-    right_inverse,
-    types_kept,
-    half_precision,
-    value_semantics,
-    transformations,
-    keys,
-    mean,
-    purity,
-    gradients,
-    update,
-    rebase,
-    transfers,
-    in_chains,
-    selection,
-    checkpoints,
-    plain_trees,
-)
+    effective = case.p.fold(case.raw)
+    structure, expected = jax.tree.structure(effective), jax.tree.structure(case.params)
+    case.require(structure == expected, f"fold gives {structure}, not {expected}")
+    case.require(all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array")

@@ -62,28 +62,30 @@ class Noisy:
     @classmethod
     def of(cls, x: Sum) -> Noisy | None:
         """The parts of a sum; None if its entries are not independent."""
-        products_with_draws = [
-            (product, [factor for factor in product.factors if factor.draw is not None]) for product in x.products
-        ]
-        noise = [(product, draws) for product, draws in products_with_draws if draws]
-        names = {draws[0].draw for _, draws in noise}
-        if not noise or not all(_is_entrywise(*product) for product in noise) or len(names) < len(noise):
+        noisy_products = [product for product in x.products if _draws(product)]
+        noise = [(product, draw) for product in noisy_products for draw in _draws(product)]
+        n_draws = len({draw.draw for _, draw in noise})
+        if not noise or not len(noisy_products) == len(noise) == n_draws or not all(map(_is_entrywise, noisy_products)):
             return None
         dtype = _wide(x.dtype)
+        std = tuple(_without_draw(product, draw, dtype) for product, draw in noise)
         return cls(
-            replace(x, products=tuple(product for product, draws in products_with_draws if not draws)),
-            replace(
-                x, products=tuple(_without_draw(product, draws[0], dtype) for product, draws in noise), dtype=dtype
-            ),
-            noise[0][1][0].key,
-            any(_long_labels(draws[0].labels) != _long_labels(_all_labels(product)) for product, draws in noise),
+            replace(x, products=tuple(product for product in x.products if not _draws(product))),
+            replace(x, products=std, dtype=dtype),
+            noise[0][1].key,
+            any(_long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in noise),
         )
 
 
-def _is_entrywise(product: Product, draws: Sequence[Factor]) -> bool:
-    """Whether each entry of a product has one number of one draw."""
+def _draws(product: Product) -> list[Factor]:
+    """The factors of a product that are draws."""
+    return [factor for factor in product.factors if factor.draw is not None]
+
+
+def _is_entrywise(product: Product) -> bool:
+    """Whether each entry of a product is made of the same entries of its factors, so that it has one number of each."""
     flat = _all_labels(product)
-    return len(draws) == 1 and _long_labels(product.labels) <= set(flat) and len(set(flat)) == len(flat)
+    return _long_labels(product.labels) <= set(flat) and len(set(flat)) == len(flat)
 
 
 def _all_labels(product: Product) -> list[Label]:
@@ -98,32 +100,23 @@ def _long_labels(labels: Iterable[Label]) -> set[Label]:
 
 def _without_draw(product: Product, draw: Factor, dtype: Any) -> Product:
     """A product without its draw."""
-    other_factors = [
-        replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw
-    ]
-    return replace(product, factors=tuple(other_factors or [Factor(jnp.ones((), dtype), (), still=True)]))
+    others = [replace(factor, array=factor.array.astype(dtype)) for factor in product.factors if factor is not draw]
+    return replace(product, factors=tuple(others or [Factor(jnp.ones((), dtype), (), still=True)]))
 
 
 Noise = Callable[[Any, Array], Array]
 """Adds noise to the mean of a result, drawn with a key."""
 
-Rule = Callable[[Any, Sequence[Any], int, Noisy], Noise | None]
-"""The noise of the result of an equation, from its view, its operands and the weight's place in them, or None."""
 
-
-def mean_and_noise(
-    eqn: JaxprEqn, args: Sequence[Any], weight_operand: int, weight: Noisy
-) -> tuple[Array, Noise] | None:
+def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> tuple[Array, Noise] | None:
     """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
-    view = view_of(eqn)
-    rule = _RULES.get(type(view))
-    if rule is None or not jnp.issubdtype(view.type.dtype, jnp.floating):
+    view, args = operation.view, operation.args
+    data = () if isinstance(view, Add | Subtract) else (*args[:weight_operand], *args[weight_operand + 1 :])
+    if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
-    noise = rule(view, args, weight_operand, weight)
-    return noise and (
-        widened(view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])),
-        noise,
-    )
+    mean = view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])
+    std = replace(weight.std, products=tuple(map(with_numbers, weight.std.products)), root=None)
+    return widened(mean), partial(_add_noise, view, weight_operand, data, std)
 
 
 def array_of(x: Sum) -> Array:
@@ -149,24 +142,21 @@ def _square_factors(x: Sum) -> Sum:
     return replace(x, products=products)
 
 
-def _noise_adder(variance: Callable[..., Any], x: Any, std: Sum, *settings: Any) -> Noise:
-    """What adds noise with a variance computed from data, squared ``std`` and settings; traced once for equal types."""
-    numbered_std = replace(std, products=tuple(map(with_numbers, std.products)), root=None)
-    return partial(_add_noise, variance, settings, x, numbered_std)
-
-
 @partial(jax.jit, static_argnums=(0, 1))
-def _add_noise(variance: Callable[..., Any], settings: tuple[Any, ...], x: Any, std: Sum, key: Any, mean: Array) -> Any:
-    """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key."""
+def _add_noise(view: View, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array) -> Any:
+    """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key.
 
-    def noise(x: Any, std: Sum, key: Any) -> Array:
-        squares = variance(x, _square_factors(std), *settings)
+    JAX traces it once for equal equations and types.
+    """
+
+    def noise(data: Sequence[Any], std: Sum, key: Any) -> Array:
+        squares = _variance(view, weight_operand, data, _square_factors(std))
         # Its cotangent holds the draw, and if deviations have entries, gradients of these and of the data read it.
         squares = pull_back_once(squares) if any(product.labels for product in std.products) else squares
         return _scale_noise(squares.astype(mean.dtype), random.normal(key, mean))
 
     # Not ``jax.checkpoint``: on a CPU, XLA finds what it computes again to be what the forward pass has computed.
-    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(x, std, key))
+    return compute_once(mean + remat(noise, argnums=(0, 1, 2))(data, std, key))
 
 
 @jax.custom_jvp
@@ -193,41 +183,56 @@ def _square(x: Any) -> Array:
     return jnp.square(widened(x))
 
 
-def _noise_of_dot(view: Dot | RaggedDot, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a product of matrices, also of groups of rows, each with a matrix of its own."""
-    if weight.entries_may_repeat or weight_operand == 2 or (isinstance(view, RaggedDot) and not view.is_whole):
-        return None
-    data = (args[1 - weight_operand], *args[2:])
-    if _products_with_data(data, weight.std, weight_operand, view) is None:
-        return None
-    return _noise_adder(_variance_of_dot, data, weight.std, weight_operand, view)
+def _is_linear(view: View, weight_operand: int, data: Sequence[Any], weight: Noisy) -> bool:
+    """Whether an equation is linear in a weight, and each entry of it meets the rows of data in its own way."""
+    match view:
+        case Add() | Subtract() | Multiply():
+            return True
+        case Divide():
+            return weight_operand == 0
+        case Gather():
+            return weight_operand == 0 and not weight.entries_may_repeat
+        case Conv():
+            return weight_operand == 1 and not weight.entries_may_repeat and view.batch_group_count == 1
+        case Dot() | RaggedDot():
+            is_whole = not isinstance(view, RaggedDot) or (view.is_whole and weight_operand < 2)
+            is_whole = is_whole and not weight.entries_may_repeat
+            return is_whole and _products_with_data(view, weight_operand, data, weight.std) is not None
+        case _:
+            return False
 
 
 def _products_with_data(
-    data: Sequence[Any], squares: Sum, weight_operand: int, view: Dot | RaggedDot
+    view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], squares: Sum
 ) -> list[Product] | None:
-    """The products of data, with sizes of groups of rows, and a weight, which is the operand ``weight_operand``."""
+    """The products of data, with sizes of groups of rows, and a weight."""
     x, *sizes = data
     pairs = [(Product.of(x, still=False), product) for product in squares.products]
     return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
-def _variance_of_dot(data: Sequence[Any], squares: Sum, weight_operand: int, view: Dot | RaggedDot) -> Any:
-    """The variance of a product of matrices, from data and squared standard deviations."""
-    how = How(squares.dtype, squares.dtype, _precision(view))
-    products = _products_with_data((_square(data[0]), *data[1:]), squares, weight_operand, view)
-    return array_of_products(products or [], view.type.shape, how)
+def _variance(view: View, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
+    """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
+    match view:
+        case Dot() | RaggedDot():
+            data, how = (_square(data[0]), *data[1:]), How(squares.dtype, squares.dtype, _precision(view))
+            products = _products_with_data(view, weight_operand, data, squares)
+            return array_of_products(products or [], view.type.shape, how)
+        case Conv():
+            return _variance_of_convolution(view, data[0], squares)
+        case Gather():  # where there is no row, there is no noise
+            new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
+            return view.bind(array_of(squares), data[0], **new_params)
+        case Multiply():
+            return _square(data[0]) * array_of(squares)
+        case Divide():
+            return array_of(squares) / _square(data[0])
+        case _:
+            return array_of(squares)
 
 
-def _noise_of_convolution(view: Conv, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a convolution; None if the weight is not its kernel, has equal entries, or batches are in groups."""
-    if weight_operand != 1 or weight.entries_may_repeat or view.batch_group_count != 1:
-        return None
-    return _noise_adder(_variance_of_convolution, args[0], weight.std, view)
-
-
-def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
-    """The variance of a convolution, from data and squared standard deviations, for one channel if all are alike."""
+def _variance_of_convolution(view: Conv, x: Any, squares: Sum) -> Any:
+    """The variance of a convolution, for one channel if all are alike."""
     numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
     same_for_channels = not any(product.labels.intersection(product.axes[channels]) for product in squares.products)
@@ -235,63 +240,6 @@ def _variance_of_convolution(x: Any, squares: Sum, view: Conv) -> Any:
     kernel = lax.slice_in_dim(array_of(squares), 0, n, axis=channels)
     settings = {"precision": _precision(view), "preferred_element_type": squares.dtype}
     return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
-
-
-def _noise_of_gather(view: Gather, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of rows that are looked up."""
-    return (
-        None
-        if weight_operand != 0 or weight.entries_may_repeat
-        else _noise_adder(_variance_of_rows, args[1], weight.std, view)
-    )
-
-
-def _variance_of_rows(places: Any, squares: Sum, view: Gather) -> Any:
-    """The variance of rows at these places; where there is no row, there is no noise."""
-    new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
-    return view.bind(array_of(squares), places, **new_params)
-
-
-def _noise_of_multiple(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a weight times data."""
-    return _noise_adder(_variance_of_multiple, args[1 - weight_operand], weight.std)
-
-
-def _noise_of_quotient(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a weight over data."""
-    return None if weight_operand == 1 else _noise_adder(_variance_of_quotient, args[1], weight.std)
-
-
-def _noise_of_sum(_view: View, args: Sequence[Any], weight_operand: int, weight: Noisy) -> Noise | None:
-    """The noise of a weight plus data, which is that of the weight."""
-    return _noise_adder(_variance_of_weight, None, weight.std)
-
-
-def _variance_of_multiple(x: Any, squares: Sum) -> Any:
-    """The variance of a weight times data, from data and squared standard deviations."""
-    return _square(x) * array_of(squares)
-
-
-def _variance_of_quotient(x: Any, squares: Sum) -> Any:
-    """The variance of a weight over data, from data and squared standard deviations."""
-    return array_of(squares) / _square(x)
-
-
-def _variance_of_weight(_: None, squares: Sum) -> Any:
-    """The variance of a weight."""
-    return array_of(squares)
-
-
-_RULES: dict[type[View], Rule] = {
-    Dot: _noise_of_dot,
-    RaggedDot: _noise_of_dot,
-    Conv: _noise_of_convolution,
-    Gather: _noise_of_gather,
-    Multiply: _noise_of_multiple,
-    Divide: _noise_of_quotient,
-    Add: _noise_of_sum,
-    Subtract: _noise_of_sum,
-}
 
 
 @dataclass(frozen=True)
@@ -378,7 +326,7 @@ class Drawing:
         eqn, args = operation.eqn, operation.args
         (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
         weight = Noisy.of(args[i])
-        mean_with_noise = weight and mean_and_noise(eqn, args, i, weight)
+        mean_with_noise = weight and mean_and_noise(operation, i, weight)
         if weight is None or mean_with_noise is None:
             return None
         (number,), (mean, noise) = self.state, mean_with_noise

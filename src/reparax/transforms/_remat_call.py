@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Jaxpr, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from reparax.numerics.series import has_series
+from reparax.numerics.tie import has_series
 from reparax.programs import jaxprs
 from reparax.programs.dependence import Flags
 

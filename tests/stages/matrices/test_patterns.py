@@ -12,7 +12,7 @@ from errors import table
 from grids import mostly_thorough
 
 import reparax as rpx
-from reparax.testing import check_laws, plain_trees, right_inverse, types_kept
+from reparax.testing import check_laws
 
 
 def normal(*shape, seed=0):
@@ -91,7 +91,7 @@ def test_half_precision_is_as_near_as_rounding_to_it(stage, shape, made):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(w, np.float32))
 
 
-@pytest.mark.parametrize("law", mostly_thorough((right_inverse, types_kept, plain_trees), right_inverse, types_kept))
+@pytest.mark.parametrize("law", mostly_thorough(("right_inverse", "types", "plain_trees"), "right_inverse", "types"))
 def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(law, key):
     p = (
         rpx.matrices.Diagonal(where="square")

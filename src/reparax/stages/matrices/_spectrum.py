@@ -16,17 +16,17 @@ from reparax.core.fields import argument
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_known_number, check_positive_whole, check_two, check_whole
-from reparax.numerics.arithmetic import softplus_inverse, widened
-from reparax.numerics.inlined import inlined
-from reparax.numerics.lengths import is_zero, unit
+from reparax.numerics.arithmetic import inlined, softplus_inverse, widened
 from reparax.numerics.linalg import (
     adjoint,
     as_blocks,
+    is_zero,
     not_square_error,
     polar,
     product,
     rank_error,
     resolution,
+    unit,
     why_not_divisible,
     without_reflection,
 )

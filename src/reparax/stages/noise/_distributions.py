@@ -21,8 +21,7 @@ from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names
 from reparax.core.usage import shows_usage
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, one_of
-from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 
 class Gaussian(Reparametrization):

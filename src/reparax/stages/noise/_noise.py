@@ -17,7 +17,7 @@ from reparax.core.fields import Number, argument, per_array
 from reparax.core.leaf import Perturbation
 from reparax.numerics.arguments import check_number, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.lengths import norm
+from reparax.numerics.linalg import norm
 
 
 class _Drawn(Perturbation):

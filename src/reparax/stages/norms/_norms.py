@@ -17,7 +17,7 @@ from reparax.core.roles import OUTPUTS, VECTORS
 from reparax.core.values import Values, aux, main
 from reparax.numerics.arguments import check_flag, check_positive_number
 from reparax.numerics.arithmetic import scalar, widened
-from reparax.numerics.lengths import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
+from reparax.numerics.linalg import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
 
 
 class WeightNorm(Reparametrization):

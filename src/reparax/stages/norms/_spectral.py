@@ -18,7 +18,7 @@ from reparax.core.matrices import MatrixAxes, merge_axes
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole, is_whole, optional
 from reparax.numerics.arithmetic import widened
-from reparax.numerics.lengths import inverse, unit
+from reparax.numerics.linalg import inverse, unit
 
 Padding = str | int | tuple[tuple[int, int], ...]
 Sizes = int | tuple[int, ...]

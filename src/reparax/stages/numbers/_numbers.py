@@ -19,8 +19,7 @@ from reparax.core.leaf import Reparametrization
 from reparax.core.roles import VECTORS
 from reparax.core.values import Values, main
 from reparax.numerics.arguments import check_function, check_number, one_of
-from reparax.numerics.arithmetic import scalar, softplus_inverse, widened
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 Function = Callable[[Array], Array]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined
 
 
 def group_of_codes(bits: int) -> tuple[int, int]:

@@ -18,8 +18,7 @@ from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
 from reparax.numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
-from reparax.numerics.arithmetic import widened
-from reparax.numerics.inlined import inlined
+from reparax.numerics.arithmetic import inlined, widened
 from reparax.stages.quantized._formats import (
     FORMATS,
     ROUNDED,

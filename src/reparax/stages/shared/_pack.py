@@ -96,7 +96,9 @@ class _Rearranged(Parametrization):
             if method != "init":
                 with locate_errors(who_here):
                     for place in arrays.values():
-                        if nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None:  # as some formats store it
+                        if (
+                            nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None
+                        ):  # as some formats store it
                             tree.values_of(nodes[place])
                 values = {path: nodes[place].values for path, place in arrays.items()}
                 marked = {path: (*place, nodes[place].mark) for path, place in arrays.items()}

@@ -33,7 +33,7 @@ from reparax.core.roles import INPUTS
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_number, check_whole, is_whole, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
-from reparax.numerics.lengths import scale
+from reparax.numerics.linalg import scale
 from reparax.numerics.select import largest, largest_of_all
 
 
