@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -604,7 +605,7 @@ class GlobalMagnitudePruning(Joint):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
-    arrays: ClassVar[None] = None
+    arrays: None = field(default=None, init=False, repr=False)
     sparsity: Number = argument(optional(check_shares), default=None)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 
