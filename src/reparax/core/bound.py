@@ -19,7 +19,7 @@ from jax import Array
 
 from reparax.core.axes import map_stacked, stacked_sizes
 from reparax.core.boxes import gather_boxes
-from reparax.core.calls import Call, call_name, require_no_references
+from reparax.core.calls import CallName, call_name, require_no_references
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys, draw_for_bounds, split_key
 from reparax.core.origins import Origins, compose_origins, keep_origins
@@ -66,7 +66,7 @@ class Bound:
     """
 
     stage: Any
-    who: Call
+    who: CallName
     arrays: Mapping[str, Names]
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
@@ -254,7 +254,7 @@ def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[B
 def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
-        if not stage.advances:
+        if not stage.has_update:
             continue
         own, reads = stage._own, stage._own.update_reads
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
@@ -326,17 +326,17 @@ def _match_grads(who: str, paths: list[str], effective_leaves: list[Any], grads:
     return [grad_at(path, w) for path, w in zip(paths, effective_leaves, strict=True)]
 
 
-def rebase_all(stages: Stages, tree: Flat) -> Flat:
+def update_all_bases(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
-        if stage._own._does("rebase"):
+        if stage._own._does("update_base"):
             effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
             arrays = dict(effective.arrays)
-            for bound in stage._bind("rebase", effective):
+            for bound in stage._bind("update_base", effective):
                 types_of(bound, effective)
                 with locate_errors(bound.who):
-                    arrays |= _by_place(bound, bound.stage._rebase_at(bound, bound.read(effective.arrays)))
-            tree = graft("rebase", tree, effective, effective.with_arrays(arrays), free=True)
+                    arrays |= _by_place(bound, bound.stage._update_base_at(bound, bound.read(effective.arrays)))
+            tree = graft("update_base", tree, effective, effective.with_arrays(arrays), free=True)
     return tree
 
 

@@ -127,12 +127,12 @@ class Parametrized(nnx.Module):
         _check_model(model, variable, raw)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
-            key = start_key(p, start and start() if p.random_start else None, _WITH_RNGS)
+            key = start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
             made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
             stored = _outputs(lambda tree: _with_types_by_training(require_made_by(p, tree), variable), raw)
             made = _moved_to(model, raw, stored)
-        self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
+        self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
         self.raw = nnx.data(
             _rebuilt(model, made, {}, anew=True)
