@@ -170,17 +170,8 @@ def lower(i, j):
     return jnp.where(i >= j, i * (i + 1) // 2 + j, -1)
 
 
-def strictly_lower(i, j):
-    return jnp.where(i > j, i * (i - 1) // 2 + j, -1)
-
-
 def symmetric(i, j):
     return lower(jnp.maximum(i, j), jnp.minimum(i, j))
-
-
-def skew(x):
-    half = entries(strictly_lower, 3)(x)
-    return half - half.T
 
 
 def cholesky_factor(x):

@@ -16,7 +16,7 @@ Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class RematCall:
     """A program without constants.
 
     Attributes:
@@ -69,7 +69,7 @@ class CallPrimitive:
             used_outputs, arguments[-1]
         )
 
-    def __call__(self, call: Call, args: Sequence[Any]) -> list[Any]:
+    def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
         """The outputs of a call, as one equation."""
         return self.primitive.bind(*args, **_params(call))
 
@@ -97,7 +97,9 @@ class _Primitive(Primitive):
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         n_new = len(operands) - len(params["known_inputs"])
         known_inputs = [*(True for _ in consts), *(False for _ in range(n_new)), *params["known_inputs"]]
-        return self.bind(*consts, *operands, **_params(Call(program, known_inputs, keeps_masks=params["keeps_masks"])))
+        return self.bind(
+            *consts, *operands, **_params(RematCall(program, known_inputs, keeps_masks=params["keeps_masks"]))
+        )
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
@@ -113,12 +115,12 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(call))
 
 
-def _params(call: Call) -> dict[str, Any]:
+def _params(call: RematCall) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
     settings = {"known_inputs": tuple(call.known_inputs), "n_dots": call.n_dots, "keeps_masks": call.keeps_masks}
     return {jaxprs.PROGRAM: call.program, **settings}
 
 
-def call_of(params: Any) -> Call:
+def call_of(params: Any) -> RematCall:
     """The call that parameters of an equation hold."""
-    return Call(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
+    return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
