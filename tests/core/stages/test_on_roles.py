@@ -247,7 +247,8 @@ def test_what_the_network_does_not_say_is_asked_for():
     with raises(
         ValueError,
         f"WeightNorm(where='embed').with_axes at 'embed': the network uses it in several ways (inputs (0,) and outputs "
-        f"(1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by number, or leave it "
+        f"(1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by "
+        f"number, or leave it "
         f"out with `where`.",
     ):
         rpx.WeightNorm(where="embed").with_axes(found)
@@ -279,7 +280,8 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
     p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
     with raises(
         ValueError,
-        f"{p!r}.on: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), 'out': ()}}. Stack them "
+        f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
+        f"'out': ()}}. Stack them "
         f"along the same axes, or leave some layers out with the expressions.",
     ):
         p.with_axes(ROLES)
