@@ -154,7 +154,8 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
         tensors = _orthogonal_to_torch(stage, values, entry, with_base=with_base)
     else:
         tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
-    return {name: _cast(x, entry.dtype) for name, x in tensors.items()}
+    real = jnp.finfo(entry.dtype).dtype
+    return {name: x.astype(entry.dtype if jnp.iscomplexobj(x) else real) for name, x in tensors.items()}
 
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
@@ -168,16 +169,12 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
 
 
-def _cast(x: Array, dtype: Any) -> Array:
-    """``x`` in a dtype; real numbers in the real part of it."""
-    return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
-
-
 def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
     """One of our raw values as torch stores it."""
     match stage, name:
         case WeightNorm(axis=axis), "g":
-            _require_one_axis(stage, axis)
+            if isinstance(axis, tuple) or axis == EACH:
+                raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
             return x.reshape(()) if axis is None else write_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
@@ -211,12 +208,6 @@ def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[
     if len(columns) > 1:
         raise ValueError(f"torch has one axis as columns, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
-
-
-def _require_one_axis(stage: Parametrization, axis: Any) -> None:
-    """Raises an error for norms along several axes or of single numbers, which torch lacks."""
-    if isinstance(axis, tuple) or axis == EACH:
-        raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _require_binary(mask: Array) -> Array:
