@@ -85,11 +85,11 @@ class Naming:
     """Torch's names for the values of a chain.
 
     Attributes:
-      makers: How each array is made that stages compute, by its place.
+      producers: How each array is made that stages compute, by its place.
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    makers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
+    producers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
     by_hook: Callable[[str, NameMap], bool]
 
     def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
@@ -107,9 +107,9 @@ class Naming:
           tensor: The name of the array in torch.
           within: The list of parametrizations of which the array is the original, if it is one.
         """
-        if place not in self.makers:
+        if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage, places = self.makers[place][0], dict(self.makers[place][1])
+        stage, places = self.producers[place][0], dict(self.producers[place][1])
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()
@@ -121,13 +121,13 @@ class Naming:
         names = {value: tensor + end for value, end in name_map.hooked.items()}
         if is_listed:
             original = next((value for value, name in name_map.listed.items() if name == "original"), None)
-            if original and places[original] in self.makers:
+            if original and places[original] in self.producers:
                 number, inner = self._walk(places.pop(original), entry, f"{base}.original", base)
             names = {  # the first stage of the chain has the number 0
                 value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
                 for value, name in name_map.listed.items()
             }
-        for value in [value for value, place in places.items() if place in self.makers]:
+        for value in [value for value, place in places.items() if place in self.producers]:
             inner += self._walk(places.pop(value), entry, names[value])[1]
         if name_map.listed:
             with locate_errors(repr(entry.path)):
