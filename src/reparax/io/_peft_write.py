@@ -53,8 +53,9 @@ def to_peft(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. LoRA that
-        began with ``init_weights="pissa"`` or ``"olora"`` is refused, as PEFT would add it to a base that it has left.
+      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. LoRA
+        that began with ``init_weights="pissa"`` or ``"olora"`` is refused, as PEFT would add it to a base that it has
+        left.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
