@@ -33,7 +33,7 @@ Rule = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Call:
+class RematCall:
     """A program without constants.
 
     Attributes:
@@ -86,7 +86,7 @@ class CallPrimitive:
             used_outputs, arguments[-1]
         )
 
-    def __call__(self, call: Call, args: Sequence[Any]) -> list[Any]:
+    def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
         """The outputs of a call, as one equation."""
         return self.primitive.bind(*args, **_params(call))
 
@@ -114,7 +114,9 @@ class _Primitive(Primitive):
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
         n_new = len(operands) - len(params["known_inputs"])
         known_inputs = [*(True for _ in consts), *(False for _ in range(n_new)), *params["known_inputs"]]
-        return self.bind(*consts, *operands, **_params(Call(program, known_inputs, keeps_masks=params["keeps_masks"])))
+        return self.bind(
+            *consts, *operands, **_params(RematCall(program, known_inputs, keeps_masks=params["keeps_masks"]))
+        )
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
@@ -130,15 +132,15 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(call))
 
 
-def _params(call: Call) -> dict[str, Any]:
+def _params(call: RematCall) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
     settings = {"known_inputs": tuple(call.known_inputs), "n_dots": call.n_dots, "keeps_masks": call.keeps_masks}
     return {jaxprs.PROGRAM: call.program, **settings}
 
 
-def call_of(params: Any) -> Call:
+def call_of(params: Any) -> RematCall:
     """The call that parameters of an equation hold."""
-    return Call(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
+    return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
 
 
 # ---- both halves together
@@ -157,23 +159,23 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
         for rewrite in (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,):
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
-        return recomputed_call(Call(program, is_known, keeps_masks=keeps_masks), inputs)
+        return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function
 
 
-def _rule_of_call(call: Call) -> EquationRule:
+def _rule_of_call(call: RematCall) -> EquationRule:
     """How equations of a call with bodies are run, so that the bodies recompute too."""
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
 
-def _run_call(call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call; weights are computed where they are read."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
-def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _jvp(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The derivative of a call that is differentiated: JAX asks for it, by a line of this file.
 
     A residual is a value that the linear part needs. It is an input; or the forward pass stores it, if it depends on
@@ -194,7 +196,7 @@ def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[l
     stored = [v for v in needed if v not in available]
     forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, [*outvars[:n], *stored]))
     known_inputs = dependence.are_known(is_known, forward.invars)
-    values = _run_beside(moving.values(), Call(forward, known_inputs), jaxprs.values(inputs, forward.invars))
+    values = _run_beside(moving.values(), RematCall(forward, known_inputs), jaxprs.values(inputs, forward.invars))
     out_tangents: list[Any] = [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in values[:n]]
     if linear_part is not None:
         late = linear_part.program
@@ -204,7 +206,9 @@ def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[l
         known_inputs = [is_known[v] for v in (*read, *stored)] + [False for _ in linear_part.moving]
         operands = [*jaxprs.values(inputs, read), *values[n:], *(moving[v] for v in linear_part.moving)]
         smooth = [i for i, v in enumerate(call.program.outvars) if dependence.has_tangent(v)]
-        for i, dot in zip(smooth, linear(Call(joined, known_inputs, len(linear_part.moving)), operands), strict=True):
+        for i, dot in zip(
+            smooth, linear(RematCall(joined, known_inputs, len(linear_part.moving)), operands), strict=True
+        ):
             out_tangents[i] = dot
     return values[:n], out_tangents
 
@@ -225,7 +229,7 @@ class _LinearPart:
     moved: Env
 
 
-def _linearize(call: Call, args: Sequence[Any], wrt: Sequence[Any]) -> tuple[Jaxpr, list[Any], _LinearPart | None]:
+def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tuple[Jaxpr, list[Any], _LinearPart | None]:
     """A program of outputs and residuals, traced but not yet run, its constants, and its linear part in ``wrt``.
 
     There is no linear part if no output has a tangent.
@@ -279,7 +283,7 @@ def _linearize_half(
     return outs, residuals, _LinearPart(renamed.replace(invars=[*program.invars[:n], *moving]), moving, moved)
 
 
-def _jvp_without_linearization(call: Call, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
+def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
     program = call.program
     env = dict(zip(program.invars, primals, strict=True))
@@ -294,12 +298,12 @@ def _jvp_without_linearization(call: Call, primals: Sequence[Any], moving: Env) 
     ]
 
 
-def _transpose_call(call: Call, cts: Any, args: Any) -> list[Any]:
+def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """For a function that is linear in some of its inputs."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
     invars, known_inputs = [call.program.invars[i] for i in order], [call.known_inputs[i] for i in order]
-    reordered = Call(call.program.replace(invars=invars), known_inputs, len(dots))
+    reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
     cotangents = dict(zip(order, _transpose(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
 
@@ -310,12 +314,12 @@ def _transpose_call(call: Call, cts: Any, args: Any) -> list[Any]:
 # all weights at once. Here only known values get a barrier, and each weight is computed just before it is used.
 
 
-def _run_linear(call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call; weights are computed where they are read."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
-def _jvp_of_linear(call: Call, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
     n, out_dots = call.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
@@ -330,7 +334,7 @@ def _jvp_of_linear(call: Call, primals: Any, tangents: Any) -> tuple[list[Any], 
     return jax.jvp(function, (points, list(primals[n:])), (slopes, out_dots))
 
 
-def _transpose(call: Call, cts: Any, args: Any) -> list[Any]:
+def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
     n, used_outputs = call.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
@@ -360,7 +364,7 @@ def _transpose(call: Call, cts: Any, args: Any) -> list[Any]:
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
 
 
-def _run_beside(tangents: Iterable[Any], call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_beside(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call, in a rule for derivatives.
 
     Where tangents are unknown yet, JAX would look for what depends on them in each equation, and split loops for it.
