@@ -17,7 +17,7 @@ from reparax.core.bound import (
     apply_all,
     follow_axes,
     init_all,
-    lineage_of,
+    provenance_of,
     rebase_all,
     require_no_marks,
     total_log_det,
@@ -273,7 +273,7 @@ class Parametrization(Static, ABC):
         require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
-        for _, bounds in reversed(lineage_of(self, raw).bindings):
+        for _, bounds in reversed(provenance_of(self, raw).bindings):
             owners = resolve_owners(owners, {path: of for bound in bounds for path, of in bound.copies.items()})
         return owners
 

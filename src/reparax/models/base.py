@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from reparax.core.bound import lineage_of
+from reparax.core.bound import provenance_of
 from reparax.core.calls import call_name, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
@@ -84,7 +84,7 @@ def start_key(p: Parametrization, key: Any, give: str) -> Any:
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
     """The raw tree, if ``p`` has made it."""
-    lineage_of(p, raw)
+    provenance_of(p, raw)
     return raw
 
 

@@ -340,7 +340,7 @@ class CudnnLSTM(Reparametrization):
     bidirectional: bool = field(default=False, kw_only=True)
     biases: int = argument(check_whole, default=2, kw_only=True)
 
-    raw_values: ClassVar[RawValues] = {OTHERS: main(part=True)}
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:
