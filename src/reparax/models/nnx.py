@@ -460,7 +460,6 @@ def _keep_changes(done: Done) -> None:
     for old, new in list(done.values()):
         if old is new or not isinstance(new, nnx.Pytree):
             continue
-        data = {names[0] for names, _ in items(new, lambda x, new=new: x is not new)}
         for name in [name for name in {**vars(old), **vars(new)} if not name.startswith("_pytree__")]:
             before, after = vars(old).get(name, _HIDDEN), vars(new).get(name, _HIDDEN)
             shown = done[id(before)][1] if id(before) in done else before
@@ -471,8 +470,8 @@ def _keep_changes(done: Done) -> None:
             if after is _HIDDEN:
                 delattr(old, name)
             else:
-                value = _rebuilt(after, {}, back)
-                setattr(old, name, nnx.data(value) if name in data else nnx.static(value))
+                is_data = any(names[0] == name for names, _ in items(new, lambda x, new=new: x is not new))
+                setattr(old, name, (nnx.data if is_data else nnx.static)(_rebuilt(after, {}, back)))
 
 
 def _is_same(value: Any, before: Any) -> bool:
