@@ -96,7 +96,7 @@ def test_several_layers_stand_in_one_block():
         "layers": [{"b": {"@split": {}}, "w": {"@split": {"all": (48,)}}}, {"w": {"@split": {}}}]
     }
     same(p.apply(raw), params)
-    assert p.owners(params) == dict.fromkeys(["layers/0/b", "layers/0/w", "layers/1/w"], "layers/0/w/all")
+    assert p.raw_paths(params) == dict.fromkeys(["layers/0/b", "layers/0/w", "layers/1/w"], "layers/0/w/all")
 
 
 def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():

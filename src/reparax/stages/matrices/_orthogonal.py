@@ -85,7 +85,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return self._point(values).astype(values["x"].dtype)
 
-    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+    def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
 
     def _point(self, values: dict[str, Array]) -> Array:
@@ -111,7 +111,7 @@ class Orthogonal(_Orthonormal):
     (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
     X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
     the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
-    base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
+    base. The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to where it is.
     For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
