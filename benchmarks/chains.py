@@ -111,10 +111,10 @@ GATES = rpx.shared.Concat(("left: n h", "right: n h"), axis=1)
 BLOCK = rpx.shared.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))
 STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (ANY, [stage("VarNoise", 0.1), stage("VarNoise", 0.5), stage("WeightDropout", 0.3), stage("WeightDropout", 0.6)]),
-    (ANY, [stage("Gaussian", 0.1), stage("noise.VariationalDropout", 0.3), stage("SignFlip", 0.2)]),
+    (ANY, [stage("Gaussian", 0.1), stage("VariationalDropout", 0.3), stage("SignFlip", 0.2)]),
     (AXES, [stage("VarNoise", 0.2, relative=of, axis=axis) for of, axis in (("max", 0), ("std", -1), ("norm", 0))]),
     (AXES, [stage("WeightDropout", 0.4, broadcast_dims=axis) for axis in (0, -1)]),
-    (AXES, [stage("noise.HardConcrete", 0.2, axis=-1), stage("Gaussian", 0.2, prior=2.0, axis=-1)]),
+    (AXES, [stage("HardConcrete", 0.2, axis=-1), stage("Gaussian", 0.2, prior=2.0, axis=-1)]),
     (WITHOUT_ROWS, [stage("Gaussian", 0.05, noise="factorized")]),
     (AS_IT_IS, [stage("VarNoise", {"enc/.*": 0.3, "dec/kernel": 0.5}), stage("Scale", {".*kernel": 2.0})]),
     (AXES, [(stage("VarNoise", 0.1, where=".*/g"), stage("WeightNorm"))]),
@@ -122,46 +122,46 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (ANY, [stage("Cast", "bfloat16"), stage("Cast", "float16"), stage("Freeze"), stage("Mask"), stage("Delta")]),
     (
         ANY,
-        [stage("Scale", 0.5), stage("Bounded", -9, 9, **INSIDE), stage("numbers.Elementwise", jnp.sinh, jnp.arcsinh)],
+        [stage("Scale", 0.5), stage("Bounded", -9, 9, **INSIDE), stage("Elementwise", jnp.sinh, jnp.arcsinh)],
     ),
-    (ANY, [stage("numbers.Simplex", along=-1, **INSIDE)]),
+    (ANY, [stage("Simplex", along=-1, **INSIDE)]),
     (("biases", "bias"), [stage("Positive", map, **INSIDE) for map in ("softplus", "exp", "square")]),
     (AXES, [stage("WeightNorm"), stage("WeightNorm", axis=0), stage("WeightNorm", axis=None, detach=True)]),
-    (AXES, [stage("norms.WeightStandardization", axis=axis) for axis in (0, -1)]),
-    (AXES, [stage("norms.Sphere", along=0), stage("norms.Sphere", 2.0, along=-1)]),
-    (AXES, [stage("norms.MaxNorm", 1.0, axis=-1), stage("norms.PoincareBall", 0.01, along=-1)]),
+    (AXES, [stage("WeightStandardization", axis=axis) for axis in (0, -1)]),
+    (AXES, [stage("Sphere", along=0), stage("Sphere", 2.0, along=-1)]),
+    (AXES, [stage("MaxNorm", 1.0, axis=-1), stage("PoincareBall", 0.01, along=-1)]),
     (MATRICES, [stage("SpectralNorm"), stage("SpectralNorm", 3)]),
     (("conv",), [stage("SpectralNorm", input_shape=(4, 4))]),
-    (SQUARE, [stage(f"matrices.{name}", **INSIDE) for name in ("Symmetric", "Skew", "Triangular", "Diagonal")]),
+    (SQUARE, [stage(f"{name}", **INSIDE) for name in ("Symmetric", "Skew", "Triangular", "Diagonal")]),
     (
         SQUARE,
-        [stage(f"matrices.{name}", **INSIDE) for name in ("Circulant", "Toeplitz", "SpecialLinear", "Invertible")],
+        [stage(f"{name}", **INSIDE) for name in ("Circulant", "Toeplitz", "SpecialLinear", "Invertible")],
     ),
-    (SQUARE, [stage("matrices.PositiveDefinite", map, **INSIDE) for map in ("cholesky", "expm")]),
-    (SQUARE, [stage("matrices.PositiveSemidefinite", 2, **INSIDE), stage("matrices.SpecialOrthogonal", **INSIDE)]),
+    (SQUARE, [stage("PositiveDefinite", map, **INSIDE) for map in ("cholesky", "expm")]),
+    (SQUARE, [stage("PositiveSemidefinite", 2, **INSIDE), stage("SpecialOrthogonal", **INSIDE)]),
     (MATRICES, [stage("Orthogonal", map, **INSIDE) for map in ("cayley", "expm", "householder")]),
-    (MATRICES, [stage("matrices.Stiefel", **INSIDE)]),
-    (("out", "conv as matrix"), [stage("matrices.Grassmann", "householder", **INSIDE)]),
-    (MATRICES, [stage("matrices.FixedRank", 1, **INSIDE), stage("matrices.AlmostOrthogonal", 0.2, **INSIDE)]),
+    (MATRICES, [stage("Stiefel", **INSIDE)]),
+    (("out", "conv as matrix"), [stage("Grassmann", "householder", **INSIDE)]),
+    (MATRICES, [stage("FixedRank", 1, **INSIDE), stage("AlmostOrthogonal", 0.2, **INSIDE)]),
     (MATRICES, [stage("LowRank", 2), stage("LowRank", 1)]),
-    (WITHOUT_ROWS, [stage("matrices.BlockDiagonal", 2, **INSIDE), stage("matrices.Kronecker", (2, 2))]),
-    (WITHOUT_ROWS, [stage("matrices.Fibration", jnp.transpose, jnp.transpose)]),
+    (WITHOUT_ROWS, [stage("BlockDiagonal", 2, **INSIDE), stage("Kronecker", (2, 2))]),
+    (WITHOUT_ROWS, [stage("Fibration", jnp.transpose, jnp.transpose)]),
     (
         AXES,
-        [stage("MagnitudePruning", 0.5), stage("MagnitudePruning", 0.3, axis=-1), stage("sparse.RandomPruning", 0.4)],
+        [stage("MagnitudePruning", 0.5), stage("MagnitudePruning", 0.3, axis=-1), stage("RandomPruning", 0.4)],
     ),
-    (AXES, [stage("sparse.SET", 0.5), stage("sparse.RigL", 0.5)]),
-    (("", "two", "but"), [stage("sparse.GlobalMagnitudePruning", 0.5)]),
-    (ONE, [stage("sparse.NByM", 2, 4, along=along) for along in (0, 1)]),
+    (AXES, [stage("SET", 0.5), stage("RigL", 0.5)]),
+    (("", "two", "but"), [stage("GlobalMagnitudePruning", 0.5)]),
+    (ONE, [stage("NByM", 2, 4, along=along) for along in (0, 1)]),
     (MATRICES, [stage("LoRA", 2), stage("LoRA", 1, alpha=2.0, use_rslora=True)]),
     (
         MATRICES,
-        [stage("LoRA", 2, init_weights="pissa"), stage("LoRA", 2, init_weights="olora"), stage("adapters.VeRA", 3)],
+        [stage("LoRA", 2, init_weights="pissa"), stage("LoRA", 2, init_weights="olora"), stage("VeRA", 3)],
     ),
-    (WITHOUT_ROWS, [stage("adapters.Hadamard"), (stage("LowRank", 1), stage("adapters.Hadamard"), stage("Delta"))]),
-    (ONE, [(stage("adapters.CayleyNeumann", 3, stacked=0), stage("adapters.Rotated", 2))]),
-    (ONE, [(stage("Orthogonal", stacked=0), stage("adapters.Rotated", 2, block_share=True))]),
-    (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("adapters.TrainableSlices", (0, 1), axis=-1)]),
+    (WITHOUT_ROWS, [stage("Hadamard"), (stage("LowRank", 1), stage("Hadamard"), stage("Delta"))]),
+    (ONE, [(stage("CayleyNeumann", 3, stacked=0), stage("Rotated", 2))]),
+    (ONE, [(stage("Orthogonal", stacked=0), stage("Rotated", 2, block_share=True))]),
+    (AXES, [stage("Gain", axis=-1), stage("Gain", axis=0), stage("TrainableSlices", (0, 1), axis=-1)]),
     (WITHOUT_ROWS, [stage("Quantized", format, block_size=4) for format in ("nf4", "uint4", "mxfp4")]),
     (WITHOUT_ROWS, [stage("Quantized", "int8", axis=-1), stage("Quantized", "int4", block_size=4, double_quant=True)]),
     (WITHOUT_ROWS, [(stage("Freeze"), stage("Quantized", "nf4", block_size=4), stage("LoRA", 1))]),
@@ -171,9 +171,9 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (AS_IT_IS, [stage("Tie", {"dec/kernel": ("enc/kernel", jnp.transpose)}, unequal="overwrite")]),
     (
         AS_IT_IS,
-        [stage("shared.Split", {"all": BLOCK}, where="enc"), stage("shared.Pack", {"kernel": GATES}, where="dec")],
+        [stage("Split", {"all": BLOCK}, where="enc"), stage("Pack", {"kernel": GATES}, where="dec")],
     ),
-    (AS_IT_IS, [stage("shared.CudnnLSTM", 3, 2, biases=1)]),
+    (AS_IT_IS, [stage("CudnnLSTM", 3, 2, biases=1)]),
     (AS_IT_IS, [stage("OutputGain", {"w": "(enc|dec)/kernel", "b": "(enc|dec)/bias"})]),
 ]
 ROWS = [(selections, row) for selections, rows in STAGES for row in rows]
@@ -209,18 +209,18 @@ ARGUMENTS = {
 """The names of arguments, likewise."""
 
 
+FAMILIES = ("norms", "noise", "numbers", "matrices", "sparse", "shared", "adapters", "quantized")
+
+
 @functools.cache
 def class_of(name: str) -> type[rpx.Parametrization]:
     """The stage of that name. Where it has its old name, a class of its own gives it the new one, and its marker."""
-    *family, cls = name.split(".")
-    if cls in globals():
-        return globals()[cls]
-    module = functools.reduce(getattr, family, rpx)
-    if hasattr(module, cls) or cls not in RENAMED:
-        return getattr(module, cls)
-    base = getattr(module, RENAMED[cls])
-    kind = {"kind": "n_by_m"} if cls == "NByM" else {}
-    return type(base)(cls, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **kind})
+    own = [vars(getattr(rpx, family)) for family in FAMILIES]
+    if found := [names[name] for names in (globals(), *own) if name in names]:
+        return found[0]
+    (base,) = [names[RENAMED[name]] for names in own if RENAMED[name] in names]
+    kind = {"kind": "n_by_m"} if name == "NByM" else {}
+    return type(base)(name, (base,), {"__module__": base.__module__, "__doc__": base.__doc__, **kind})
 
 
 def build(row: Stage, selection: dict[str, Any]) -> rpx.Parametrization:
@@ -243,7 +243,8 @@ def with_new_names(text: str) -> str:
     """A text of 13fb1872, a repr or JSON, with the names of arguments that stages have now."""
     for new, old in (names for of_class in ARGUMENTS.values() for names in of_class.items()):
         text = re.sub(rf'(?<=\b){old}(?==)|(?<="){old}(?=":)', new, text)
-    return text.replace("divisor='sqrt'", "use_rslora=True").replace('"divisor": "sqrt"', '"use_rslora": true')
+    text = text.replace("`rpx.selected`", "`rpx.stage.selected`").replace("divisor='sqrt'", "use_rslora=True")
+    return text.replace('"divisor": "sqrt"', '"use_rslora": true')
 
 
 def drawn(seed: int) -> tuple[list[int], rpx.Parametrization]:

@@ -240,7 +240,7 @@ CASES = {
     "stored in other formats": (
         rpx.Quantized("uint4", axis=-1, where="dense/kernel")
         >> rpx.Quantized("mxfp4", block_size=4, where="out/kernel")
-        >> rpx.Quantized("dynamic8", where="conv/kernel"),
+        >> rpx.Quantized("float8_e5m2", where="conv/kernel"),
         model,
     ),
     "distributions": (

@@ -12,7 +12,7 @@ import pytest
 from scipy import signal, stats
 
 from benchmarks.evidence.record import Size
-from examples.speech import cells, decoding, features, report, training, voices
+from examples.speech import cells, costs, decoding, features, report, training, voices
 from examples.speech.model import Recognizer
 from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
 
@@ -272,3 +272,16 @@ def test_a_way_is_run_once_its_base_is_tuned_and_seeds_once_it_is_itself(written
     more = {report.name_of("plain", 0.003, seed) for seed in range(1, 5)}
     others = ("dropout of activations", "weight dropout", "noise", "both")
     assert second == more | {report.name_of(way, value, 0) for way in others for value in cells.STRENGTHS}
+
+
+def test_the_ways_by_hand_draw_as_the_chains_do():
+    params = {"lstm_0": {"forward": {"hf": {"kernel": jnp.ones((200, 200))}, "if": {"kernel": jnp.ones((200, 200))}}}}
+    chains = (training.noise(1.0, "lstm"), training.weight_dropout(1.0, "lstm"))
+    for chain, by_hand in zip(chains, (costs.noise_by_hand, costs.dropout_by_hand), strict=True):
+        one, other = (draw(params, jax.random.key(0))["lstm_0"]["forward"] for draw in (chain.apply, by_hand))
+        for cell in ("hf", "if"):
+            ours, theirs = one[cell]["kernel"], other[cell]["kernel"]
+            np.testing.assert_allclose(ours.mean(), theirs.mean(), atol=0.02)  # of 40,000 numbers
+            np.testing.assert_allclose(ours.std(), theirs.std(), rtol=0.02)
+    assert set(np.unique(other["hf"]["kernel"])) == {np.float32(0), np.float32(1) / np.float32(0.7)}
+    assert set(np.unique(other["if"]["kernel"])) == {np.float32(1)}

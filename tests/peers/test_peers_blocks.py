@@ -73,7 +73,7 @@ def test_the_gates_of_cudnn_train_as_the_lstm_of_torch_does(layers, bidirectiona
         return ys.swapaxes(0, 1)
 
     xs = torch.tensor(np.asarray(XS))
-    p = rpx.shared.CudnnLSTM(*sizes, bidirectional=bidirectional)
+    p = rpx.shared.CudnnLSTM(*sizes[:2], num_layers=sizes[2], bidirectional=bidirectional)
     got = losses(p, {"weights": jnp.concatenate([held[name].ravel() for name in names])}, run, target)
     np.testing.assert_allclose(got, losses_of_torch(peer, lambda peer: peer(xs)[0], target), rtol=1e-5)
 

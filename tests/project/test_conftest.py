@@ -69,10 +69,6 @@ def test_programs_take_half_of_the_memory_and_less_than_a_gigabyte_in_a_worker(g
     assert conftest.most_programs_in_memory(gigabytes * 10**9, workers) == most
 
 
-def test_the_memory_of_the_machine_is_known():
-    assert 10**8 < conftest.memory_of_machine() < 10**15
-
-
 def test_xla_is_asked_for_a_flag_once_and_not_at_all_where_pytest_keeps_no_answers(monkeypatch):
     kept, flag = Kept(), "--xla_there_is_no_such_flag=1"
     assert not conftest.xla_knows(flag, SimpleNamespace(cache=kept))
@@ -80,8 +76,3 @@ def test_xla_is_asked_for_a_flag_once_and_not_at_all_where_pytest_keeps_no_answe
     monkeypatch.setattr(conftest.subprocess, "run", pytest.fail)
     assert not conftest.xla_knows(flag, SimpleNamespace(cache=kept))
     assert not conftest.xla_knows(flag, SimpleNamespace())
-
-
-@pytest.mark.thorough
-def test_xla_knows_an_old_flag():
-    assert conftest.xla_knows("--xla_backend_optimization_level=0", SimpleNamespace(cache=Kept()))

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,17 +93,6 @@ def test_adamw_trains_a_raw_tree_in_a_jitted_step(key: Array) -> None:
     _assert_all_differ(raw, trained)
 
 
-def test_a_mask_made_of_labels_leaves_lengths_undecayed() -> None:
-    params = _params()
-    raw = rpx.WeightNorm().init(params)
-    tx = optax.masked(optax.add_decayed_weights(0.5), DECAYED)
-    updates, _ = tx.update(_zeros(raw), tx.init(raw), raw)
-    node = updates["dense"]["kernel"]["@weight_norm"]
-    np.testing.assert_array_equal(node["g"], np.zeros((1, 2), np.float32))
-    np.testing.assert_array_equal(node["v"], 0.5 * np.asarray(params["dense"]["kernel"]))
-    np.testing.assert_array_equal(updates["dense"]["bias"], 0.5 * np.asarray(params["dense"]["bias"]))
-
-
 def test_adamw_with_a_mask_made_of_labels_decays_by_rate_times_decay() -> None:
     params = _params()
     raw = (rpx.Freeze(where="dense/bias") >> rpx.WeightNorm()).init(params)
@@ -165,21 +153,6 @@ def test_gradients_of_fixed_values_are_zero() -> None:
     _assert_identical(fixed, _zeros(fixed))
 
 
-def test_multi_steps_of_two_equals_one_step_with_the_mean_gradient() -> None:
-    p = rpx.WeightNorm()
-    raw = init(p, _params())
-    tx = _relaxed(optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2))
-    update = jax.jit(tx.update)
-    first = jax.tree.map(np.asarray, jax.jit(jax.grad(functools.partial(_loss, p)))(raw))
-    second = jax.tree.map(lambda g: 3 * g, first)
-    updates, state = update(first, tx.init(raw), raw)
-    _assert_identical(optax.apply_updates(raw, updates), raw)
-    updates, _ = update(second, state, raw)
-    got = optax.apply_updates(raw, updates)
-    want = jax.tree.map(lambda w, g: np.asarray(w) - 0.1 * 2 * g, raw, first)
-    chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights(key: Array) -> None:
     p = rpx.Orthogonal(where="dense/kernel") >> rpx.VarNoise(0.1)
     raw = init(p, _params())
@@ -195,42 +168,6 @@ def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights
     of_effective = optax.incremental_update(fold(p, rpx.combine(moved, fixed)), fold(p, raw), 0.25)
     np.testing.assert_allclose(gram(fold(p, average)), np.eye(2), atol=1e-5)
     assert np.abs(gram(of_effective) - np.eye(2)).max() > 0.01
-
-
-def test_the_ema_of_optax_averages_free_values_without_bias() -> None:
-    free, fixed = jax.tree.map(np.asarray, rpx.partition(init(rpx.SpectralNorm(), _params())))
-    tx = optax.ema(0.9)
-    update = jax.jit(tx.update)
-    with jax.numpy_dtype_promotion("standard"):
-        _, state = update(free, tx.init(free))
-        average, _ = update(jax.tree.map(lambda x: 3 * x, free), state)
-    # After two steps the weights of the two trees are 0.9 * 0.1 and 0.1, over their sum of 1 - 0.9 ** 2.
-    want = jax.tree.map(lambda x: (0.09 + 3 * 0.1) / 0.19 * x, free)
-    chex.assert_trees_all_close(average, want, rtol=1e-5)
-    rpx.SpectralNorm().check(rpx.combine(average, fixed), like=_params())
-
-
-def _muon_numbers(raw: Any) -> Any:
-    """Matrices that are main values go to muon; all others, such as the lengths of weight norm, to adam."""
-    main = rpx.training.param_labels(raw, main=True, aux=False, fixed=False)
-    matrix = optax.contrib.MuonDimensionNumbers()
-    return jax.tree.map(lambda is_main, w: matrix if is_main and w.ndim == 2 else None, main, raw)
-
-
-def test_muon_orthogonalizes_directions_and_leaves_lengths_to_adam() -> None:
-    raw = (rpx.Freeze(where="out") >> rpx.WeightNorm()).init({**_params(), "out": jnp.ones((2, 2))})
-    free, fixed = rpx.partition(raw)
-    tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=_muon_numbers)
-    ramp = jax.tree.map(lambda w: 1 + jnp.arange(float(w.size)).reshape(w.shape), free)
-    with jax.numpy_dtype_promotion("standard"):
-        updates, _ = jax.jit(tx.update)(ramp, tx.init(free), free)
-    node = updates["dense"]["kernel"]["@weight_norm"]
-    # Adam's first step is the same for small and large slopes. Muon's has singular values near the learning rate.
-    for update in (node["g"], updates["dense"]["bias"]):
-        np.testing.assert_allclose(update, np.full_like(update, update.ravel()[0]), rtol=1e-4)
-    np.testing.assert_allclose(np.linalg.svd(node["v"], compute_uv=False), [0.1, 0.1], rtol=0.4)
-    assert np.linalg.cond(ramp["dense"]["kernel"]["@weight_norm"]["v"]) > 10
-    _assert_identical(rpx.partition(rpx.combine(optax.apply_updates(free, updates), fixed))[1], fixed)
 
 
 def test_a_schedule_of_the_learning_rate_is_injected_beside_a_mask_made_of_labels() -> None:
@@ -341,24 +278,6 @@ def test_optimizer_state_and_raw_tree_continue_when_noise_is_added(key: Array) -
     assert jax.tree.structure(later) == jax.tree.structure(state)
 
 
-def test_a_std_of_zero_continues_a_quiet_run(key: Array) -> None:
-    tx = _relaxed(optax.adamw(0.03))
-    raw = rpx.WeightNorm().init(_params())
-    quiet = _trained(rpx.WeightNorm(), tx, raw, tx.init(raw), key, 3)
-    silent = _trained(rpx.WeightNorm() >> rpx.VarNoise(0.0), tx, raw, tx.init(raw), key, 3)
-    chex.assert_trees_all_close(silent, quiet, rtol=1e-5, atol=1e-6)
-
-
-def test_another_std_invalidates_neither_raw_tree_nor_optimizer_state(key: Array) -> None:
-    tx = _relaxed(optax.adamw(0.03))
-    first, second = rpx.WeightNorm() >> rpx.VarNoise(0.1), rpx.WeightNorm() >> rpx.VarNoise(0.2)
-    _assert_identical(first.init(_params()), second.init(_params()))
-    raw, state = _trained(first, tx, first.init(_params()), tx.init(first.init(_params())), key, 2)
-    second.check(raw, like=_params())
-    _, later = _trained(second, tx, raw, state, key, 2)
-    assert later[0].count == 4
-
-
 # Compilation. -----------------------------------------------------------------------------------------------------
 
 
@@ -386,18 +305,6 @@ def test_a_parametrization_is_an_argument_of_jit_that_holds_no_arrays(key: Array
         _assert_identical(step(rpx.VarNoise(std), _params(), key), alone[std])
     assert traces == {rpx.VarNoise(0.1): 1, rpx.VarNoise(0.2): 1}
     assert jax.tree.leaves(rpx.VarNoise(0.1)) == []
-
-
-def test_another_static_std_compiles_anew_and_gives_its_own_values(key: Array) -> None:
-    traces: Counter[Any] = Counter()
-    step = _counted(traces)
-    raw = _params()
-    first, second = step(rpx.VarNoise(0.1), raw, key), step(rpx.VarNoise(0.2), raw, key)
-    again = step(rpx.VarNoise(0.1), raw, key)
-    assert traces == {rpx.VarNoise(0.1): 1, rpx.VarNoise(0.2): 1}
-    _assert_identical(again, first)
-    for w, one, two in zip(*map(jax.tree.leaves, (raw, first, second)), strict=True):
-        np.testing.assert_allclose(two - w, 2 * (one - w), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +368,6 @@ def test_a_raw_tree_made_of_aliased_parameters_can_be_donated_once_they_are_tied
     np.testing.assert_array_equal(step(raw)["in"], np.asarray(_params()["dense"]["kernel"]) - 1)
 
 
-def test_an_optimizer_state_made_before_the_parametrization_is_refused() -> None:
-    tx = _relaxed(optax.adam(0.1))
-    raw = rpx.WeightNorm().init(_params())
-    with pytest.raises(ValueError, match=r"\['dense'\]\['kernel'\]"):
-        tx.update(_zeros(raw), tx.init(_params()), raw)
-
-
 def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_latest() -> None:
     tx, raw = optax.sgd(0.1, momentum=0.9), rpx.WeightNorm().init(_params())
     updates, _ = tx.update(_zeros(raw), tx.init(rpx.WeightNorm(axis=0).init(_params())), raw)
@@ -477,20 +377,6 @@ def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_l
         "tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
     ):
         rpx.WeightNorm().apply(optax.apply_updates(raw, updates))
-
-
-def test_a_donated_training_step_gives_what_the_plain_one_gives(key: Array) -> None:
-    tx = _relaxed(optax.adam(0.1))
-
-    def step(raw: Any, state: Any, key: Array) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.grad(functools.partial(_loss, NOISY))(raw, key), state, raw)
-        return optax.apply_updates(raw, updates), state
-
-    raw = NOISY.init(_params())
-    plain = jax.jit(step)(raw, tx.init(raw), key)
-    donated = jax.jit(step, donate_argnums=(0, 1))(raw, tx.init(raw), key)
-    chex.assert_trees_all_close(donated, plain, rtol=1e-5, atol=1e-7)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(raw))
 
 
 # Fixed values that advance. ---------------------------------------------------------------------------------------
@@ -519,15 +405,6 @@ def test_spectral_norm_advances_inside_the_jitted_step() -> None:
     assert not np.array_equal(node["@fixed"]["u"], before["@fixed"]["u"])
     np.testing.assert_allclose(np.linalg.norm(effective(p, raw)["dense"]["kernel"], 2), 1, rtol=1e-2)
     assert singular[0] > 0
-
-
-def test_update_changes_fixed_values_alone() -> None:
-    p = rpx.SpectralNorm() >> rpx.WeightNorm(where="dense/kernel") >> rpx.VarNoise(0.1)
-    raw = jax.tree.map(lambda w: w + 0.5, p.init(_params()))
-    advanced = jax.jit(p.update)(raw)
-    _assert_identical(rpx.partition(advanced)[0], rpx.partition(raw)[0])
-    for x, y in zip(*(jax.tree.leaves(rpx.partition(tree)[1]) for tree in (advanced, raw)), strict=True):
-        assert not np.array_equal(x, y)
 
 
 # flax's TrainState. -----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 from compiled import effective, init
 from errors import table
 from flax import nnx
-from flax.training.train_state import TrainState
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -419,14 +418,6 @@ def test_nnx_optimizer_moves_what_is_free_alone() -> None:
     assert len(jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 + 2 * 4  # counts and moments
     plain, _ = trained(rpx.optimizer(adamw()), init(P, params()), 20)
     np.testing.assert_allclose(raw.turn["@orthogonal"]["x"][...], plain["turn"]["@orthogonal"]["x"], atol=1e-5)
-
-
-def test_a_train_state_of_flax_holds_it() -> None:
-    raw = init(P, params())
-    state = TrainState.create(apply_fn=P.apply, params=raw, tx=rpx.optimizer(adamw()))
-    state = state.apply_gradients(grads=jax.grad(loss)(state.params))
-    assert bits(rpx.partition(state.params)[1]) == bits(rpx.partition(raw)[1])
-    assert (state.params["idle"] != raw["idle"]).all()
 
 
 # Errors. ----------------------------------------------------------------------------------------------------------

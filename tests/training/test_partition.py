@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises, table
+from errors import table
 from flax import linen as nn
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -131,27 +131,6 @@ def test_labels_of_the_caller_stand_for_all_that_does_not_train(fixed: Any) -> N
     raw = rpx.WeightNorm(where="w").init({"w": jnp.ones((2, 2)), "steps": jnp.int32(1), "f": jnp.tanh})
     labels = rpx.training.param_labels(raw, main="main", aux="aux", fixed=fixed)
     assert labels == {"w": {"@weight_norm": {"g": "aux", "v": "main"}}, "steps": fixed, "f": fixed}
-
-
-def test_half_of_a_raw_tree_is_told_so():
-    p = rpx.Freeze() >> rpx.LoRA(2, where="w")
-    adapters, base = rpx.partition(p.init({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, jax.random.key(0)))
-    with raises(
-        ValueError,
-        "Freeze().apply at 'b': expected an array as 'w', got NoneType: this is one half of `rpx.partition`. Join both "
-        "halves with `rpx.combine` first.",
-    ):
-        p.apply(adapters)
-    with raises(
-        ValueError,
-        "combine takes the two halves of one raw tree, but got trees of different structures, which differ at 'b', "
-        "'b/@freeze/@fixed/w', 'w' and more. If `free` was saved alone, make its other half with "
-        "`rpx.partition(p.init(params))[1]`.",
-    ):
-        rpx.combine(adapters, {"w": jnp.ones((4, 4)), "b": jnp.ones(4)})
-    assert jax.tree.structure(rpx.combine(adapters, base)) == jax.tree.structure(
-        p.init({"w": jnp.ones((4, 4)), "b": X[0, 0]}, jax.random.key(0))
-    )
 
 
 @table(__file__)

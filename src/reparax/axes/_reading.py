@@ -8,10 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from reparax.axes._rules import Operands, axes_of
+from reparax.axes._rules import AxisSum, Operands, Zeros, all_of, axes_of
 from reparax.axes._uses import Members, Uses
-from reparax.axes._values import NEVER, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source
-from reparax.axes._zeros import AxisSum, Zeros, all_of
+from reparax.axes._values import NEVER, Axis, Labelled, Labels, Origin, Origins, Source
 from reparax.programs import jaxprs
 from reparax.programs.call import Arguments, check_call, is_keys
 from reparax.programs.equations import Cond, Scan, ShardMap, While, view_of
@@ -69,21 +68,17 @@ class Reading:
         closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
         values = [self._fixed_value(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
         for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
+            name = path.partition("/")[2]
             if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
                 labels = tuple(self.labels.new() for _ in x.shape)
-                self.parameters[i] = LabelledArray(path.partition("/")[2], x.shape, labels)
-                axes = (Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
+                self.parameters[i] = LabelledArray(name, x.shape, labels)
                 self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
-                zero = (frozenset([frozenset([(i, k)])]) for k in range(len(labels)))
-                values.append(Labelled(tuple(axes), Source.WEIGHT, vanishing=tuple(zero)))
-            else:
-                # Noise on weights is no data.
+                axes = tuple(Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
+                zero = tuple(frozenset([axis.of]) for axis in axes)
+                values.append(Labelled(axes, Source.WEIGHT, vanishing=zero))
+            else:  # noise on weights is no data
                 kind = Source.CONSTANT if chosen or is_keys(x) else Source.DATA
-                what = (
-                    f"{path.partition('/')[2]!r}, which has no floating numbers"
-                    if chosen
-                    else f"{path!r}, which is data"
-                )
+                what = f"{name!r}, which has no floating numbers" if chosen else f"{path!r}, which is data"
                 values.append(self._fixed_value(x.shape, f"an axis of {what}", kind))
         for value in self._read_program(traced.program, values):
             for axis in value.axes:
@@ -125,7 +120,7 @@ class Reading:
             branches = [self._read_body(each, operands[1:]) for each in jaxprs.bodies(eqn)]
             return [self._join(outs, operands[0].kind) for outs in zip(*branches, strict=True)]
         if isinstance(view, ShardMap):
-            return self._read_shard_map(eqn, operands)
+            return self._read_shard_map(view, operands)
         if jaxprs.is_call(eqn):
             return self._read_body(jaxprs.body(eqn), operands)
         line = describe_read(eqn, "reads it", self._lines)
@@ -154,22 +149,19 @@ class Reading:
         fixed = [self._fixed_value(x.shape, "an axis of a constant", Source.CONSTANT) for x in consts]
         return self._read_program(program, [*fixed, *operands])
 
-    def _read_shard_map(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> Sequence[Labelled]:
+    def _read_shard_map(self, view: ShardMap, operands: Sequence[Labelled]) -> Sequence[Labelled]:
         """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
+        eqn = view.eqn
         (program, consts), why = jaxprs.body(eqn), describe_read(eqn, "lays it over devices", self._lines)
 
-        def part(value: Labelled, sizes: Sequence[int], others: Sequence[int]) -> Labelled:
-            axes = list[Axis]()
-            for axis, n, m in zip(value.axes, sizes, others, strict=True):
-                if n != m:
-                    self.labels.freeze(axis.label, why)
-                    axis = Axis(self.labels.new(why), axis.of, in_place=False)
-                axes.append(axis)
-            return replace(value, axes=tuple(axes))
+        ordered = Operands(self.labels, view, operands, why).ordered
 
         def parts(values: Sequence[Labelled], old: Sequence[Any], new: Sequence[Any]) -> list[Labelled]:
-            shapes = ((jaxprs.type_of(v).shape, jaxprs.type_of(x).shape) for v, x in zip(old, new, strict=True))
-            return [part(value, *pair) for value, pair in zip(values, shapes, strict=True)]
+            found = list[Labelled]()
+            for value, v, x in zip(values, old, new, strict=True):
+                sizes = zip(value.axes, jaxprs.type_of(v).shape, jaxprs.type_of(x).shape, strict=True)
+                found.append(replace(value, axes=tuple(a if n == m else ordered(a) for a, n, m in sizes)))
+            return found
 
         inputs = parts(operands, eqn.invars, program.invars[len(consts) :])
         return parts(self._read_body((program, consts), inputs), program.outvars, eqn.outvars)
@@ -182,14 +174,13 @@ class Reading:
                 self.labels.same(each[0].label, axis.label)
             axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
         zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
-        stacked = frozenset[Origin]().union(*(value.stacked for value in values))
-        made, mixed = (
-            frozenset[Origin]().union(*each) for each in zip(*((v.made, v.mixed) for v in values), strict=True)
+        made, mixed, stacked = (
+            Origins().union(*each) for each in zip(*((v.made, v.mixed, v.stacked) for v in values), strict=True)
         )
+        joined = Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
         if worst is not Source.WEIGHT:
-            return Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
-        if_rows = frozenset[DataProduct]().union(*(value.if_rows for value in values))
-        return Labelled(tuple(axes), worst, stacked, zero, made=made, mixed=mixed, if_rows=if_rows)
+            return joined
+        return replace(joined, stacked=stacked, if_rows=frozenset().union(*(value.if_rows for value in values)))
 
     def _read_loop(
         self,

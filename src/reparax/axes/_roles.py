@@ -61,7 +61,10 @@ def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwa
     products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
     products = _with_members_apart(products, reading)
     reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-    of, each = _products_by_parameter(products), list[Role]()
+    of, each = dict[int, list[DataProduct]](), list[Role]()
+    for product in products:
+        for owner in {owner for owner, _ in product.inputs | product.outputs | product.stacked}:
+            of.setdefault(owner, []).append(product)
     for i, x in enumerate(arguments.arrays):
         role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
         each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
@@ -102,15 +105,6 @@ def _add_use(uses: list[Use], new: Use) -> None:
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
     """Axes in order, each once."""
     return tuple(sorted(set(axes)))
-
-
-def _products_by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
-    """The products of each parameter."""
-    found: dict[int, list[DataProduct]] = {}
-    for product in products:
-        for owner in {owner for owner, _ in product.inputs | product.outputs | product.stacked}:
-            found.setdefault(owner, []).append(product)
-    return found
 
 
 def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:

@@ -148,17 +148,17 @@ class Labels:
         why, parts = self._why.pop(b, None), self._parts.pop(b, None)
         if b in self._shared:
             self.share(a)
-        if parts is not None and a in self._parts and self._parts[a][1] != parts[1]:
-            self.freeze(a, f"it is divided by {self._parts[a][1]} and by {parts[1]}")
-            for part in parts[0]:
-                self.freeze(part, self._why[self.root(a)])
-        elif parts is not None and a in self._parts:
-            for x, y in zip(self._parts[a][0], parts[0], strict=True):
-                self.same(x, y)
-        elif parts is not None:
+        if parts is not None and a not in self._parts:
             self._parts[a] = parts
             for part in parts[0] if a in self._shared else ():
                 self.share(part)
+        elif parts is not None and self._parts[a][1] != parts[1]:
+            self.freeze(a, f"it is divided by {self._parts[a][1]} and by {parts[1]}")
+            for part in parts[0]:
+                self.freeze(part, self._why[self.root(a)])
+        elif parts is not None:
+            for x, y in zip(self._parts[a][0], parts[0], strict=True):
+                self.same(x, y)
         if (found := why or self._why.get(self.root(a))) is not None:
             self.freeze(a, found)
         return self.root(a)
@@ -174,11 +174,8 @@ class Labels:
     def why(self, label: int) -> str | None:
         """Why a label allows no permutation, or None if it allows all or some."""
         root = self.root(label)
-        parts = self._parts.get(root, ((), ()))[0]
-        if root in self._why or not parts:
-            return self._why.get(root)
-        reasons = [self.why(part) for part in parts]
-        return reasons[0] if all(reason is not None for reason in reasons) else None
+        reasons = [] if root in self._why else [self.why(part) for part in self._parts.get(root, ((), ()))[0]]
+        return reasons[0] if reasons and None not in reasons else self._why.get(root)
 
     def share(self, label: int) -> None:
         """Says that a label is the same in all steps of a scan."""

@@ -120,7 +120,7 @@ def find_axes(axes: Axes, names: AxisNames | None) -> tuple[int, ...]:
     return tuple(sorted(number for axis in _as_tuple(axes) for number in numbers(axis)))
 
 
-def require_axes(who: str, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
+def require_axes(who: object, field: str, axes: Axes, names: Sequence[AxisNames | None]) -> None:
     """Requires that each axis name in ``axes`` is one of these arrays' names: :func:`find_axes` would ignore a typo.
 
     Arrays without any names do not count: :func:`find_axes` refuses them by their paths.

@@ -40,7 +40,7 @@ from reparax.core.raw import (
 from reparax.core.values import value_of
 from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
 
-Values = Mapping[str, Mapping[str, Any]]
+RawValues = Mapping[str, Mapping[str, Any]]
 """For each array of a binding, by the name that the formulas use, its raw values by their names."""
 Stages = Sequence[Any]
 CONVERT = "Convert it with `rpx.transfer(old, new, raw)`."
@@ -278,7 +278,7 @@ def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) 
     return tree
 
 
-def _by_place(bound: Bound, values: Values) -> dict[Names, Any]:
+def _by_place(bound: Bound, values: RawValues) -> dict[Names, Any]:
     """New values at the places of the old ones."""
     return {bound.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
 
@@ -310,7 +310,7 @@ def _match_grads(who: str, paths: list[str], effective_leaves: list[Any], grads:
     grad_of_path = {path_text(path): g for path, g in items(grads)}
 
     def grad_at(path: str, w: Any) -> Any:
-        g = grad_of_path.get(path)
+        g: Any = grad_of_path.get(path)
         if not is_array(g) or g.shape != w.shape:
             what = "none" if g is None else f"one of shape {g.shape}" if is_array(g) else f"{g!r}"
             raise ValueError(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from reparax.core.bound import (
     Bound,
-    Values,
+    RawValues,
     apply_all,
     follow_axes,
     init_all,
@@ -323,12 +323,15 @@ class Parametrization(Static, ABC):
 
     # What a stage does where it is bound to arrays: methods for the loops over chains.
 
-    _draws: ClassVar[Any] = False
-    """Whether the start may be random."""
     draws_by_type: ClassVar[bool] = False
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
     update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the start may be random."""
+        return False
 
     @property
     def _own(self) -> Any:
@@ -342,25 +345,25 @@ class Parametrization(Static, ABC):
     def _require_own(self, tree: Flat, path: str) -> None:
         """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
         """The raw values of the arrays."""
         raise NotImplementedError
 
-    def _apply_at(self, bound: Bound, values: Values, key: jax.Array | None) -> Mapping[str, Any]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: jax.Array | None) -> Mapping[str, Any]:
         """The arrays of raw values, with the key of a random stage."""
         raise NotImplementedError
 
-    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: jax.Array | None) -> Values:
+    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: jax.Array | None) -> RawValues:
         """The values that change in one training step."""
         del bound, values, grads, key
         return {}
 
-    def _rebase_at(self, bound: Bound, values: Values) -> Values:
-        """Values of the same arrays, relative to a base at the current point."""
+    def _rebase_at(self, bound: Bound, values: RawValues) -> RawValues:
+        """RawValues of the same arrays, relative to a base at the current point."""
         del bound
         return values
 
-    def _number_at(self, bound: Bound, formula: str, values: Values) -> jax.Array:
+    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> jax.Array:
         """The penalty or the log-determinant."""
         del bound, formula, values
         return jnp.zeros(())

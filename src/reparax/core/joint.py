@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import Axes, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
-from reparax.core.bound import Bound, Values, new_node
+from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import Call
 from reparax.core.checks import (
     Leaves,
@@ -193,7 +193,7 @@ class Joint(Leafwise):
         if self.arrays is None and (lacking := sorted(set(required) - values.keys())):
             raise KeyError(lacking[0])
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del key
         try:
             values = map_stacked(bound.stacked, self.init_leaves)(dict(arrays))
@@ -206,7 +206,7 @@ class Joint(Leafwise):
             ) from error
         return values
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> Mapping[str, Any]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         del key
         values = {name: dict(of_one) for name, of_one in values.items()}
         apply, init = (map_stacked(bound.stacked, formula) for formula in (self.apply_leaves, self.init_leaves))
@@ -218,7 +218,7 @@ class Joint(Leafwise):
                     require_fit(of_one, expected[name])
         return effective
 
-    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
+    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         del grads, key
 
         def update(values: Leaves) -> Leaves:
@@ -230,7 +230,7 @@ class Joint(Leafwise):
 
         return map_stacked(bound.stacked, update)({name: dict(of_one) for name, of_one in values.items()})
 
-    def _number_at(self, bound: Bound, formula: str, values: Values) -> Array:
+    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         if formula != "penalty":
             return jnp.zeros(())
 

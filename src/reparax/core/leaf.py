@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
-from reparax.core.bound import Bound, Values, new_node
+from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import Call
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.checks import (
@@ -110,7 +110,7 @@ class Perturbation(Leafwise):
             bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
         return bounds
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
         effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
         if not self.changes_type:
@@ -334,7 +334,7 @@ class Reparametrization(Leafwise):
                     f"once, with the whole chain, and pass `raw`."
                 )
             place, node, who = leaf.place, leaf.content, replace(found.who, at=repr(leaf.path))
-            w = found.look(leaf)
+            w = found.look(leaf, fit=True)
             with locate_errors(who):
                 stage, stacked = found.arranged(leaf.path, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
@@ -345,7 +345,7 @@ class Reparametrization(Leafwise):
         found = _Found(self, "apply", tree)
         for leaf in found.leaves:
             if leaf.path == path and isinstance(leaf.content, Node):
-                found.look(leaf)
+                found.look(leaf, fit=True)
 
     def _bind_arrays(self, method: str, tree: Flat) -> list[Bound]:
         """Where the stage finds arrays as the model has them."""
@@ -363,7 +363,7 @@ class Reparametrization(Leafwise):
             bounds.append(Bound(stage, who, {"w": place}, values, nodes, stacked, leaf.seed, number))
         return bounds
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
         values = call_once_per_type(_start_values, self, bound.stacked, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
@@ -380,14 +380,14 @@ class Reparametrization(Leafwise):
             require_type(formula, effective, w)
         return {"w": values}
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         if self._bare:
             return {"w": _mean_array(self, bound.stacked, values["w"])}
         if key is None:
             return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
 
-    def _update_at(self, bound: Bound, values: Values, grads: Mapping[str, Any], key: Array | None) -> Values:
+    def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         given = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
@@ -397,7 +397,7 @@ class Reparametrization(Leafwise):
 
         return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
-    def _rebase_at(self, bound: Bound, values: Values) -> Values:
+    def _rebase_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.rebase_leaf(dict(values_of_one))
             require_kept("rebase_leaf", self, values_of_one, new_values)
@@ -405,7 +405,7 @@ class Reparametrization(Leafwise):
 
         return {"w": bound.over(rebase_one)(values["w"])}
 
-    def _number_at(self, bound: Bound, formula: str, values: Values) -> Array:
+    def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
@@ -474,7 +474,7 @@ class _Found:
     """The marker dicts that a stage finds in a raw tree, each in place of its array, and all other leaves.
 
     Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those that it could have made.
+    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
@@ -490,27 +490,30 @@ class _Found:
             with locate_errors(replace(self.who, at=repr(leaf.path))):
                 tree.values_of(leaf.content)
         if not by_path(stage.where) and len(of_nodes) > 1:
-            foreign = [leaf for leaf in of_nodes if not self._fits(leaf)]
+            foreign = [leaf for leaf in of_nodes if self._fails(leaf)]
             for leaf in foreign if len(foreign) < len(of_nodes) else ():
                 leaf.content = None
 
-    def look(self, leaf: Leaf) -> Any:
-        """The type of an array; an error for values that the stage could not have made."""
+    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
+        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
         if not isinstance(leaf.content, Node):
             return type_of(leaf.content)
         names = self.names[leaf.place]
         types = {name: type_of(x) for name, x in self._raw.values_of(leaf.content).items()}
-        group = names, leaf.path if self._by_path else None, *types.items()
-        with locate_errors(replace(self.who, at=repr(leaf.path))):
-            if group not in self._types:
-                self._types[group] = _type_that_fits(*self.arranged(leaf.path, None, names), types)
+        group = fit, names, leaf.path if self._by_path else None, *types.items()
+        if group not in self._types:
+            with locate_errors(replace(self.who, at=repr(leaf.path))):
+                stage, stacked = self.arranged(leaf.path, None, names)
+                effective = self._types[group] = _effective_type(stage, stacked, types)
+                if fit:
+                    _require_start(stage, stacked, types, effective)
         return self._types[group]
 
-    def _fits(self, leaf: Leaf) -> bool:
-        """Whether the stage could have made the values at a leaf."""
-        with suppress(Exception):  # a formula may fail in any way on the values of another stage
-            return self.look(leaf) is not None
-        return False
+    def _fails(self, leaf: Leaf) -> bool:
+        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
+        with suppress(Exception):
+            return self.look(leaf) is None
+        return True
 
 
 def rewrites(cls: type, method: str) -> bool:
@@ -558,25 +561,23 @@ def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array],
     return effective
 
 
-def _type_that_fits(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
-    """The type of the array of raw values; an error for values that ``init`` would not give for such an array.
+def _effective_type(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
+    """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
+    for name, declaration in stage.raw_values.items():
+        if declaration.main and declaration.aligned and name in types:
+            return types[name]
+    return jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
+
+
+def _require_start(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
+    """Requires the types of the raw values that ``init`` gives for an array.
 
     Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
     """
-    aligned = [
-        types[name]
-        for name, declaration in stage.raw_values.items()
-        if declaration.main and declaration.aligned and name in types
-    ]
-    if aligned:
-        effective = aligned[0]
-    else:
-        effective = jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
     if not stage.changes_type and not has_symbols(types.values()):
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             start = jax.eval_shape(lambda w: call_once_per_type(_start_values, stage, stacked, w, None), effective)
             require_fit(types, start)
-    return effective
 
 
 def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:

@@ -108,11 +108,11 @@ def _write_vera(node: StageNode) -> Written:
     """Gains and factors."""
     stage: Any = node.stage
     node.target.require_rows(stage)
-    tensors = node.write(_vera_parts(node.target, stage.rank))
     axes = [node.at(f"@lora/{name}/@gain").stage.axis for name in "ab"]
     if not all(axis in (-1, 1) for axis in axes) or not math.isclose(_factor_of(stage), 1, rel_tol=1e-6):
         raise ValueError(f"PEFT has gains of ranks and of outputs, but no equivalent of them in {stage!r}")
-    return Written(tensors, flags={"r": stage.rank, "save_projection": True, "projection_prng_key": 0})
+    flags = {"r": stage.rank, "save_projection": True, "projection_prng_key": 0}
+    return Written(node.write(_vera_parts(node.target, stage.rank)), flags=flags)
 
 
 VERA = Method(

@@ -33,8 +33,6 @@ from reparax.stages.adapters import CayleyNeumann, Delta, Gain, Hadamard, LoRA, 
 from reparax.stages.matrices import Kronecker, LowRank, Orthogonal
 from reparax.stages.norms import WeightNorm
 from reparax.stages.numbers import Scale
-from reparax.stages.quantized import Quantized
-from reparax.stages.sparse import Freeze
 
 _PRODUCTS = {
     "rank": "r",
@@ -207,10 +205,8 @@ def _read_ia3(given: Given) -> Adapted:
 
 
 def _write_ia3(node: StageNode) -> Written:
-    """The factors, whose base must not train."""
-    target, gain, base = node.target, node.stage, node.values["w"]
-    if isinstance(base, StageNode) and not isinstance(base.stage, Freeze | Quantized):
-        raise ValueError(f"PEFT has no equivalent of {gain!r} with other stages on its 'w'")
+    """The factors."""
+    target, gain = node.target, node.stage
     axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
     if axis not in (_input_axis(target), target.out):
         raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")

@@ -38,8 +38,8 @@ def to_peft(
 
     Save the tensors with ``safetensors.numpy.save_file(tensors, "adapter_model.safetensors", {"format": "pt"})``, and
     the configuration with ``json.dump`` as ``adapter_config.json``; add ``base_model_name_or_path`` and ``task_type``
-    if you need them. Biases and whole modules that train beside the adapters are included. Perturbations and the base
-    are left out.
+    if you need them. Biases and whole modules that train beside the adapters are included. Perturbations, the rounding
+    of :class:`FakeQuantized` and the base are left out.
 
     Args:
       p: The chain, for one of the methods that :func:`from_peft` reads.
@@ -53,7 +53,9 @@ def to_peft(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter.
+      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. LoRA
+        that began with ``init_weights="pissa"`` or ``"olora"`` is refused, as PEFT would add it to a base that it has
+        left.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -183,8 +185,10 @@ def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) ->
         raise ValueError(ATTENTION)
     if not isinstance(node.stage, Gain):
         return method_of(node)
-    if not isinstance(node.values["w"], StageNode):
+    if not isinstance(base := node.values["w"], StageNode):
         raise ValueError(f"PEFT does not train what {node.stage!r} multiplies. Put `Freeze()` before it")
+    if not isinstance(base.stage, Freeze | Quantized):
+        raise ValueError(f"PEFT has no equivalent of {node.stage!r} with other stages on its 'w'")
     if len(target.shape) == 1:
         if not isinstance(node.values["g"], StageNode) or not isinstance(node.values["g"].stage, Tie):
             raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")

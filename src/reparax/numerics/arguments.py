@@ -96,9 +96,16 @@ def check_positive_number(value: Any, who: str, name: str) -> Any:
     return number
 
 
-def check_known_positive(value: Any, who: str, name: str) -> float:
-    """Like :func:`check_positive_number`, for a number that must be known when the stage is built."""
-    return check_positive_number(check_known_number(value, who, name), who, name)
+def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
+    """A check of a number that ``holds``, if it is known, or that must be known; the error ends with the rule."""
+
+    def check(value: Any, who: str, name: str) -> Any:
+        number = (check_known_number if known else check_number)(value, who, name)
+        if isinstance(number, float) and not holds(number):
+            raise ValueError(f"{who} got {name}={number}, but {rule}")
+        return number
+
+    return check
 
 
 def check_flag(value: Any, who: str, name: str) -> bool:
@@ -106,14 +113,6 @@ def check_flag(value: Any, who: str, name: str) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{who} takes {name}=True or False, but got {describe_argument(value)}.")
     return bool(value)
-
-
-def check_weight(value: Any, who: str, name: str) -> Any:
-    """Like :func:`check_number`, for a number that must be finite and not negative if it is known."""
-    number = check_number(value, who, name)
-    if isinstance(number, float) and not 0 <= number < float("inf"):
-        raise ValueError(f"{who} got {name}={number}, but takes a finite number that is not negative.")
-    return number
 
 
 def check_function(value: Any, who: str, name: str) -> Callable[..., Any]:

@@ -7,18 +7,18 @@ pass, each just before it is used.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, Var
-from jax.interpreters import ad, partial_eval
+from jax.extend.core import Jaxpr, Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval
 
+from reparax.numerics.tie import has_series
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags, with_roots
 from reparax.programs.jaxprs import Env
-from reparax.transforms._remat_call import Call, CallPrimitive, call_of
 from reparax.transforms._remat_order import read_as_more_than_views, run_delayed
 from reparax.transforms._remat_rewrites import (
     move_into_scans,
@@ -26,6 +26,124 @@ from reparax.transforms._remat_rewrites import (
     store_masks_in_bits,
     with_apply_inlined,
 )
+
+# ---- remat calls: equations of our own primitives, which hold a program
+
+Rule = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RematCall:
+    """A program without constants.
+
+    Attributes:
+      program: The program.
+      known_inputs: Which inputs are known: parameters and keys, from which weights are computed.
+      n_dots: How many inputs, the last, are tangents.
+      keeps_masks: Whether the backward pass reads masks in bits instead of drawing them again.
+    """
+
+    program: Jaxpr
+    known_inputs: Flags
+    n_dots: int = 0
+    keeps_masks: bool = False
+
+    @property
+    def n_fixed(self) -> int:
+        """How many inputs are not tangents."""
+        return len(self.known_inputs) - self.n_dots
+
+
+class CallPrimitive:
+    """A primitive whose equations hold calls, with the rules that depend on their programs only.
+
+    Args:
+      name: Its name.
+      run: The outputs of a call, from the call and its inputs.
+      jvp: The outputs and their tangents, from the call, its inputs and their tangents.
+      transpose: If a call is linear in some inputs: the cotangents of all inputs, from the call, the cotangents of
+        its outputs, and the inputs.
+    """
+
+    def __init__(self, name: str, run: Rule, jvp: Rule, transpose: Rule) -> None:
+        self.primitive = primitive = _Primitive(name)
+
+        def of_arguments(*args: Any, **params: Any) -> list[Any]:
+            return run(call_of(params), args)
+
+        def types(*_: Any, **params: Any) -> tuple[list[Any], Any]:
+            program = call_of(params).program
+            return jaxprs.types(program), program.effects
+
+        primitive.def_impl(of_arguments)
+        primitive.def_effectful_abstract_eval(types)
+        mlir.register_lowering(primitive, mlir.lower_fun(of_arguments, multiple_results=True))
+        ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp(call_of(params), primals, tangents)
+        ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
+        batching.fancy_primitive_batchers[primitive] = self._batched
+        # One more argument since jax 0.12.0.
+        partial_eval.dce_rules[primitive] = lambda used_outputs, *arguments: _prune_equation(
+            used_outputs, arguments[-1]
+        )
+
+    def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
+        """The outputs of a call, as one equation."""
+        return self.primitive.bind(*args, **_params(call))
+
+    def _batched(self, axis: Any, args: Any, dims: Any, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
+        call = call_of(params)
+        program, consts, places = jaxprs.batch_program(call.program, args, dims, axis)
+        known_inputs = [True for _ in consts] + call.known_inputs
+        return self(replace(call, program=program, known_inputs=known_inputs), [*consts, *args]), places
+
+
+class _Primitive(Primitive):
+    """A primitive whose program JAX may replace by a function, as ``checkify`` does, which adds inputs and outputs."""
+
+    multiple_results = True
+
+    def bind(self, *args: Any, **params: Any) -> list[Any]:
+        """The outputs."""
+        if has_series(args):
+            return jaxprs.evaluate(call_of(params).program, args)
+        if jaxprs.PROGRAM in params:
+            return super().bind(*args, **params)
+        function, operands = jaxprs.replacement(args, params)
+        if params["n_dots"]:  # what is added need not be linear
+            return function(*operands)
+        program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
+        n_new = len(operands) - len(params["known_inputs"])
+        known_inputs = [*(True for _ in consts), *(False for _ in range(n_new)), *params["known_inputs"]]
+        return self.bind(
+            *consts, *operands, **_params(RematCall(program, known_inputs, keeps_masks=params["keeps_masks"]))
+        )
+
+
+def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
+    """The rule of dead code: which operands of a call are read, and its equation with the outputs that are used."""
+    if not any(used_outputs) and not eqn.effects:
+        return [False for _ in eqn.invars], None
+    call = call_of(jaxprs.params_of_our_equation(eqn))
+    program, read = jaxprs.keep_used(call.program, used_outputs)
+    known_inputs = [flag for flag, is_read in zip(call.known_inputs, read, strict=True) if is_read]
+    call = replace(call, program=program, known_inputs=known_inputs, n_dots=sum(read[call.n_fixed :]))
+    invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
+    outvars = [v for v, flag in zip(eqn.outvars, used_outputs, strict=True) if flag]
+    return read, eqn.replace(invars=invars, outvars=outvars, params=_params(call))
+
+
+def _params(call: RematCall) -> dict[str, Any]:
+    """The parameters of an equation, which JAX requires to be hashable."""
+    settings = {"known_inputs": tuple(call.known_inputs), "n_dots": call.n_dots, "keeps_masks": call.keeps_masks}
+    return {jaxprs.PROGRAM: call.program, **settings}
+
+
+def call_of(params: Any) -> RematCall:
+    """The call that parameters of an equation hold."""
+    return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
+
+
+# ---- both halves together
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
@@ -41,23 +159,23 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
         for rewrite in (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,):
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
-        return recomputed_call(Call(program, is_known, keeps_masks=keeps_masks), inputs)
+        return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function
 
 
-def _rule_of_call(call: Call) -> EquationRule:
+def _rule_of_call(call: RematCall) -> EquationRule:
     """How equations of a call with bodies are run, so that the bodies recompute too."""
     function_of_body = functools.partial(recomputing_function, keeps_masks=call.keeps_masks)
     return rule_for_bodies(call.program, call.known_inputs, function_of_body)
 
 
-def _run_call(call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call; weights are computed where they are read."""
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
-def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _jvp(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The derivative of a call that is differentiated: JAX asks for it, by a line of this file.
 
     A residual is a value that the linear part needs. It is an input; or the forward pass stores it, if it depends on
@@ -78,7 +196,7 @@ def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[l
     stored = [v for v in needed if v not in available]
     forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, [*outvars[:n], *stored]))
     known_inputs = dependence.are_known(is_known, forward.invars)
-    values = _run_beside(moving.values(), Call(forward, known_inputs), jaxprs.values(inputs, forward.invars))
+    values = _run_beside(moving.values(), RematCall(forward, known_inputs), jaxprs.values(inputs, forward.invars))
     out_tangents: list[Any] = [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in values[:n]]
     if linear_part is not None:
         late = linear_part.program
@@ -88,7 +206,9 @@ def _jvp(call: Call, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[l
         known_inputs = [is_known[v] for v in (*read, *stored)] + [False for _ in linear_part.moving]
         operands = [*jaxprs.values(inputs, read), *values[n:], *(moving[v] for v in linear_part.moving)]
         smooth = [i for i, v in enumerate(call.program.outvars) if dependence.has_tangent(v)]
-        for i, dot in zip(smooth, linear(Call(joined, known_inputs, len(linear_part.moving)), operands), strict=True):
+        for i, dot in zip(
+            smooth, linear(RematCall(joined, known_inputs, len(linear_part.moving)), operands), strict=True
+        ):
             out_tangents[i] = dot
     return values[:n], out_tangents
 
@@ -109,7 +229,7 @@ class _LinearPart:
     moved: Env
 
 
-def _linearize(call: Call, args: Sequence[Any], wrt: Sequence[Any]) -> tuple[Jaxpr, list[Any], _LinearPart | None]:
+def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tuple[Jaxpr, list[Any], _LinearPart | None]:
     """A program of outputs and residuals, traced but not yet run, its constants, and its linear part in ``wrt``.
 
     There is no linear part if no output has a tangent.
@@ -163,7 +283,7 @@ def _linearize_half(
     return outs, residuals, _LinearPart(renamed.replace(invars=[*program.invars[:n], *moving]), moving, moved)
 
 
-def _jvp_without_linearization(call: Call, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
+def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
     program = call.program
     env = dict(zip(program.invars, primals, strict=True))
@@ -178,12 +298,12 @@ def _jvp_without_linearization(call: Call, primals: Sequence[Any], moving: Env) 
     ]
 
 
-def _transpose_call(call: Call, cts: Any, args: Any) -> list[Any]:
+def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """For a function that is linear in some of its inputs."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
     invars, known_inputs = [call.program.invars[i] for i in order], [call.known_inputs[i] for i in order]
-    reordered = Call(call.program.replace(invars=invars), known_inputs, len(dots))
+    reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
     cotangents = dict(zip(order, _transpose(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
 
@@ -194,12 +314,12 @@ def _transpose_call(call: Call, cts: Any, args: Any) -> list[Any]:
 # all weights at once. Here only known values get a barrier, and each weight is computed just before it is used.
 
 
-def _run_linear(call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call; weights are computed where they are read."""
     return run_delayed(call.program, args, call.known_inputs)
 
 
-def _jvp_of_linear(call: Call, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
     n, out_dots = call.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
@@ -214,7 +334,7 @@ def _jvp_of_linear(call: Call, primals: Any, tangents: Any) -> tuple[list[Any], 
     return jax.jvp(function, (points, list(primals[n:])), (slopes, out_dots))
 
 
-def _transpose(call: Call, cts: Any, args: Any) -> list[Any]:
+def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
     n, used_outputs = call.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
@@ -244,7 +364,7 @@ def _transpose(call: Call, cts: Any, args: Any) -> list[Any]:
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
 
 
-def _run_beside(tangents: Iterable[Any], call: Call, args: Sequence[Any]) -> list[Any]:
+def _run_beside(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:
     """The outputs of a call, in a rule for derivatives.
 
     Where tangents are unknown yet, JAX would look for what depends on them in each equation, and split loops for it.

@@ -3,7 +3,7 @@
 So only one layer's weights are in memory at a time, in the forward pass and in the backward pass.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -158,28 +158,28 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
     if not targets:
         return set()
     size = max(map(_bytes_of, targets)) / SMALL
-    tied = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting, least = set(tied), {v: v for v in program.invars}
+    chosen = {v for v in program.invars if _bytes_of(v) <= size}
+    waiting, smallest = set(chosen), {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
-        if v not in waiting and v in least:
-            tied.add(least[v])
-            waiting.update((v, least[v]))
+        if v not in waiting and v in smallest:
+            chosen.add(smallest[v])
+            waiting.update((v, smallest[v]))
 
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
         if not operands:
             continue
-        best = min((least[v] for v in operands if v in least), key=_bytes_of, default=None)
+        best = min((smallest[v] for v in operands if v in smallest), key=_bytes_of, default=None)
         for v in eqn.outvars:
-            least[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
+            smallest[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
             if not waiting.isdisjoint(operands):
                 waiting.add(v)
-            elif _bytes_of(v) > size and not _are([eqn], _CHEAP):
+            elif _bytes_of(v) > size and not _is(eqn, _CHEAP):
                 wait(v)
     for v in targets:
         wait(v)
-    return tied
+    return chosen
 
 
 def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
@@ -201,7 +201,7 @@ def costly(program: Jaxpr) -> set[Var]:
             eqn = makers.get(stack.pop())
             if eqn is not None and id(eqn) not in counted:
                 counted.add(id(eqn))
-                total += _count([eqn]) if _are([eqn], _CHEAP) else FEW + 1
+                total += _count(eqn) if _is(eqn, _CHEAP) else FEW + 1
                 stack += [v for v in jaxprs.variables(eqn.invars) if _bytes_of(v) * SMALL > _bytes_of(output)]
         return total
 
@@ -213,29 +213,30 @@ def _views(program: Jaxpr) -> set[Var]:
     free = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
-        if not operands or (free.issuperset(operands) and (_are([eqn], _IN_PLACE) or _adds_axes(eqn))):
+        # A broadcast that makes no more entries adds axes of size 1.
+        is_view = _is(eqn, _IN_PLACE) or (
+            kind_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+        )
+        if not operands or (is_view and free.issuperset(operands)):
             free.update(eqn.outvars)
     return free
 
 
-def _adds_axes(eqn: JaxprEqn) -> bool:
-    """Whether an equation adds axes of size 1."""
-    return kind_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+def _count(eqn: JaxprEqn) -> int:
+    """How many equations there are in an equation, or one."""
+    return sum(map(_count, _inside(eqn))) if jaxprs.is_call(eqn) else 1
 
 
-def _count(eqns: Iterable[JaxprEqn]) -> int:
-    """How many equations there are, those of calls too."""
-    return sum(sum(_count(inside.eqns) for inside in jaxprs.inner(e)) if jaxprs.is_call(e) else 1 for e in eqns)
+def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
+    """Whether an equation is of one of these kinds, or a call of such equations alone."""
+    return kind_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(each, kinds) for each in _inside(eqn)))
+
+
+def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """The equations of the programs in an equation."""
+    return [each for program in jaxprs.inner(eqn) for each in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:
     """How many bytes a variable takes."""
     return size_in_bytes(v.aval)
-
-
-def _are(eqns: Iterable[JaxprEqn], kinds: set[type[View]]) -> bool:
-    """Whether all equations are of one of these kinds, also in calls."""
-    return all(
-        kind_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_are(inside.eqns, kinds) for inside in jaxprs.inner(eqn)))
-        for eqn in eqns
-    )

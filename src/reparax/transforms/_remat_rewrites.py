@@ -170,7 +170,7 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
 # A mask is an array of bools that is made from a key, such as that of dropout, and from random numbers that nothing
 # else reads. Eight of its entries are one byte, which has a name in the program, so ``recomputing_program`` stores it.
 
-LEAST = 1024
+SMALLEST_MASK = 1024
 """Masks of fewer entries are drawn again: to store them saves no time."""
 
 
@@ -219,7 +219,7 @@ def _is_bool(v: Any) -> bool:
 
 def _axis(type_: Any) -> int | None:
     """The first axis whose entries can be packed by eights on the device where they lie; None for small arrays."""
-    if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < LEAST:
+    if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < SMALLEST_MASK:
         return None
     sizes = zip(type_.shape, type_.sharding.spec, strict=True)
     return next((i for i, (n, name) in enumerate(sizes) if n % 8 == 0 and name is None), None)

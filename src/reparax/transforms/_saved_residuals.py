@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Jaxpr
+from jax.extend.core import Var
 
 from reparax.core.paths import describe
 from reparax.core.recompute import recompute
-from reparax.core.reports import Line, count_lines, fold_lines, readable_size, size_in_bytes
+from reparax.core.reports import count_lines, fold_lines, readable_size, size_in_bytes
 from reparax.programs import dependence, jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.programs.sources import line_of_output, lines_by_origin
@@ -74,19 +74,13 @@ class SavedResiduals:
         lines = [f"kept for the backward pass: {readable_size(self.bytes())}"]
         for kind, title in _TITLES.items():
             lines.append(f"  {title}: {readable_size(self.bytes(kind))}")
-            rows = [self._row(line) for line in sorted(self._lines(kind), key=lambda line: -line.count * line.value[1])]
+            of_kind = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
+            folded = fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is no path
+            lengths = sorted(((-line.count * line.value[1], line) for line in folded), key=lambda pair: pair[0])
+            rows = [(readable_size(-size), f"{line.times}{line.value[0]}", line.path) for size, line in lengths]
             width = max((len(type) for _, type, _ in rows), default=0)
             lines += [f"    {size:>10}  {type:<{max(width, 20)}} {origin}" for size, type, origin in rows]
         return "\n".join(lines)
-
-    def _lines(self, kind: str) -> list[Line]:
-        of_kind = [(array.origin, (array.type, array.bytes)) for array in self.kept if array.kind == kind]
-        return fold_lines(of_kind) if kind == PARAMETERS else count_lines(of_kind)  # a line of source is not a path
-
-    @staticmethod
-    def _row(line: Line) -> tuple[str, str, str]:
-        type, size = line.value
-        return readable_size(line.count * size), f"{line.times}{type}", line.path
 
 
 def saved_residuals(
@@ -140,49 +134,37 @@ def saved_residuals(
 def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> SavedResiduals:
     """What is stored for the gradient of a function, on a JAX whose jaxprs can be read."""
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
-    if not _moving(arguments, arguments.arrays):
+    chosen = zip(arguments.arrays, arguments.is_chosen, strict=True)
+    moving = [i for i, (x, flag) in enumerate(chosen) if flag and jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    if not moving:
         raise TypeError(
             f"{who} found no floating array among the arguments that are parameters, so there is no gradient to take. "
             f"Pass the parameters first, or name them by argnums."
         )
-    loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
-    loss_jaxpr, constants = jaxprs.consts_first(loss)
+    traced_loss = jax.make_jaxpr(lambda *arrays: jax.tree.leaves(arguments.call(arrays)))(*arguments.arrays)
+    loss, constants = jaxprs.consts_first(traced_loss)
 
     def residuals(*arrays: Any) -> list[Any]:
-        return _residuals(loss_jaxpr, constants, arrays, _moving(arguments, arrays))
+        """What is stored for the gradients of the first result."""
+
+        def of_moving(*values: Any) -> Any:
+            inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
+            return jaxprs.evaluate(loss, [*constants, *inputs.values()])[0]
+
+        return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(residuals)(*arguments.arrays))
-    names = ["closed over" for _ in consts] + arguments.paths
+    origins = dict(zip(program.invars, ["closed over" for _ in consts] + arguments.paths, strict=True))
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
-    return SavedResiduals(tuple(_kept_by(program, known_inputs, names, lines_by_origin(loss_jaxpr))))
-
-
-def _moving(arguments: Arguments, arrays: Sequence[Any]) -> list[int]:
-    """The indices of the arrays whose gradients are taken."""
-    return [
-        i for i, x in enumerate(arrays) if arguments.is_chosen[i] and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-    ]
-
-
-def _residuals(loss_jaxpr: Jaxpr, constants: Sequence[Any], arrays: Sequence[Any], moving: Sequence[int]) -> list[Any]:
-    """What is stored for the gradients of the first result."""
-
-    def of_moving(*values: Any) -> Any:
-        inputs = dict(enumerate(arrays)) | dict(zip(moving, values, strict=True))
-        return jaxprs.evaluate(loss_jaxpr, [*constants, *inputs.values()])[0]
-
-    return jaxprs.residuals(jax.linearize(of_moving, *[arrays[i] for i in moving])[1])[0]
-
-
-def _kept_by(program: Jaxpr, known_inputs: list[bool], origins: list[str], lines: Mapping[int, str]) -> Iterator[Kept]:
-    """What a program keeps: for each output its kind, type, bytes and origin."""
     is_known = dependence.known_variables(program, known_inputs)
-    inputs = dict(zip(program.invars, origins, strict=True))
-    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    for v in jaxprs.variables(program.outvars):
-        kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in inputs else WEIGHTS
-        origin = inputs[v] if v in inputs else line_of_output(makers[v], makers[v].outvars.index(v), lines)
-        yield Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
+    makers, lines = {v: eqn for eqn in program.eqns for v in eqn.outvars}, lines_by_origin(loss)
+
+    def kept(v: Var) -> Kept:
+        kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in origins else WEIGHTS
+        origin = origins[v] if v in origins else line_of_output(makers[v], makers[v].outvars.index(v), lines)
+        return Kept(kind, describe(v.aval), size_in_bytes(v.aval), origin)
+
+    return SavedResiduals(tuple(map(kept, jaxprs.variables(program.outvars))))
 
 
 # ---- the installed JAX

@@ -216,11 +216,6 @@ def test_of_a_language_model_the_kernels_are_adapted_and_rounded_and_nothing_els
     np.testing.assert_array_equal(fixed["embed"]["embedding"]["@freeze"]["@fixed"]["w"], params["embed"]["embedding"])
 
 
-def test_a_table_is_adapted_where_that_is_asked():
-    raw = init(rpx.LoRA(2, where="embed/embedding"), language_model(), jax.random.key(0))
-    assert raw["embed"]["embedding"]["@lora"]["a"].shape == (10, 2)
-
-
 def test_freeze_leaves_the_adapters_alone():
     p = rpx.Freeze() >> rpx.LoRA(2)
     assert trains(p, init(p, model(), jax.random.key(0))) == lora_of("dense/kernel") | lora_of("out/kernel")
@@ -368,22 +363,7 @@ def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_le
     )
 
 
-def test_dora_keeps_the_model_and_trains_lengths_apart():
-    p = rpx.LoRA(2, where=".*kernel") >> rpx.WeightNorm(detach=True)
-    params = model()
-    raw = init(p, params, jax.random.key(0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), effective(p, raw), params)
-    assert not rpx.WeightNorm().straight_through
-    assert rpx.WeightNorm(detach=True).straight_through
-    assert repr(rpx.WeightNorm(detach=True)) == "WeightNorm(detach=True)"
-
-
 # What an attack found. ---------------------------------------------------------------------------------------------
-
-
-def test_each_array_has_a_draw_of_its_own():
-    raw = init(rpx.LoRA(2), {"x": normal(6, 4), "y": normal(6, 4, seed=1)}, jax.random.key(0))
-    assert not np.array_equal(raw["x"]["@lora"]["a"], raw["y"]["@lora"]["a"])
 
 
 def test_axes_of_a_base_have_their_names():
@@ -418,11 +398,6 @@ def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapter
     assert not jax.tree.leaves(rpx.partition(raw)[0])
 
 
-def test_one_factor_is_frozen_by_its_place():
-    p = rpx.Freeze() >> rpx.Freeze(where=".*/@lora/a") >> rpx.LoRA(2)  # LoRA-FA
-    assert trains(p, init(p, model(), jax.random.key(0))) == {"dense/kernel/@lora/b", "out/kernel/@lora/b"}
-
-
 def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
     p = rpx.LoRA(2, init_weights="pissa")
     raw = init(p, {"w": np.zeros((4, 6), np.float32)})
@@ -430,16 +405,6 @@ def test_pissa_of_zeros_trains_and_takes_a_negative_alpha():
     assert np.asarray(grads["a"]).any()
     negative, w = rpx.LoRA(2, -1.0, init_weights="pissa"), normal(4, 6)
     np.testing.assert_allclose(effective(negative, init(negative, {"w": w}))["w"], w, atol=1e-5)
-
-
-def test_each_factor_of_vera_has_a_key_of_its_own():
-    @jax.jit
-    def drawn(w):
-        keys = [jax.random.fold_in(jax.random.key(3, impl="threefry2x32"), i) for i in range(2)]
-        return rpx.adapters.VeRA(6, seed=3).factors(w), [jax.random.bits(key, (6, 6), jnp.uint32) for key in keys]
-
-    for factor, words in zip(*drawn(np.ones((6, 6), np.float32)), strict=True):  # both have the bound 1
-        np.testing.assert_allclose(factor, (np.asarray(words) >> 8) / 2**23 - 1, atol=1e-6)
 
 
 def test_factors_of_vera_depend_on_no_setting():

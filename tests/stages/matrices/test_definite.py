@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from compiled import contained, fold, init, projected, pulled, read, trained
+from compiled import contained, fold, init, projected, pulled, read
 from errors import raises, table
 from grids import mostly_thorough
 
@@ -179,47 +179,12 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
         np.testing.assert_allclose(fold(p, init(p, params))["w"], [np.eye(3), np.zeros((3, 3))], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        rpx.matrices.PositiveDefinite(),
-        rpx.matrices.PositiveDefinite("expm"),
-        rpx.matrices.PositiveSemidefinite(),
-    ],
-    ids=repr,
-)
-def test_half_precision_is_computed_in_float32(stage):
-    w = wishart(3)
-    got = projected(stage, jnp.asarray(w, jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.03 * w.max())
-
-
 @pytest.mark.parametrize("law", mostly_thorough(("right_inverse", "types", "plain_trees"), "right_inverse", "types"))
 def test_the_laws_hold_for_exponentials_which_are_no_case_of_their_own(law, key):
     check_laws(rpx.matrices.PositiveDefinite("expm"), {"w": np.float32(wishart(2))}, key, laws=(law,))
 
 
 # ---- membership
-
-
-FAMILY = (
-    rpx.matrices.PositiveDefinite(where="cholesky")
-    >> rpx.matrices.PositiveDefinite("expm", where="expm")
-    >> rpx.matrices.PositiveSemidefinite(2, where="semidefinite")
-)
-
-
-@pytest.mark.thorough
-def test_matrices_stay_on_the_image_for_a_hundred_steps_with_weight_decay():
-    params = {name: jnp.asarray(wishart(3), jnp.float32) for name in ("cholesky", "expm", "semidefinite")}
-    target = {name: -w for name, w in params.items()}
-    effective, losses = trained(FAMILY, jax.jit(FAMILY.init)(params), target)
-    assert losses[-1] < losses[0] / 2
-    for name in ("cholesky", "expm"):
-        assert np.linalg.eigvalsh(np.asarray(effective[name], np.float64)).min() > 0, name
-    values = np.linalg.eigvalsh(np.asarray(effective["semidefinite"], np.float64))
-    np.testing.assert_allclose(np.minimum(values, [0, np.inf, np.inf]), [0, *np.maximum(values[1:], 0)], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,6 @@ def test_a_whole_chain_may_act_in_the_total_space():
     assert not np.allclose(effective(p, raw, jax.random.key(0))["w"], w)
 
 
-def test_functions_of_jax_have_a_form_in_json():
-    p = rpx.matrices.Fibration(jnp.diagonal, jnp.diag)
-    assert repr(p) == "Fibration(jnp.diagonal, jnp.diag)"
-    assert rpx.from_json(p.to_json()) == p
-
-
 @table(__file__)
 def test_what_is_wrong_is_told_in_a_sentence(case):
     case.check(globals())

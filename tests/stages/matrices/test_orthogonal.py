@@ -146,19 +146,6 @@ def test_the_nearest_rotation_is_that_of_kabsch():
     assert np.linalg.det(got) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    "dtype", mostly_thorough([jnp.bfloat16, jnp.float16], jnp.bfloat16), ids=["bfloat16", "float16"]
-)
-def test_half_precision_is_orthogonal_as_far_as_its_entries_are_rounded(dtype):
-    p = rpx.Orthogonal()
-    raw = init(p, {"w": normal(6, 3).astype(jnp.dtype(dtype))})
-    raw["w"]["@orthogonal"]["x"] = normal(6, 3, seed=1).astype(jnp.dtype(dtype))
-    q = read(p, raw)
-    assert (q.dtype, raw["w"]["@orthogonal"]["@fixed"]["base"].dtype) == (dtype, jnp.float32)
-    wide = np.asarray(q, np.float64)
-    np.testing.assert_allclose(wide.T @ wide, np.eye(3), rtol=0, atol=3 * float(jnp.finfo(dtype).eps))
-
-
 # ---- weight decay, large matrices
 
 
@@ -303,31 +290,6 @@ def test_samples_of_rotations_are_uniform(key):
 
 
 # ---- examples of geotorch
-
-
-@jax.jit
-def ascended(p, raw, a):
-    """The largest trace of Q^T A Q that five hundred steps of gradient ascent find."""
-
-    def trace(raw):
-        q = p.apply(raw)["w"]
-        return jnp.trace(jnp.matmul(q.T, jnp.matmul(a, q, precision="highest"), precision="highest"))
-
-    def step(_, raw):
-        return p.rebase(jax.tree.map(lambda x, slope: x + 0.02 * slope, raw, jax.grad(trace)(raw)))
-
-    return trace(jax.lax.fori_loop(0, 500, step, raw))
-
-
-@pytest.mark.parametrize(
-    "stage", mostly_thorough([rpx.matrices.Grassmann("expm"), rpx.matrices.Stiefel()], rpx.matrices.Stiefel()), ids=repr
-)
-def test_the_largest_eigenvalues_are_found_on_frames_and_subspaces(stage):
-    a = normal(8, 8)
-    a = a + a.T
-    raw = init(stage, {"w": normal(8, 3, seed=2, dtype=np.float32)})
-    best = np.linalg.eigvalsh(a)[-3:].sum()
-    assert float(ascended(stage, raw, jnp.asarray(a, jnp.float32))) == pytest.approx(best, rel=1e-4)
 
 
 # ---- bad input

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from compiled import contained, init, projected, pulled, read, trained
+from compiled import contained, init, projected, pulled, read
 from errors import table
 from grids import mostly_thorough
 
@@ -83,14 +83,6 @@ def test_init_gives_the_numbers_of_the_nearest_matrix_which_are_least_squares(st
     np.testing.assert_allclose(start, expected, rtol=0, atol=1e-14)
 
 
-@GRID
-def test_half_precision_is_as_near_as_rounding_to_it(stage, shape, made):
-    w = jnp.asarray(made(normal(*shape)), jnp.bfloat16)
-    got = projected(stage, w)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(w, np.float32))
-
-
 @pytest.mark.parametrize("law", mostly_thorough(("right_inverse", "types", "plain_trees"), "right_inverse", "types"))
 def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(law, key):
     p = (
@@ -128,25 +120,6 @@ def test_contains_tells_members_from_others(stage, shape, made):
     assert not contained(stage, np.float32(member + 0.01 * normal(*member.shape)))
 
 
-@pytest.mark.thorough
-def test_matrices_stay_in_their_space_for_a_hundred_steps_with_weight_decay():
-    spaces = {name.replace(" ", "_"): space for name, space in SPACES.items()}
-    family = rpx.Chain(tuple(type(stage)(**fields(stage), where=name) for name, (stage, _, _) in spaces.items()))
-    units = {name: made(np.zeros(shape)) for name, (_, shape, made) in spaces.items()}
-    params = {name: jnp.asarray(normal(*zero.shape), jnp.float32) for name, zero in units.items()}
-    target = {name: jnp.asarray(normal(*zero.shape, seed=1), jnp.float32) for name, zero in units.items()}
-    effective, losses = trained(family, family.init(params), target)
-    assert losses[-1] < losses[0] - 10
-    for name, (_, shape, made) in spaces.items():
-        w = np.asarray(effective[name], np.float64)
-        np.testing.assert_allclose(w, nearest(shape, made, w)[1], rtol=0, atol=1e-6, err_msg=name)
-
-
-def fields(stage):
-    """The arguments that the stage was built with, but for where."""
-    return {name: getattr(stage, name) for name in ("lower", "blocks") if hasattr(stage, name)}
-
-
 # ---- Kronecker
 
 
@@ -171,13 +144,6 @@ def test_the_nearest_kronecker_product_leaves_all_but_the_first_singular_value()
     with jax.enable_x64():
         got = np.asarray(projected(rpx.matrices.Kronecker((2, 3)), jnp.asarray(w)))
     assert np.linalg.norm(w - got) == pytest.approx(np.linalg.norm(singular[1:]), rel=1e-12)
-
-
-def test_batches_and_half_precision_have_kronecker_products_too():
-    w = np.stack([np.kron(normal(2, 2, seed=s), normal(1, 2, seed=s + 9)) for s in range(3)])
-    got = projected(rpx.matrices.Kronecker((2, 2), stacked=0), jnp.asarray(w, jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), w, rtol=0, atol=0.02 * np.abs(w).max())
 
 
 def test_a_zero_kronecker_product_trains():

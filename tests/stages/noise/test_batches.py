@@ -65,11 +65,6 @@ def test_arrays_of_one_type_draw_in_one_loop(p, count, looped):
     assert loops(p, tree_of(count)) == looped
 
 
-def test_arrays_of_several_types_draw_in_a_loop_each():
-    tree = {"a": tree_of(5), "b": tree_of(5, (3, 4)), "c": tree_of(5, (6,)), "d": np.ones((7, 7), np.float32)}
-    assert loops(rpx.VarNoise(1.0), tree) == 3
-
-
 def test_large_arrays_draw_alone():
     large = tree_of(3, (2**7, 2**7 + 1))
     assert large["w0"].size > LOOPED >= 2**14

@@ -130,13 +130,6 @@ def test_simplex_starts_at_the_nearest_point(dtype):
         np.testing.assert_allclose(got, nearest(w), atol=4 * float(jnp.finfo(dtype).eps))
 
 
-def test_simplex_projects_each_row_for_itself():
-    w = normal(5, 4)
-    rows = np.stack([nearest(row) for row in w])
-    np.testing.assert_allclose(projected(rpx.numbers.Simplex(), w), rows, atol=1e-6)
-    np.testing.assert_allclose(projected(rpx.numbers.Simplex(along=0), w.T), rows.T, atol=1e-6)
-
-
 def test_samples_of_the_simplex_are_uniform(key):
     points = np.asarray(jax.jit(rpx.numbers.Simplex().sample, static_argnums=1)(key, (4096, 3)), np.float64)
     # The Dirichlet distribution of ones: mean 1/3, variance 1/18, and a number exceeds t with probability (1 - t)^2.
@@ -182,13 +175,6 @@ def test_elementwise_is_the_pair_of_functions():
     np.testing.assert_allclose(started(p, x), np.arcsinh(x), rtol=1e-6)
     q, numbers = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), np.array([[0.9], [1.1]], np.float32)
     assert [bool(contained(q, w)) for w in numbers] == [True, False]
-
-
-def test_elementwise_gives_half_precision_to_its_functions_as_float32():
-    seen = []
-    p = rpx.numbers.Elementwise(lambda x: seen.append(x.dtype) or x, lambda w: seen.append(w.dtype) or w)
-    assert p.apply(p.init({"w": jnp.ones(2, jnp.bfloat16)}))["w"].dtype == jnp.bfloat16
-    assert set(seen) == {jnp.dtype("float32")}
 
 
 def double(x):

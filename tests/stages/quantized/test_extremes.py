@@ -49,7 +49,7 @@ FITS = {
     "absmax": {},
     "rms": {"calibration_method": "rms", "calibration_scale": 2.5},
     "fixed": {"calibration_method": "fixed", "calibration_scale": 1e30},
-    "calibration_scale": {"calibration_scale": 3.0},
+    "scaled": {"calibration_scale": 3.0},
     "twice": {"double_quant": True},
 }
 
@@ -67,7 +67,7 @@ def stages(name, stage=rpx.Quantized):
     "case",
     mostly_thorough(
         [*zip(FORMATS, itertools.cycle(("float32", "float16"))), *itertools.product(FORMATS[::4], ("bfloat16",))],
-        *(("uint4", "float32"), ("gguf:q4_0", "float16")),
+        *(("uint4", "float32"), ("gguf:q4_1", "float16")),
     ),
     ids=" ".join,
 )
@@ -111,7 +111,7 @@ def test_ternary_numbers_and_learned_steps_are_finite(step):
 def test_what_is_not_finite_is_not_hidden(value):
     w = np.ones((32, 2), np.float32)
     w[3, 1] = value
-    names = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "gguf:q4_0", "gguf:q4_1", "gguf:q4_k", "dynamic8")
+    names = ("int4", "uint4", "nf4", "mxfp4", "nvfp4", "gguf:q4_0", "gguf:q4_1", "gguf:q4_k")
     fits = {"int8": "fixed", "int3": "rms"}
 
     @jax.jit

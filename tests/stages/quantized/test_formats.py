@@ -59,11 +59,6 @@ def test_one_bit_is_the_sign():
     np.testing.assert_allclose(got, np.sign(w) * np.sqrt(np.mean(w * w, axis=0)), rtol=1e-6)
 
 
-def numbers_of(name):
-    """All numbers of a format, by their codes."""
-    return np.asarray(jax.jit(rpx.quantized._formats.FORMATS[name].numbers.decode)(np.arange(256)))
-
-
 def microscaled(w, block, top, dtype):
     """Numbers and scales as in version 1.0 of OCP's specification of microscaling formats."""
     rows = w.T.reshape(-1, block).astype(np.float64)
@@ -103,26 +98,6 @@ def test_nvfp4_has_scales_of_eight_bits_in_units_of_one_number():
     held, got = stored(rpx.Quantized("nvfp4"), w)
     np.testing.assert_array_equal(held["scale"].view(np.uint8), codes.T.view(np.uint8))
     np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-def test_companded_numbers_are_those_of_bitsandbytes():
-    # create_dynamic_map() of bitsandbytes 0.50.2
-    signed = [-0.99296875, -0.978906273841858, -0.96484375]
-    numbers = numbers_of("dynamic8")
-    np.testing.assert_array_equal(numbers[:3], np.asarray(signed, np.float32))
-    np.testing.assert_array_equal(numbers[:127], -numbers[128:255][::-1])
-    assert (numbers[127], numbers[255]) == (0, 1)
-    assert np.all(np.diff(numbers) > 0)
-
-
-def test_companded_numbers_are_the_nearest():
-    numbers, w = numbers_of("dynamic8"), np.exp(2 * normal(64, 4)) * np.sign(normal(64, 4, seed=1))
-    w = w.astype(np.float32)
-    scale = np.max(np.abs(w), axis=0)
-    codes = np.argmin(np.abs((w / scale)[..., None] - numbers.astype(np.float64)), axis=-1)
-    held, got = stored(rpx.Quantized("dynamic8", axis=-1), w)
-    assert np.mean(held["q"] != codes) < 0.01  # half way between two, in the last bit of a quotient
-    np.testing.assert_allclose(got, numbers[held["q"]] * scale, rtol=1e-6)
 
 
 def test_scales_by_other_rules():
@@ -176,9 +151,7 @@ def test_blocks_in_two_dimensions_and_shorter_ones_at_the_end(block):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", mostly_thorough(["int4", "uint4", "nf4", "mxfp4", "float8_e4m3fn", "dynamic8"], "int4", "mxfp4")
-)
+@pytest.mark.parametrize("name", mostly_thorough(["int4", "uint4", "nf4", "mxfp4", "float8_e4m3fn"], "int4", "mxfp4"))
 def test_rounding_with_a_key_has_no_bias(name):
     w = np.tile(normal(16, 1), (1, 4000))
     p = rpx.Quantized(name, axis=-1, rounding="stochastic")
@@ -199,7 +172,6 @@ SIZES = [
     (rpx.Quantized("mxfp4"), 4.25),
     (rpx.Quantized("nvfp4"), 4.5),
     (rpx.Quantized("nvfp4-pack"), 4.5),
-    (rpx.Quantized("dynamic8", block_size=256), 8.125),
     (rpx.Quantized("int8", block_size=(128, 128)), 8.01),
 ]
 

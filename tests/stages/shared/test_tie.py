@@ -63,22 +63,6 @@ def test_a_target_may_be_a_regular_expression_whose_groups_its_source_names(ties
     p.check(raw, like=params)
 
 
-def test_each_target_of_an_expression_has_the_value_of_its_own_source():
-    p = rpx.Tie({r"layers/(\d+)/k": (r"layers/\1/q", jnp.negative)})
-    params = {"layers": [{"q": normal(2, seed=i), "k": -normal(2, seed=i)} for i in range(3)]}
-    effective = p.apply(p.init(params))
-    for got, want in zip(effective["layers"], params["layers"], strict=True):
-        np.testing.assert_array_equal(got["k"], want["k"])
-
-
-def test_a_path_with_signs_of_expressions_means_itself():
-    w = normal(2)
-    p = rpx.Tie({"a.b": "layers[0]/w", "c+": r"a\b"})
-    raw = p.init({"a.b": w, "axb": w, "layers[0]": {"w": w}, "c+": w, r"a\b": w, "ccc": w})
-    assert [name for name, x in raw.items() if isinstance(x, dict) and "@tie" in x] == ["a.b", "c+"]
-    np.testing.assert_array_equal(p.apply(raw)["a.b"], w)
-
-
 # ---- What is shared.
 
 
@@ -100,16 +84,6 @@ def test_noise_behind_a_tie_is_drawn_for_each_use():
     source, target = noise["source_embed"]["embedding"], noise["target_embed"]["embedding"]
     assert (source != target).all()
     assert (noise["output"]["kernel"] != source.T).all()
-
-
-def test_a_stage_on_the_reuser_acts_on_the_reuser_alone():
-    params = translation()
-    p = TRANSLATION >> rpx.WeightDropout(0.5, where="output/kernel")
-    effective = p.apply(p.init(params), jax.random.key(0))
-    np.testing.assert_array_equal(effective["source_embed"]["embedding"], params["source_embed"]["embedding"])
-    kernel = np.asarray(effective["output"]["kernel"])
-    assert (kernel == 0).any()
-    np.testing.assert_allclose(kernel[kernel != 0], 2 * params["output"]["kernel"][kernel != 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("stage", mostly_thorough([rpx.LowRank(1), rpx.WeightNorm()], rpx.WeightNorm()), ids=repr)

@@ -84,12 +84,6 @@ def test_a_share_is_rounded_as_in_torch_and_a_traced_one_as_read_in_float32(shar
     assert left_by_a_traced_share(share, size) == left - round(Fraction(left, 2))
 
 
-@pytest.mark.parametrize(("size", "share", "pruned"), [(45, 0.7, 31), (1000, 0.3, 300), (4097**2, 0.99, 16617555)])
-def test_a_schedule_prunes_as_many_weights_as_a_number(size, share, pruned):
-    assert size - _sparse.count_left(rpx.MagnitudePruning(share), size) == pruned
-    assert size - jax.jit(lambda share: _sparse.count_left(rpx.MagnitudePruning(share), size))(share) == pruned
-
-
 def test_of_equal_weights_the_first_stay():
     w = np.array([[1, -1, 2], [1, 1, -1]], np.float32)
     for count in (1, 2, 3, 4):
@@ -134,13 +128,6 @@ def test_an_update_prunes_what_earlier_stages_give_now():
     np.testing.assert_allclose(read(p, after), without_smallest(scaled, 12), rtol=1e-5)
     held, new = (tree["w"]["@magnitude_pruning"]["w"]["@weight_norm"]["v"] for tree in (raw, after))
     np.testing.assert_array_equal(held, new)
-
-
-def test_weight_norm_of_a_pruned_direction_keeps_the_length_and_the_mask():
-    p, w = rpx.MagnitudePruning(0.5) >> rpx.WeightNorm(), normal(6, 4)
-    got = np.asarray(read(p, init(p, {"w": w})))
-    np.testing.assert_allclose(np.linalg.norm(got, axis=0), np.linalg.norm(w, axis=0), rtol=1e-6)
-    np.testing.assert_array_equal(got == 0, without_smallest(w, 12) == 0)
 
 
 def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():

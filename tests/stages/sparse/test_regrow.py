@@ -9,7 +9,6 @@ from compiled import effective, fold, init, update
 from errors import raises
 
 import reparax as rpx
-from reparax.testing import check_laws
 
 
 def normal(*shape, seed=0):
@@ -99,24 +98,6 @@ def test_set_drops_the_smallest_and_grows_at_random():
     np.testing.assert_allclose(counts, 32 / 224, atol=4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500))
 
 
-def test_set_grows_at_random_under_the_key_of_init_too():
-    p, w = rpx.sparse.SET(0.75, drop_fraction=0.5), normal(16, 16)
-
-    @jax.jit
-    @jax.vmap
-    def masks(key):
-        raw = p.init({"w": w}, key)
-        return tuple(each["w"]["@set"]["@fixed"]["mask"] != 0 for each in (raw, p.update(raw, key)))
-
-    first, second = map(np.asarray, masks(jax.random.split(jax.random.key(2), 500)))
-    sizes = np.where(first, np.abs(w), np.inf)
-    dropped = sizes <= np.sort(sizes.reshape(500, -1))[:, 31].reshape(-1, 1, 1)
-    np.testing.assert_array_equal(dropped.sum((1, 2)), 32)
-    # Of 224 places, 32 that were dropped and 192 that were empty, 32 grow: 500 draws, 4.5 standard errors.
-    share = second[dropped].mean()
-    assert abs(share - 32 / 224) < 4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500 / 32)
-
-
 def test_without_what_an_update_reads_the_mask_stays():
     for p, given in (
         (rpx.sparse.RigL(0.5), {"key": jax.random.key(1)}),
@@ -181,16 +162,6 @@ def test_gradients_behind_noise_are_those_by_its_mean():
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
-def test_stacked_arrays_move_by_themselves():
-    each, stacked = rpx.sparse.RigL(0.5, drop_fraction=0.5), rpx.sparse.RigL(0.5, drop_fraction=0.5, stacked=0)
-    w, g = normal(3, 4, 4), normal(3, 4, 4, seed=1)
-    raw = init(stacked, {"w": w}, jax.random.key(0))
-    together = mask_of(update(stacked, raw, grads={"w": g}))
-    for i in range(3):
-        own = jax.tree.map(lambda x, i=i: np.asarray(x)[i], raw)
-        np.testing.assert_array_equal(together[i], mask_of(update(each, own, grads={"w": g[i]})))
-
-
 def test_set_draws_for_each_of_stacked_arrays_alone():
     p, w = rpx.sparse.SET(0.5, drop_fraction=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
     first = init(p, {"w": w}, jax.random.key(0))
@@ -200,11 +171,6 @@ def test_set_draws_for_each_of_stacked_arrays_alone():
         np.testing.assert_array_equal(mask.sum((1, 2)), 8)
     assert len({mask.tobytes() for mask in masks[1]}) > 1
     np.testing.assert_array_equal(fold(p, after)["w"], w * masks[0] * masks[1])
-
-
-@pytest.mark.thorough
-def test_stacked_arrays_obey_all_laws():
-    check_laws(rpx.sparse.SET(0.5, stacked=0), {"w": normal(3, 4, 4)})
 
 
 class Remembers(rpx.Reparametrization):

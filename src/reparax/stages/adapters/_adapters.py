@@ -21,15 +21,17 @@ from reparax.numerics.arguments import (
     check_known_number,
     check_number,
     check_positive_whole,
-    check_weight,
     check_whole,
     is_whole,
+    number_that,
     one_of,
     optional,
 )
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import identity, product, rank_error, why_not_divisible
 from reparax.numerics.threefry import bits
+
+_STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a finite number that is not negative.")
 
 
 class Delta(Reparametrization):
@@ -64,7 +66,11 @@ class Delta(Reparametrization):
       Networks*, 2018.
     """
 
-    strength: Number = argument(per_array(check_weight), default=0.0, kw_only=True)
+    strength: Number = argument(
+        per_array(_STRENGTH),
+        default=0.0,
+        kw_only=True,
+    )
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -43,37 +44,32 @@ class _Pattern(RowsAndColumns, Constraint):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         n = w.shape[-1]
-        size, places = self.size(n), self.places(*_row_and_column(n), n)
+        size, places = self.size(n), self._all_places(n)
         sums = jnp.zeros((*w.shape[:-2], size + 1), widened(w).dtype).at[..., places].add(widened(w))[..., :size]
         counts = jnp.zeros(size + 1, sums.dtype).at[places].add(1)[:size]
         return {"x": (sums / jnp.broadcast_to(counts, sums.shape)).astype(w.dtype)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         x = values["x"]
-        n = self.order(x.shape[-1])
+        n = next(n for n in itertools.count() if self.size(n + 1) > x.shape[-1])
         with_zero = jnp.concatenate([x, jnp.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1)
-        return with_zero[..., self.places(*_row_and_column(n), n)]
+        return with_zero[..., self._all_places(n)]
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
         return jnp.zeros((), values["x"].real.dtype)  # the coordinates are the entries themselves
+
+    def _all_places(self, n: int) -> Array:
+        """The index in ``x`` of each entry of a matrix of n rows."""
+        i, j = jnp.indices((n, n))
+        return self.places(i, j, n)
 
     @abstractmethod
     def size(self, n: int) -> int:
         """The length of ``x`` for a matrix of n rows."""
 
     @abstractmethod
-    def order(self, size: int) -> int:
-        """The number of rows of a matrix for ``x`` of this length."""
-
-    @abstractmethod
     def places(self, i: Array, j: Array, n: int) -> Array:
         """The index in ``x`` of the entry at row i and column j; -1 for a zero."""
-
-
-def _row_and_column(n: int) -> tuple[Array, Array]:
-    """The row and the column of each entry of a square matrix."""
-    i, j = jnp.indices((n, n))
-    return i, j
 
 
 def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
@@ -85,12 +81,6 @@ def _triangle_indices(i: Array, j: Array, *, strict: bool) -> Array:
 def _triangle_size(n: int, *, strict: bool) -> int:
     """The number of entries in a triangle of ``n`` rows; without the diagonal if ``strict``."""
     return n * (n - 1) // 2 if strict else n * (n + 1) // 2
-
-
-def _triangle_order(size: int, *, strict: bool) -> int:
-    """The number of rows of a triangle of so many entries: the inverse of :func:`_triangle_size`."""
-    root = math.isqrt(8 * size + 1)
-    return (root + 1) // 2 if strict else (root - 1) // 2
 
 
 class Symmetric(_Pattern):
@@ -114,9 +104,6 @@ class Symmetric(_Pattern):
 
     def size(self, n: int) -> int:
         return _triangle_size(n, strict=False)
-
-    def order(self, size: int) -> int:
-        return _triangle_order(size, strict=False)
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
@@ -154,9 +141,6 @@ class Skew(_Pattern):
 
     def size(self, n: int) -> int:
         return _triangle_size(n, strict=True)
-
-    def order(self, size: int) -> int:
-        return _triangle_order(size, strict=True)
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
@@ -196,9 +180,6 @@ class Triangular(_Pattern):
     def size(self, n: int) -> int:
         return _triangle_size(n, strict=self.unit_diagonal)
 
-    def order(self, size: int) -> int:
-        return _triangle_order(size, strict=self.unit_diagonal)
-
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
         return _triangle_indices(*((i, j) if self.lower else (j, i)), strict=self.unit_diagonal)
@@ -235,9 +216,6 @@ class Diagonal(_Pattern):
     def size(self, n: int) -> int:
         return n
 
-    def order(self, size: int) -> int:
-        return size
-
     def places(self, i: Array, j: Array, n: int) -> Array:
         del n
         return jnp.where(i == j, i, -1)
@@ -273,9 +251,6 @@ class Circulant(_Pattern):
     def size(self, n: int) -> int:
         return n
 
-    def order(self, size: int) -> int:
-        return size
-
     def places(self, i: Array, j: Array, n: int) -> Array:
         return (i - j) % n
 
@@ -301,9 +276,6 @@ class Toeplitz(_Pattern):
 
     def size(self, n: int) -> int:
         return 2 * n - 1
-
-    def order(self, size: int) -> int:
-        return (size + 1) // 2
 
     def places(self, i: Array, j: Array, n: int) -> Array:
         return i - j + n - 1

@@ -15,7 +15,7 @@ from reparax.core.constraint import Constraint, is_near
 from reparax.core.fields import argument
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_known_number, check_positive_whole, check_two, check_whole
+from reparax.numerics.arguments import check_positive_whole, check_two, check_whole, number_that
 from reparax.numerics.arithmetic import inlined, softplus_inverse, widened
 from reparax.numerics.linalg import (
     adjoint,
@@ -229,18 +229,13 @@ class _SingularValues(RowsAndColumns, Constraint):
         """The ``s`` for given singular values, or for the nearest possible ones that are at least ``least``."""
 
 
-def _check_eps(value: Any, who: str, name: str) -> float:
-    """A known bound that is finite and not negative."""
-    eps = check_known_number(value, who, name)
-    if not 0 <= eps < math.inf:
-        raise ValueError(f"{who} got {name}={eps}, but takes a finite bound that is not negative.")
-    return eps
+_EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that is not negative.", known=True)
 
 
 class _BoundedBelow(_SingularValues):
     r"""Singular values above ``eps``: :math:`f(s) = \epsilon + log(1 + e^s)`."""
 
-    eps: float = argument(_check_eps, default=1e-6, kw_only=True)
+    eps: float = argument(_EPS, default=1e-6, kw_only=True)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         inside = super().contains(w, tolerance)
@@ -395,12 +390,7 @@ class SpecialLinear(_SingularValues):
         return s - jnp.mean(s, axis=-1, keepdims=True)
 
 
-def _check_radius(value: Any, who: str, name: str) -> float:
-    """A known number above 0 and at most 1."""
-    radius = check_known_number(value, who, name)
-    if not 0 < radius <= 1:
-        raise ValueError(f"{who} got {name}={radius}, but takes more than 0 and at most 1.")
-    return radius
+_RADIUS = number_that(lambda radius: 0 < radius <= 1, "takes more than 0 and at most 1.", known=True)
 
 
 class AlmostOrthogonal(_SingularValues):
@@ -431,7 +421,7 @@ class AlmostOrthogonal(_SingularValues):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    radius: float = argument(_check_radius, default=0.1)
+    radius: float = argument(_RADIUS, default=0.1)
 
     def spectrum(self, s: Array) -> Array:
         return 1 + self.radius * jnp.sin(s)

@@ -20,7 +20,7 @@ from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
 from reparax.core.usage import shows_usage
 from reparax.core.values import Values, aux, fixed, main
-from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, one_of
+from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 
@@ -406,15 +406,11 @@ LOW, HIGH, TEMPERATURE = -0.1, 1.1, 2 / 3
 LARGEST = 0.68
 
 
-def _check_rate(value: Any, who: str, name: str) -> float:
-    """A probability above 0 and below ``LARGEST``; a gate with a larger one would be closed by ``update``."""
-    rate = check_known_number(value, who, name)
-    if not 0 < rate < LARGEST:
-        raise ValueError(
-            f"{who} got {name}={rate}, but takes a probability above 0 and below {LARGEST}: `update` closes gates with "
-            f"a larger one."
-        )
-    return rate
+_RATE = number_that(
+    lambda rate: 0 < rate < LARGEST,
+    f"takes a probability above 0 and below {LARGEST}: `update` closes gates with a larger one.",
+    known=True,
+)
 
 
 class HardConcrete(Reparametrization):
@@ -457,7 +453,7 @@ class HardConcrete(Reparametrization):
       Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
     """
 
-    rate: Number = argument(per_array(_check_rate), default=0.1)
+    rate: Number = argument(per_array(_RATE), default=0.1)
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True

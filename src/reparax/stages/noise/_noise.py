@@ -15,7 +15,7 @@ from reparax.core import random
 from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
 from reparax.core.fields import Number, argument, per_array
 from reparax.core.leaf import Perturbation
-from reparax.numerics.arguments import check_number, one_of, optional
+from reparax.numerics.arguments import number_that, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import norm
 
@@ -51,23 +51,10 @@ class _Drawn(Perturbation):
         return self.perturb(w, self.draw(w, key))
 
 
-def _check_std(value: Any, who: str, name: str) -> Any:
-    """A standard deviation, which is finite if it is known."""
-    std = check_number(value, who, name)
-    if isinstance(std, float) and not math.isfinite(std):
-        raise ValueError(f"{who} got {name}={std}, but a standard deviation is a finite number.")
-    return std
-
-
-def _check_rate(value: Any, who: str, name: str) -> Any:
-    """The share of weights to drop, which is at least 0 and less than 1 if it is known."""
-    rate = check_number(value, who, name)
-    if isinstance(rate, float) and not 0 <= rate < 1:
-        raise ValueError(
-            f"{who} got {name}={rate}, but a rate is at least 0 and less than 1. "
-            f"It is the share of weights to drop, not to keep."
-        )
-    return rate
+_RATE = number_that(
+    lambda rate: 0 <= rate < 1,
+    "a rate is at least 0 and less than 1. It is the share of weights to drop, not to keep.",
+)
 
 
 class VarNoise(_Drawn):
@@ -110,7 +97,7 @@ class VarNoise(_Drawn):
       Graves, *Practical Variational Inference for Neural Networks*, 2011.
     """
 
-    std: Number = argument(per_array(_check_std))
+    std: Number = argument(per_array(number_that(math.isfinite, "a standard deviation is a finite number.")))
     relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
 
@@ -185,7 +172,7 @@ class WeightDropout(_Drawn):
       weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
     """
 
-    rate: Number = argument(per_array(_check_rate))
+    rate: Number = argument(per_array(_RATE))
     broadcast_dims: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2

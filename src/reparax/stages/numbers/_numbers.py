@@ -18,7 +18,7 @@ from reparax.core.fields import Number, argument, per_array
 from reparax.core.leaf import Reparametrization
 from reparax.core.roles import VECTORS
 from reparax.core.values import Values, main
-from reparax.numerics.arguments import check_function, check_number, one_of
+from reparax.numerics.arguments import check_function, check_number, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 Function = Callable[[Array], Array]
@@ -262,12 +262,7 @@ class Elementwise(_Map):
         return self.inverse(w)
 
 
-def _check_factor(value: Any, who: str, name: str) -> Any:
-    """A number that is finite and not 0, if it is known."""
-    factor = check_number(value, who, name)
-    if isinstance(factor, float) and not 0 < abs(factor) < math.inf:
-        raise ValueError(f"{who} got {name}={factor}, but takes a finite number other than 0.")
-    return factor
+_FACTOR = number_that(lambda factor: 0 < abs(factor) < math.inf, "takes a finite number other than 0.")
 
 
 class Scale(Reparametrization):
@@ -294,7 +289,7 @@ class Scale(Reparametrization):
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
-    factor: Number = argument(per_array(_check_factor))
+    factor: Number = argument(per_array(_FACTOR))
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
     entrywise: ClassVar[Any] = True

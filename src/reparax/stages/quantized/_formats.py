@@ -35,7 +35,9 @@ def unpack(words: Array, bits: int, axis: int) -> Array:
 def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
     """Words of ``old`` bits as words of ``new`` bits, over the same stream of bits."""
     stream = math.lcm(old, new)
-    words = _split_modulo(x.astype(jnp.uint8), stream // old, axis)
+    many = stream // old
+    apart = x.astype(jnp.uint8).reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
+    words = [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]
     mask = jnp.asarray(2**new - 1, jnp.uint8)
     new_words: list[Array] = []
     for start in range(0, stream, new):
@@ -45,12 +47,6 @@ def _regroup(x: Array, old: int, new: int, axis: int) -> Array:
         new_words.append((functools.reduce(operator.or_, parts) & mask).astype(x.dtype))
     stacked_words = jnp.stack(new_words, axis=axis + 1)
     return stacked_words.reshape(*x.shape[:axis], x.shape[axis] * old // new, *x.shape[axis + 1 :])
-
-
-def _split_modulo(x: Array, many: int, axis: int) -> list[Array]:
-    """The entries with index 0, 1, 2 and so on, modulo ``many``, along an axis."""
-    apart = x.reshape(*x.shape[:axis], x.shape[axis] // many, many, *x.shape[axis + 1 :])
-    return [jnp.squeeze(part, axis + 1) for part in jnp.split(apart, many, axis=axis + 1)]
 
 
 @dataclass(frozen=True)
@@ -295,20 +291,6 @@ E2M1 = table_numbers([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], mirrored=True, ev
 """The sixteen numbers of float4_e2m1fn."""
 
 
-def _dynamic() -> Numbers:
-    """Decades with ever fewer numbers, down to 1e-7: the dynamic map of bitsandbytes."""
-    numbers = [0.0, 1.0]
-    start, end = np.float64(np.float32(0.1)), 1.0
-    for decade in range(7):
-        parts = 2**decade
-        # As torch.linspace counts: from both ends, by a step of single precision.
-        step, i = np.float64((np.float32(end) - np.float32(start)) / np.float32(parts)), np.arange(parts + 1)
-        edges = np.where(i < (parts + 1) // 2, start + step * i, end - step * (parts - i)).astype(np.float32)
-        middles = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
-        numbers += [*middles, *-middles]
-    return table_numbers(sorted(numbers))
-
-
 POWERS = Scales("exponent")
 HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
@@ -326,7 +308,6 @@ FORMATS = {
     "mxfp4": Format(E2M1, 32, POWERS),
     "nvfp4": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0)),
     "nvfp4-pack": Format(E2M1, 16, Scales("float8_e4m3fn", least=2**-6, top=448.0, divided=True)),
-    "dynamic8": Format(_dynamic()),
     "gguf:q4_0": Format(whole_numbers(4, signed=True, top=-8, nearest=half_up), 32, HALF, early=True),
     "gguf:q4_1": Format(whole_numbers(4, signed=False, nearest=half_up), 32, HALF, zero="offset", early=True),
     "gguf:q5_0": Format(whole_numbers(5, signed=True, top=-16, nearest=half_up), 32, HALF, early=True),

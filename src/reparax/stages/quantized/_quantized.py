@@ -17,7 +17,7 @@ from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
-from reparax.numerics.arguments import check_flag, check_known_positive, check_positive_whole, one_of, optional
+from reparax.numerics.arguments import check_flag, check_positive_whole, number_that, one_of, optional
 from reparax.numerics.arithmetic import inlined, widened
 from reparax.stages.quantized._formats import (
     FORMATS,
@@ -31,7 +31,6 @@ from reparax.stages.quantized._formats import (
     unpack,
 )
 
-FITS = ("absmax", "rms", "fixed")
 largest_of = functools.partial(jnp.max, initial=0.0)
 
 Entries = dict[str, Array]
@@ -79,20 +78,6 @@ def from_units(numbers: Array, entries: Entries) -> Array:
     return x
 
 
-def reach_of(x: Array, blocks: Grid, fit: str, reach: float) -> Array:
-    """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
-    largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
-    if fit == "rms":
-        units, size = to_powers(x, blocks)
-        extent = size * jnp.sqrt(
-            blocks.reduce_blocks(jnp.sum, units * units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
-        )
-    else:
-        extent = largest if fit != "fixed" else jnp.ones_like(largest)
-    extent = extent if reach == 1 else reach * extent
-    return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
-
-
 def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
     """``x`` in units of a power of two near the largest magnitude of its block, and these units.
 
@@ -104,32 +89,13 @@ def to_powers(x: Array, blocks: Grid) -> tuple[Array, Array]:
     return x / blocks.spread(size), size
 
 
-def range_of(x: Array, blocks: Grid, fit: str, reach: float, *, with_zero: bool) -> tuple[Array, Array]:
-    """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
-    if fit in ("rms", "fixed"):
-        size = reach_of(x, blocks, fit, reach)
-        return -size, size
-    low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
-    is_finite = jnp.isfinite(low) & jnp.isfinite(high)
-    if with_zero:  # so that zeros stay zeros
-        low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
-    low, high = (jnp.where(is_finite, clip_to_finite(reach * end), jnp.nan) for end in (low, high))
-    return low, high
-
-
 def faces_down(x: Array, blocks: Grid) -> Array:
     """Whether the number of the largest magnitude is negative in each block, the first one of several."""
     largest = blocks.spread(blocks.reduce_blocks(largest_of, jnp.abs(x), 0))
     place = jnp.arange(x.size, dtype=jnp.int32).reshape(x.shape)
-    up, down = (
-        blocks.reduce_blocks(_least_place, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest)
-    )
+    first = functools.partial(jnp.min, initial=jnp.iinfo(jnp.int32).max)
+    up, down = (blocks.reduce_blocks(first, jnp.where(x == end, place, x.size), x.size) for end in (largest, -largest))
     return down < up
-
-
-def _least_place(place: Array, **how: Any) -> Array:
-    """The least of these places; the largest int32 if there are none."""
-    return jnp.min(place, initial=jnp.iinfo(jnp.int32).max, **how)
 
 
 def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
@@ -146,8 +112,12 @@ class Scaled(Reparametrization):
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
     block_size: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = argument(check_flag, default=False, kw_only=True)
-    calibration_method: str = argument(one_of(*FITS), default="absmax", kw_only=True)
-    calibration_scale: float = argument(check_known_positive, default=1.0, kw_only=True)
+    calibration_method: str = argument(one_of("absmax", "rms", "fixed"), default="absmax", kw_only=True)
+    calibration_scale: float = argument(
+        number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
+        default=1.0,
+        kw_only=True,
+    )
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -241,15 +211,12 @@ class Scaled(Reparametrization):
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
-            numbers, (low, high) = (
-                self._format.numbers,
-                range_of(x, blocks, self.calibration_method, self.calibration_scale, with_zero=True),
-            )
+            numbers, (low, high) = self._format.numbers, self._range_of(x, blocks, with_zero=True)
             values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
             zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
             return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
         if self._scales is not None and self._scales.dtype == "exponent":
-            return self._power_values(reach_of(x, blocks, self.calibration_method, self.calibration_scale), w.dtype)
+            return self._power_values(self._extent_of(x, blocks), w.dtype)
         values: dict[str, Array] = {}
         for name, scale in self._ideal_scales(x).items():
             values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, w.dtype)
@@ -260,12 +227,33 @@ class Scaled(Reparametrization):
         row, blocks = self._format, self._blocks(x)
         numbers = row.numbers
         if row.zero == "offset":
-            low, high = range_of(x, blocks, self.calibration_method, self.calibration_scale, with_zero=not row.early)
+            low, high = self._range_of(x, blocks, with_zero=not row.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(
-            reach_of(x, blocks, self.calibration_method, self.calibration_scale), abs(numbers.top)
-        )
+        scale = self._divide_extent(self._extent_of(x, blocks), abs(numbers.top))
         return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+
+    def _extent_of(self, x: Array, blocks: Grid) -> Array:
+        """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
+        largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
+        extent = jnp.ones_like(largest) if self.calibration_method == "fixed" else largest
+        if self.calibration_method == "rms":
+            units, size = to_powers(x, blocks)
+            mean = blocks.reduce_blocks(jnp.sum, units * units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
+            extent = size * jnp.sqrt(mean)
+        extent = extent if self.calibration_scale == 1 else self.calibration_scale * extent
+        return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
+
+    def _range_of(self, x: Array, blocks: Grid, *, with_zero: bool) -> tuple[Array, Array]:
+        """The least and the largest number that codes reach in each block: finite if the block is, else NaN."""
+        if self.calibration_method != "absmax":
+            extent = self._extent_of(x, blocks)
+            return -extent, extent
+        low, high = blocks.reduce_blocks(jnp.min, x, jnp.inf), blocks.reduce_blocks(jnp.max, x, -jnp.inf)
+        is_finite = jnp.isfinite(low) & jnp.isfinite(high)
+        if with_zero:  # so that zeros stay zeros
+            low, high = jnp.minimum(low, 0), jnp.maximum(high, 0)
+        low, high = (jnp.where(is_finite, clip_to_finite(self.calibration_scale * end), jnp.nan) for end in (low, high))
+        return low, high
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
         """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
@@ -373,9 +361,6 @@ def _narrow_scale(scale: Array, dtype: Any) -> Array:
     return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)
 
 
-HALF_MOST = float(jnp.finfo(jnp.float16).max)
-
-
 class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
@@ -402,7 +387,6 @@ class Quantized(Scaled):
     ``"mxfp4"``                   those of float4_e2m1fn              4.25: scales are powers of two, by 32
     ``"nvfp4"``                   those of float4_e2m1fn              4.5: scales are float8_e4m3fn in units, by 16
     ``"nvfp4-pack"``              the same                            4.5: the same, divided by one number
-    ``"dynamic8"``                255 and 1, closer near 0            8.13 by 256
     ``"gguf:q4_0"``               -8 to 7; also q5_0, q8_0            4.5, 5.5, 8.5: scales are float16, by 32
     ``"gguf:q4_1"``               0 to 15, less an offset; also q5_1  5, 6: scales and offsets are float16, by 32
     ``"gguf:q4_k"``               0 to 15, less an offset             4.75: scales and offsets of 6 bits in units
@@ -484,10 +468,13 @@ class Quantized(Scaled):
         return super()._why_refused(w) or self._scale_range_error(w)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._init_values(w, None)
+        return self.draw_leaf(w, None)
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._init_values(w, key)
+    def draw_leaf(self, w: Array, key: Array | None) -> dict[str, Array]:
+        codes, values = self._codes_and_scales(w, key)
+        block_axis = self._block_axis(w)
+        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
+        return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         scales, numbers = self._scales, self._format.numbers
@@ -501,13 +488,6 @@ class Quantized(Scaled):
         q = values["q"]
         return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
 
-    def _init_values(self, w: Array, key: Array | None) -> dict[str, Array]:
-        """The raw values of ``w``, rounded by chance with a key."""
-        codes, values = self._codes_and_scales(w, key)
-        block_axis = self._block_axis(w)
-        order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
-        return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
-
     def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
         if not self._format.early or not is_known(w):
@@ -515,10 +495,11 @@ class Quantized(Scaled):
         with jax.ensure_compile_time_eval():
             scales = self._ideal_scales(widened(jnp.asarray(w)))
             largest = max(float(jnp.max(jnp.abs(x), initial=0.0)) for x in scales.values())
-        if not HALF_MOST < largest < math.inf:
+        most = float(jnp.finfo(jnp.float16).max)
+        if not most < largest < math.inf:
             return None
         return (
-            f"expected numbers whose scales are at most {HALF_MOST:g}, as {self.format} stores scales in float16, got "
+            f"expected numbers whose scales are at most {most:g}, as {self.format} stores scales in float16, got "
             f"{largest:.3g}. Store it as int8, or leave it out with `where`."
         )
 

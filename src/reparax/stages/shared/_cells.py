@@ -464,7 +464,15 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
         values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
         names = [name for block in new.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
-        return _nest(write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes)))
+        new_arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
+    tree: dict[str, Any] = {}
+    for path, array in new_arrays.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = array
+    return tree
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:
@@ -495,15 +503,3 @@ def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, A
         if name not in matched and first_bias in matched:
             matched[name] = jnp.zeros_like(matched[first_bias])
     return matched
-
-
-def _nest(arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays by their paths as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, array in arrays.items():
-        *parents, leaf_name = path.split("/")
-        node = tree
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[leaf_name] = array
-    return tree

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.bound import Bound, Values, new_node
+from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import Call
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
@@ -19,7 +19,7 @@ from reparax.core.fields import argument
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, describe
 from reparax.core.raw import OTHER_CHAIN, Flat, Node, nest
-from reparax.core.values import OTHERS, main
+from reparax.core.values import OTHERS, Values, main
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
 from reparax.stages.shared._cells import (
@@ -49,7 +49,7 @@ class _Rearranged(Parametrization):
     where: str = field(default="", kw_only=True)
     sizes: Any = field(default=(), kw_only=True)
 
-    raw_values: ClassVar[Any] = {OTHERS: main(part=True)}
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_as_field(self.layout))
@@ -96,9 +96,8 @@ class _Rearranged(Parametrization):
             if method != "init":
                 with locate_errors(who_here):
                     for place in arrays.values():
-                        if (
-                            nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None
-                        ):  # as some formats store it
+                        # Some formats store an empty node as None.
+                        if nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None:
                             tree.values_of(nodes[place])
                 values = {path: nodes[place].values for path, place in arrays.items()}
                 marked = {path: (*place, nodes[place].mark) for path, place in arrays.items()}
@@ -125,7 +124,7 @@ class _Rearranged(Parametrization):
             )
         return cells
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del bound, key
         sizes = dict(self.sizes)
         raw_arrays = write_arrays(self._stored, read_values(self._model, arrays, sizes), sizes)
@@ -133,7 +132,7 @@ class _Rearranged(Parametrization):
             path: {_label(name): raw_arrays[name] for name in raw_arrays if self._home(name) == path} for path in arrays
         }
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         del bound, key
         return self._effective(values)
 
@@ -341,7 +340,7 @@ class CudnnLSTM(Reparametrization):
     bidirectional: bool = field(default=False, kw_only=True)
     biases: int = argument(check_whole, default=2, kw_only=True)
 
-    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
+    raw_values: ClassVar[RawValues] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.bound import Bound, Values, new_node
+from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import Call
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
@@ -130,11 +130,11 @@ class Tie(Parametrization):
             add(target)
         return list(bounds.values())
 
-    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> Values:
+    def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del bound, key
         return {name: {} for name in arrays}
 
-    def _apply_at(self, bound: Bound, values: Values, key: Array | None) -> dict[str, Array]:
+    def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         del key
         return {"w": bound.formula(values["source"][""])}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import field
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -31,7 +32,7 @@ from reparax.core.leaf import Reparametrization
 from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import INPUTS
 from reparax.core.values import Values, fixed, main
-from reparax.numerics.arguments import check_number, check_whole, is_whole, optional
+from reparax.numerics.arguments import check_number, check_whole, is_whole, number_that, optional
 from reparax.numerics.arithmetic import is_array, is_inexact, widened
 from reparax.numerics.linalg import scale
 from reparax.numerics.select import largest, largest_of_all
@@ -107,7 +108,17 @@ def apply_mask(values: dict[str, Array]) -> Array:
     return jnp.where(values["mask"] != 0, values["w"], jnp.zeros_like(values["w"]))
 
 
-class Mask(Reparametrization):
+class _Masked(Reparametrization):
+    """The base of stages whose weights are zero where a mask is."""
+
+    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
+    min_ndim: ClassVar[int] = 2
+
+    def apply_leaf(self, values: dict[str, Array]) -> Array:
+        return apply_mask(values)
+
+
+class Mask(_Masked):
     r"""Weights whose zeros stay zero: :math:`w = m \, x`, with a mask :math:`m` that never changes.
 
     To use masks of your own, multiply by them first: ``Mask().init(jax.tree.map(jnp.multiply, params, masks))``. To
@@ -133,18 +144,13 @@ class Mask(Reparametrization):
       Germain, Gregor, Murray and Larochelle, *MADE: Masked Autoencoder for Distribution Estimation*, 2015.
     """
 
-    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
-    min_ndim: ClassVar[int] = 2
     entrywise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return mask_values(w, w != 0)
 
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return apply_mask(values)
 
-
-class NByM(Constraint):
+class NByM(_Masked, Constraint):
     r"""N:M sparsity, such as 2:4, :math:`w = m \, x`: of each ``m`` weights in a row, only the ``n`` largest.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
@@ -181,8 +187,6 @@ class NByM(Constraint):
     m: int = argument(check_whole)
     along: Axis = argument(check_one_along, default=LAST, kw_only=True)
 
-    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
-    min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = {"along": INPUTS}
 
     def __post_init__(self) -> None:
@@ -204,9 +208,6 @@ class NByM(Constraint):
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
         keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
         return mask_values(w, jnp.moveaxis(keep.reshape(rows.shape), -1, axis))
-
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return apply_mask(values)
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
@@ -306,15 +307,12 @@ def count_error(stage: Pruning, size: int) -> str | None:
     )
 
 
-class _Prune(Constraint):
+class _Prune(_Masked, Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
     sparsity: Number = argument(optional(per_array(check_shares)), default=None)
     axis: Axes = argument(check_slices, default=EACH, kw_only=True)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
-
-    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
-    min_ndim: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -323,20 +321,12 @@ class _Prune(Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         return count_error(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
 
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return apply_mask(values)
-
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
         return mask_values(w, largest(scores, count_left(self, scores.size)))
 
 
-def _check_order(value: Any, who: str, name: str) -> float:
-    """The order of a norm, greater than 0."""
-    order = check_number(value, who, name)
-    if not (isinstance(order, float) and order > 0):
-        raise ValueError(f"{who} got {name}={order}, but takes the order of a norm, greater than 0.")
-    return order
+_ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greater than 0.", known=True)
 
 
 class MagnitudePruning(_Prune):
@@ -384,7 +374,7 @@ class MagnitudePruning(_Prune):
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
-    ord: float = argument(_check_order, default=2.0, kw_only=True)
+    ord: float = argument(_ORDER, default=2.0, kw_only=True)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, _slice_scores(w, self.axis, self.ord))
@@ -430,9 +420,13 @@ class RandomPruning(_Prune):
         return self._masking(w, _slice_scores(w, self.axis, 2.0))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        scores = _slice_scores(w, self.axis, math.inf)
-        noise = jax.random.uniform(key, scores.shape, scores.dtype, minval=0.5)
-        return self._masking(w, noise - (scores == 0).astype(noise.dtype) / 2)  # zeros first, in random order
+        return self._masking(w, _random_scores(_slice_scores(w, self.axis, math.inf), key))
+
+
+def _random_scores(sizes: Array, key: Array) -> Array:
+    """Scores in random order, zeros first."""
+    noise = jax.random.uniform(key, sizes.shape, sizes.dtype, minval=0.5)
+    return noise - (sizes == 0).astype(noise.dtype) / 2
 
 
 def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
@@ -445,23 +439,20 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
     return jnp.sum((x / scale(x, count_from_front(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)
 
 
-def _check_drop(value: Any, who: str, name: str) -> Any:
-    """A share from 0 to 1, if it is known."""
-    share = check_number(value, who, name)
-    if isinstance(share, float) and not 0 <= share <= 1:
-        raise ValueError(f"{who} got {name}={share}, but takes a share of the weights from 0 to 1.")
-    return share
+_FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the weights from 0 to 1.")
 
 
-class _Regrow(Constraint):
+class _Regrow(_Masked, Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
     sparsity: Number = argument(optional(per_array(check_shares)), default=None)
-    drop_fraction: Number = argument(per_array(_check_drop), default=0.3, kw_only=True)
+    drop_fraction: Number = argument(
+        per_array(_FRACTION),
+        default=0.3,
+        kw_only=True,
+    )
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 
-    raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
-    min_ndim: ClassVar[int] = 2
     moves_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -475,11 +466,7 @@ class _Regrow(Constraint):
         return self._masking(w, jnp.abs(widened(w)))
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        noise = jax.random.uniform(key, w.shape, widened(w).real.dtype, minval=0.5)
-        return self._masking(w, noise - (w == 0).astype(noise.dtype) / 2)  # zeros first
-
-    def apply_leaf(self, values: dict[str, Array]) -> Array:
-        return apply_mask(values)
+        return self._masking(w, _random_scores(jnp.abs(widened(w)), key))
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
@@ -618,7 +605,7 @@ class GlobalMagnitudePruning(Joint):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
-    arrays: ClassVar[None] = None
+    arrays: None = field(default=None, init=False, repr=False)
     sparsity: Number = argument(optional(check_shares), default=None)
     count: int | None = argument(optional(check_count), default=None, kw_only=True)
 

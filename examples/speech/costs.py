@@ -1,0 +1,104 @@
+"""What noise and weight dropout cost: by hand, by a chain, and by a chain whose weights are computed when read.
+
+Run: python -m examples.speech.costs. It puts the numbers on file: milliseconds of a gradient, its temporary memory, and
+what of it is kept for the backward pass. Milliseconds need an idle machine.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import reparax as rpx
+from benchmarks.common.timing import machine, of_programs
+from examples.speech import training
+from examples.speech.features import BANDS, FRAMES, LABELS, Batch
+from examples.speech.model import Recognizer
+from examples.speech.report import RESULTS
+
+Weights = Callable[[Any, Array], Any]
+"""From parameters and a key to the weights of a step."""
+
+
+def noise_by_hand(params: Any, key: Array) -> Any:
+    """Noise that somebody wrote."""
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [w + training.STD * jax.random.normal(each, w.shape) for w, each in zip(leaves, keys, strict=True)]
+    return treedef.unflatten(noisy)
+
+
+def dropout_by_hand(params: Any, key: Array, where: str = training.DROPPED["lstm"]) -> Any:
+    """Weight dropout that somebody wrote."""
+    leaves, treedef = jax.tree.flatten_with_path(params)
+    keys, keep = jax.random.split(key, len(leaves)), 1 - training.RATE
+    dropped = [
+        jnp.where(jax.random.bernoulli(each, keep, w.shape), w / keep, 0)
+        if re.fullmatch(where, jax.tree_util.keystr(path, simple=True, separator="/"))
+        else w
+        for (path, w), each in zip(leaves, keys, strict=True)
+    ]
+    return treedef.unflatten(dropped)
+
+
+def loss_of(model: Recognizer, weights: Weights) -> Any:
+    """The loss of a step without dropout of activations."""
+
+    def loss(params: Any, key: Array, batch: Batch) -> Array:
+        variables = {"params": weights(params, key)}
+        scores, padding = model.apply(variables, batch.frames, batch.padding, train=False)
+        return jnp.mean(optax.ctc_loss(scores, padding, batch.labels, batch.label_padding))
+
+    return loss
+
+
+def losses(model: Recognizer) -> dict[str, Any]:
+    """The ways that are compared."""
+    made = {"plain": loss_of(model, lambda params, key: params)}
+    for name, chain, by_hand in (
+        ("noise", training.noise, noise_by_hand),
+        ("weight dropout", training.weight_dropout, dropout_by_hand),
+    ):
+        by_chain = loss_of(model, chain(1.0, model.body).apply)
+        made |= {f"{name}, by hand": loss_of(model, by_hand), name: by_chain, f"{name}, remat": rpx.remat(by_chain)}
+    return made
+
+
+def example(model: Recognizer, size: int) -> tuple[Any, Array, Batch]:
+    """Parameters, a key and a batch in which every number is the same."""
+    batch = Batch(
+        jnp.ones((size, FRAMES, BANDS)),
+        jnp.zeros((size, FRAMES)),
+        jnp.ones((size, LABELS), jnp.int32),
+        jnp.zeros((size, LABELS)),
+    )
+    setting = training.Setting("plain", model)
+    return training.start(setting, batch, 0), jax.random.key(0), batch
+
+
+def main() -> None:
+    """Compiles, runs, and writes."""
+    parser = argparse.ArgumentParser(prog="python -m examples.speech.costs", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=30)
+    asked, model = parser.parse_args(), Recognizer(words=10)
+    given = example(model, training.Setting.batch)
+    ways = losses(model)
+    programs = {way: jax.jit(jax.grad(loss)).lower(*given).compile() for way, loss in ways.items()}
+    found = {
+        "temporary MiB": {way: each.memory_analysis().temp_size_in_bytes / 2**20 for way, each in programs.items()},
+        "kept MiB": {way: rpx.transforms.saved_residuals(loss, *given).bytes() / 2**20 for way, loss in ways.items()},
+        "ms": of_programs({way: (program, given) for way, program in programs.items()}, asked.repeats),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "costs.json").write_text(json.dumps(machine() | found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
