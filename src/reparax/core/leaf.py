@@ -478,7 +478,7 @@ class _Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
-        self.stage, self.who, self._raw, self._types = stage, CallName(stage, method), tree, dict[Any, Any]()
+        self.who, self._types = CallName(stage, method), dict[Any, Any]()
         self._by_path, self.arranged = bool(stage._by_path), stage._arranger
         nodes = tree.nodes(stage.kind)
         if not nodes:
@@ -486,9 +486,10 @@ class _Found:
         self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
         self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
         of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
+        self._values: dict[Names, dict[str, Any]] = {}
         for leaf in of_nodes:
             with locate_errors(replace(self.who, at=repr(leaf.path))):
-                tree.values_of(leaf.content)
+                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
         if not by_path(stage.where) and len(of_nodes) > 1:
             foreign = [leaf for leaf in of_nodes if self._fails(leaf)]
             for leaf in foreign if len(foreign) < len(of_nodes) else ():
@@ -498,15 +499,18 @@ class _Found:
         """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
         if not isinstance(leaf.content, Node):
             return type_of(leaf.content)
-        names = self.names[leaf.place]
-        types = {name: type_of(x) for name, x in self._raw.values_of(leaf.content).items()}
+        if (fit, leaf.place) in self._types:
+            return self._types[fit, leaf.place]
+        names, types = self.names[leaf.place], self._values[leaf.place]
         group = fit, names, leaf.path if self._by_path else None, *types.items()
         if group not in self._types:
             with locate_errors(replace(self.who, at=repr(leaf.path))):
                 stage, stacked = self.arranged(leaf.path, None, names)
-                effective = self._types[group] = _effective_type(stage, stacked, types)
+                effective = _effective_type(stage, stacked, types)
                 if fit:
                     _require_start(stage, stacked, types, effective)
+                self._types[group] = effective
+        self._types[fit, leaf.place] = self._types[group]
         return self._types[group]
 
     def _fails(self, leaf: Leaf) -> bool:
