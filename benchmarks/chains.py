@@ -285,7 +285,7 @@ def answers_of(seed: int) -> dict[str, Any]:
         "apply": tried(lambda: jax.jit(p.apply)(raw, key)),
         "fold": tried(lambda: jax.jit(p.fold)(raw)),
         "update": tried(lambda: jax.jit(p.update)(raw, jax.random.fold_in(key, 1), grads)),
-        "rebase": tried(lambda: jax.jit(p.rebase)(raw)),
+        "update_base": tried(lambda: jax.jit(getattr(p, "update_base", None) or p.rebase)(raw)),
         "penalty": tried(lambda: jax.jit(p.penalty)(raw)),
         "JSON": tried(p.to_json),
         "JSON and back": tried(lambda: rpx.from_json(p.to_json()).to_json()),

@@ -47,7 +47,7 @@ def test_a_plain_array_in_place_of_what_a_stage_made_is_refused(name):
         above = [path[:n] for n in range(len(path)) if path[n].startswith("@")]
         whole = at(effective, above[0] if above else path)
         broken = replaced(raw, path, jax.ShapeDtypeStruct(whole.shape, whole.dtype))
-        for verb in ("apply", "update") if p.advances and len(p) == 1 else ("apply",):
+        for verb in ("apply", "update") if p.has_update and len(p) == 1 else ("apply",):
             with pytest.raises((ValueError, TypeError), match=TOLD):
                 jax.eval_shape(getattr(p, verb), broken, jax.random.key(0))
         with raises_differences(p):

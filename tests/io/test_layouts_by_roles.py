@@ -78,7 +78,7 @@ def test_torch_has_outputs_first_and_tables_as_they_are():
 
 
 def test_adapters_are_those_of_layouts_by_hand():
-    p = (rpx.Freeze() >> rpx.LoRA(2, where="layers|turned|words")).on(ROLES)
+    p = (rpx.Freeze() >> rpx.LoRA(2, where="layers|turned|words")).with_axes(ROLES)
     free, fixed = rpx.partition(jax.jit(p.init)(PARAMS, jax.random.key(0)))
     raw = rpx.combine(jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), free), fixed)
     names = {"words": "words.weight", **NAMES}

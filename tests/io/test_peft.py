@@ -540,7 +540,7 @@ def test_rotations_are_written_after_a_rebase_too():
     p = rpx.Freeze() >> rpx.Orthogonal(stacked=0, where=DENSE) >> rpx.adapters.Rotated(2, where=DENSE)
     raw = init(p, model())
     raw["dense"]["kernel"]["@rotated"]["r"]["@orthogonal"]["x"] = jnp.asarray(0.3 * normal(2, 4, 4, seed=5))
-    before, after = rpx.io.to_peft(p, raw)[0], rpx.io.to_peft(p, jax.jit(p.rebase)(raw))[0]
+    before, after = rpx.io.to_peft(p, raw)[0], rpx.io.to_peft(p, jax.jit(p.update_base)(raw))[0]
     (name,) = before
     np.testing.assert_allclose(after[name], before[name], atol=1e-5)
 

@@ -75,7 +75,7 @@ def test_paths_in_immutable_dicts_are_those_of_plain_dicts() -> None:
     p = rpx.Freeze(where="deep/er/w") >> rpx.WeightNorm(where="l1/w") >> rpx.VarNoise(0.1, where=".*/b")
     raw = jax.jit(p.init)(immutable())
     assert jax.tree.map(jnp.shape, raw["l1"]) == {"w": {"@weight_norm": {"g": (1, 4), "v": (3, 4)}}, "b": (4,)}
-    assert p.owners(immutable()).keys() == {"l1/w", "l1/b", "l2/w", "l2/b", "deep/er/w"}
+    assert p.raw_paths(immutable()).keys() == {"l1/w", "l1/b", "l2/w", "l2/b", "deep/er/w"}
     p.check(raw, like=immutable())
     also = jax.jit(p.init)(hk.data_structures.to_mutable_dict(immutable()))
     effective, plain = (jax.jit(p.apply)(each, jax.random.key(0)) for each in (raw, also))

@@ -36,7 +36,7 @@ def of_nnx() -> Road:
 
     def wrapped(p: Any, raw: Any) -> Any:
         model = rpx.nnx.Parametrized(nnx.Linear(4, 3, use_bias=False, rngs=nnx.Rngs(1)), p, raw=raw)
-        assert not p.random_start or len(jax.tree.leaves(nnx.state(model, rpx.nnx.Fixed))) == 1
+        assert not p.random_init or len(jax.tree.leaves(nnx.state(model, rpx.nnx.Fixed))) == 1
         return model, model.raw
 
     return Road(plain, lambda plain, x: plain(x), wrapped)

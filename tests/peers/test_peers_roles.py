@@ -99,7 +99,7 @@ def outputs(model):
 
 
 def test_a_state_dict_of_torch_is_read_and_loads_strictly_again(roles):
-    net, p = torch_net(), rpx.WeightNorm(where="first/w|channels/w").on(roles)
+    net, p = torch_net(), rpx.WeightNorm(where="first/w|channels/w").with_axes(roles)
     raw = p.init(rpx.io.from_torch(rpx.Chain(), net.state_dict(), LIKE, names=NAMES, roles=roles))
     np.testing.assert_allclose(network(p.apply(raw), TOKENS, IMAGES), outputs(net), rtol=1e-4, atol=1e-5)
     moved = jax.tree.map(lambda x: x + 0.1 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), raw)

@@ -311,7 +311,7 @@ class Counted(rpx.Reparametrization):
     def update_leaf(self, values):
         return {"count": values["count"] + 1}
 
-    def rebase_leaf(self, values):
+    def update_base_leaf(self, values):
         return values
 
 
@@ -347,7 +347,7 @@ class LosingUpdate(Identity):
 
 
 class Jumping(Counted):
-    def rebase_leaf(self, values):
+    def update_base_leaf(self, values):
         return {**values, "x": 2 * values["x"]}
 
 
@@ -355,7 +355,7 @@ class WeakRebase(WeakUpdate):
     def update_leaf(self, values):
         return {}
 
-    def rebase_leaf(self, values):
+    def update_base_leaf(self, values):
         return {**values, "count": jnp.asarray(1.0)}
 
 
@@ -473,10 +473,10 @@ BROKEN = {  # in the texts, # is a number
         LosingUpdate(),
         "update: it gives PyTreeDef(CustomNode(OrderedDict[('a', 'b')], [*, *])), not PyTreeDef({'a': *, 'b': *}).",
     ),
-    "jumping": (Jumping(), "rebase: the effective tree differs at 'a', by # of the largest entry."),
+    "jumping": (Jumping(), "update_base: the effective tree differs at 'a', by # of the largest entry."),
     "weak rebase": (
         WeakRebase(),
-        "rebase: it makes 'a/@weak_rebase/@fixed/count' weakly typed float32[], but it was float32[].",
+        "update_base: it makes 'a/@weak_rebase/@fixed/count' weakly typed float32[], but it was float32[].",
     ),
     "redundant": (Redundant(), "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     "all auxiliary": (

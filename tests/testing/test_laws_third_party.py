@@ -97,7 +97,7 @@ class Delta(rpx.Reparametrization):
     def apply_leaf(self, values):
         return values["base"] + values["x"]
 
-    def rebase_leaf(self, values):
+    def update_base_leaf(self, values):
         return self.init_leaf(self.apply_leaf(values))
 
 
@@ -183,7 +183,7 @@ def test_every_law_takes_a_counter_beside_the_parameters(key):
 @pytest.mark.parametrize("p", [rpx.WeightDropout(0.01), FlippedSigns(0.01), Delta()], ids=repr)
 def test_the_laws_of_numbers_take_every_precision(p, dtype, key):
     wide = {**params(), "none": jnp.zeros((0, 4))}
-    laws = ["right_inverse", "mean", "gradients", "update", "rebase"]
+    laws = ["right_inverse", "mean", "gradients", "update", "update_base"]
     check_laws(p, jax.tree.map(lambda w: w.astype(dtype), wide), key, laws=laws)
 
 

@@ -310,6 +310,9 @@ def test_explain_says_where_and_why():
     assert lines[5].endswith("it is returned, or carried")
     assert "abs needs the array: " in lines[6]
     assert "test_costs.py" in lines[6]
+    for wrap in (rpx.factored, lambda loss: jax.jit(rpx.factored(loss))):
+        own = repr(rpx.explain(wrap(loss), raw, floats(512, 64))).splitlines()
+        assert own == [lines[0].removeprefix("with rpx.factored, "), *lines[1:]]
 
 
 def test_explain_says_that_a_convolution_is_grouped():

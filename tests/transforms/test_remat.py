@@ -5,14 +5,12 @@ import re
 
 import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective
 from errors import raises, table
-from flax import nnx
 from grids import mostly_thorough
 from jax.experimental import checkify
 from jax.experimental.jet import jet
@@ -893,32 +891,6 @@ def test_equinox():
     whole = P.init(model)
     filtered = eqx.filter_grad(rpx.remat(lambda raw, key, x: jnp.sum(jax.vmap(P.apply(raw, key))(x))))(whole, ROOT, X)
     trees_close(eqx.filter(filtered, eqx.is_array), jax.grad(of_module)(raw, ROOT, X))
-
-
-@pytest.mark.thorough
-def test_haiku():
-    network = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([8, 1])(x)))
-    raw = P.init(network.init(ROOT, X))
-
-    def of_network(raw, key, x):
-        return jnp.sum(network.apply(P.apply(raw, key), x))
-
-    with jax.numpy_rank_promotion("allow"):
-        assert kept(rpx.remat(of_network), raw, ROOT, X)["weights"] == 0
-
-
-@pytest.mark.thorough
-def test_nnx():
-    with jax.numpy_rank_promotion("allow"):
-        graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-        raw = P.init(state)
-
-        def of_module(raw, key, x):
-            module = nnx.merge(graph, P.apply(raw, key))
-            return jnp.sum(jnp.tanh(module(jnp.tanh(module(x)))))
-
-        assert kept(rpx.remat(of_module), raw, ROOT, X)["weights"] == 0
-        trees_close(jax.grad(rpx.remat(of_module))(raw, ROOT, X), jax.grad(of_module)(raw, ROOT, X))
 
 
 # ---- Without remat

@@ -180,7 +180,7 @@ def _refuse_word(axis: str) -> None:
     if axis in WORDS:
         raise ValueError(
             f"only the program of the network shows which axes are its {axis!r}. Write "
-            f"`p = p.on(rpx.roles(loss, params, batch))` first, or give the axis by number."
+            f"`p = p.with_axes(rpx.roles(loss, params, batch))` first, or give the axis by number."
         )
 
 

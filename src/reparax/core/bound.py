@@ -19,7 +19,7 @@ from jax import Array
 
 from reparax.core.axes import map_stacked, stacked_sizes
 from reparax.core.boxes import gather_boxes
-from reparax.core.calls import Call, call_name, require_no_references
+from reparax.core.calls import CallName, call_name, require_no_references
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys, draw_for_bounds, split_key
 from reparax.core.origins import Origins, compose_origins, keep_origins
@@ -66,7 +66,7 @@ class Bound:
     """
 
     stage: Any
-    who: Call
+    who: CallName
     arrays: Mapping[str, Names]
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
@@ -254,7 +254,7 @@ def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[B
 def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
-        if not stage.advances:
+        if not stage.has_update:
             continue
         own, reads = stage._own, stage._own.update_reads
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
@@ -326,17 +326,17 @@ def _match_grads(who: str, paths: list[str], effective_leaves: list[Any], grads:
     return [grad_at(path, w) for path, w in zip(paths, effective_leaves, strict=True)]
 
 
-def rebase_all(stages: Stages, tree: Flat) -> Flat:
+def update_all_bases(stages: Stages, tree: Flat) -> Flat:
     """The raw tree with each base at the current point."""
     for i, stage in enumerate(stages):
-        if stage._own._does("rebase"):
+        if stage._own._does("update_base"):
             effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
             arrays = dict(effective.arrays)
-            for bound in stage._bind("rebase", effective):
+            for bound in stage._bind("update_base", effective):
                 types_of(bound, effective)
                 with locate_errors(bound.who):
-                    arrays |= _by_place(bound, bound.stage._rebase_at(bound, bound.read(effective.arrays)))
-            tree = graft("rebase", tree, effective, effective.with_arrays(arrays), free=True)
+                    arrays |= _by_place(bound, bound.stage._update_base_at(bound, bound.read(effective.arrays)))
+            tree = graft("update_base", tree, effective, effective.with_arrays(arrays), free=True)
     return tree
 
 
@@ -356,7 +356,7 @@ def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
 
 def total_log_det(stages: Stages, tree: Flat) -> Array:
     """The sum of the log-determinants over the values that train."""
-    log_dets, makers = list[Array](), dict[Names, Any]()
+    log_dets, producers = list[Array](), dict[Names, Any]()
     free = {
         place[:n]
         for place, x in tree.arrays.items()
@@ -379,7 +379,7 @@ def total_log_det(stages: Stages, tree: Flat) -> Array:
                 if not value_of(stage.raw_values, name).fixed
             }
             with locate_errors(bound.who):
-                _require_free(values, free, makers)
+                _require_free(values, free, producers)
             sizes = [
                 sum(map(_real_size, xs))
                 for xs in (
@@ -388,15 +388,15 @@ def total_log_det(stages: Stages, tree: Flat) -> Array:
                 )
             ]
             if bound.stage.overcomplete or sizes[0] < sizes[1]:
-                makers |= dict.fromkeys(bound.arrays.values(), stage)
+                producers |= dict.fromkeys(bound.arrays.values(), stage)
         log_dets.append(_total("log_det", bounds, before))
     return add_up(log_dets)
 
 
-def _require_free(values: Mapping[str, Names], free: set[Names], makers: Mapping[Names, Any]) -> None:
+def _require_free(values: Mapping[str, Names], free: set[Names], producers: Mapping[Names, Any]) -> None:
     """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others.
 
-    ``makers`` gives the stage of each place with entries that follow from others.
+    ``producers`` gives the stage of each place with entries that follow from others.
     """
     for name, place in values.items():
         if place not in free:
@@ -404,11 +404,11 @@ def _require_free(values: Mapping[str, Names], free: set[Names], makers: Mapping
                 f"expected that all values of an array train, or none, but {name!r} is frozen, and the log-determinant "
                 f"counts all. Freeze the others too, or train {name!r}."
             )
-        if place in makers:
+        if place in producers:
             raise ValueError(
-                f"expected entries that are all free, but some of those that {makers[place]!r} gives follow from "
-                f"others, and the log-determinant would count them too. Put the stage before {makers[place]!r} in the "
-                f"chain, or write one stage for both with a log_det_leaf."
+                f"expected entries that are all free, but some of those that {producers[place]!r} gives follow from "
+                f"others, and the log-determinant would count them too. Put the stage before {producers[place]!r} in "
+                f"the chain, or write one stage for both with a log_det_leaf."
             )
 
 
@@ -427,7 +427,7 @@ def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lineage:
+class Provenance:
     """What a chain does with a raw tree.
 
     Attributes:
@@ -441,7 +441,7 @@ class Lineage:
     effective: PyTree
 
     @cached_property
-    def makers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
+    def producers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
         """For each array that a stage computes of raw values the stage, and the key paths of these values."""
         bounds = [bound for _, bounds in self.bindings for bound in bounds if bound.nodes]
         return {place: (b.stage, b.values[name]) for b in bounds for name, place in b.arrays.items()}
@@ -453,11 +453,11 @@ class Lineage:
 
     def has_values(self, place: Names) -> bool:
         """Whether the raw tree holds any value of the array at a place; a tied one has none of its own."""
-        return place not in self.makers or any(map(self.has_values, self.makers[place][1].values()))
+        return place not in self.producers or any(map(self.has_values, self.producers[place][1].values()))
 
 
-def lineage_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Lineage:
-    """The lineage of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
+def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
+    """The provenance of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
     require_no_references(p, "apply", raw)
     raw, bindings = gather_boxes(raw), list[tuple[Any, list[Bound]]]()
 
@@ -467,7 +467,7 @@ def lineage_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Lineage:
         return nest(tree)
 
     types = types_of_result(effective, raw)
-    return Lineage(flatten(raw), bindings, types)
+    return Provenance(flatten(raw), bindings, types)
 
 
 def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
@@ -481,8 +481,8 @@ def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
         if n is None:
             continue
         path, mark = path_text(place[:n]), place[n]
-        if makers := [stage for stage in p if stage.kind == kind_of(mark)]:
-            for stage in makers:
+        if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
+            for stage in producers:
                 stage._own._require_own(tree, path)
             raise ValueError(
                 f"{call_name(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "

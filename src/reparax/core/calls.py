@@ -23,7 +23,7 @@ def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class CallName:
     """A call of a method of a chain, or at one of its arrays: its name in errors, written only if there is one.
 
     Attributes:

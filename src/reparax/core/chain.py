@@ -17,12 +17,12 @@ from reparax.core.bound import (
     apply_all,
     follow_axes,
     init_all,
-    lineage_of,
-    rebase_all,
+    provenance_of,
     require_no_marks,
     total_log_det,
     total_penalty,
     update_all,
+    update_all_bases,
 )
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
@@ -48,7 +48,7 @@ from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.with_axes import visit_with_roles
 
-VERBS = ("init", "apply", "update", "rebase", "penalty", "log_det")
+VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
 """The methods of a chain, to which each stage adds its formulas."""
 
 
@@ -98,8 +98,8 @@ class Parametrization(Static, ABC):
         super().__init_subclass__(**kwargs)
 
     _for_users: ClassVar[tuple[str, ...]] = (
-        *("init", "apply", "update", "rebase", "fold", "on"),
-        *("deterministic", "stochastic", "check", "owners", "shardings", "to_json", "penalty", "log_det"),
+        *("init", "apply", "update", "update_base", "fold", "with_axes"),
+        *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json", "penalty", "log_det"),
     )
     """The names that users call; all other names are for authors of stages."""
 
@@ -112,14 +112,14 @@ class Parametrization(Static, ABC):
 
         Args:
           params: The model's parameters.
-          key: A typed or legacy PRNG key; required if ``random_start`` is true, as for :class:`LoRA`.
+          key: A typed or legacy PRNG key; required if ``random_init`` is true, as for :class:`LoRA`.
 
         Raises:
           TypeError: If ``params`` is not a tree of arrays, or ``key`` is not a key.
           ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
             or ``params`` is a raw tree.
         """
-        if key is None and self.random_start:
+        if key is None and self.random_init:
             raise ValueError(
                 f"{call_name(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
@@ -176,7 +176,7 @@ class Parametrization(Static, ABC):
         return spread_like(raw, nest(tree))
 
     @verb
-    def rebase(self, raw: PyTree) -> PyTree:
+    def update_base(self, raw: PyTree) -> PyTree:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
@@ -187,7 +187,7 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return spread_like(raw, nest(rebase_all(self._parts, flatten(gather_boxes(raw)))))
+        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gather_boxes(raw)))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -233,12 +233,12 @@ class Parametrization(Static, ABC):
         return total_log_det(self._parts, flatten(gather_boxes(raw)))
 
     @property
-    def advances(self) -> bool:
+    def has_update(self) -> bool:
         """Whether ``update`` does anything."""
         return any(stage._own._does("update") for stage in self._parts)
 
     @property
-    def random_start(self) -> bool:
+    def random_init(self) -> bool:
         """Whether the start depends on a key, so that ``init`` needs one."""
         return self._own._draws
 
@@ -259,7 +259,7 @@ class Parametrization(Static, ABC):
         return self
 
     @verb
-    def owners(self, params: PyTree) -> dict[str, str]:
+    def raw_paths(self, params: PyTree) -> dict[str, str]:
         """For each array of ``params``, the path at which the raw tree holds its value.
 
         Raises:
@@ -267,18 +267,18 @@ class Parametrization(Static, ABC):
 
         Example:
           >>> import jax.numpy as jnp, reparax as rpx
-          >>> rpx.Tie({"out": "in"}).owners({"in": jnp.ones(2), "out": jnp.ones(2)})
+          >>> rpx.Tie({"out": "in"}).raw_paths({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        require_no_raw(call_name(self, "owners"), params, "Pass `params`.")
+        require_no_raw(call_name(self, "raw_paths"), params, "Pass `params`.")
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
-        for _, bounds in reversed(lineage_of(self, raw).bindings):
+        for _, bounds in reversed(provenance_of(self, raw).bindings):
             owners = resolve_owners(owners, {path: of for bound in bounds for path, of in bound.copies.items()})
         return owners
 
     @verb
-    def on(self, roles: PyTree) -> Parametrization:
+    def with_axes(self, roles: PyTree) -> Parametrization:
         """This chain with the axes of a network's weights, which :func:`roles` reads from its program.
 
         Axes given as words, ``"inputs"``, ``"outputs"`` or ``"stacked"``, become numbers, by path if arrays differ. So
@@ -301,7 +301,7 @@ class Parametrization(Static, ABC):
           >>> def forward(params, x):  # weights of the shape (out, in)
           ...     return x @ params["w"].T
           >>> found = rpx.roles(forward, {"w": jnp.ones((2, 3))}, jnp.ones((5, 3)))
-          >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).on(found)
+          >>> (rpx.WeightNorm() >> rpx.VarNoise(0.1)).with_axes(found)
           WeightNorm(axis=-2) >> VarNoise(0.1)
         """
 
@@ -309,7 +309,7 @@ class Parametrization(Static, ABC):
             new = stage._own._with_axes(tree, known)
             return new if stage._own is stage else [part.deterministic for part in new]
 
-        return compose(tuple(visit_with_roles(call_name(self, "on"), self._parts, roles, numbered)))
+        return compose(tuple(visit_with_roles(call_name(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -358,7 +358,7 @@ class Parametrization(Static, ABC):
         del bound, values, grads, key
         return {}
 
-    def _rebase_at(self, bound: Bound, values: RawValues) -> RawValues:
+    def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         """RawValues of the same arrays, relative to a base at the current point."""
         del bound
         return values
@@ -369,7 +369,7 @@ class Parametrization(Static, ABC):
         return jnp.zeros(())
 
     def _does(self, verb: str) -> bool:
-        """Whether the stage does anything in ``update``, ``rebase`` or ``log_det``."""
+        """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
         del verb
         return False
 
@@ -501,7 +501,7 @@ class Chain(Parametrization):
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
-    random_start: ClassVar[Any] = property(lambda self: any(stage.random_start for stage in self.stages))
+    random_init: ClassVar[Any] = property(lambda self: any(stage.random_init for stage in self.stages))
 
     def __post_init__(self) -> None:
         stages: Any = self.stages
@@ -594,7 +594,7 @@ class Mean(Parametrization):
     changes_type: ClassVar[Any] = _ask_stage("changes_type")
     straight_through: ClassVar[Any] = _ask_stage("straight_through")
     moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
-    random_start: ClassVar[Any] = _ask_stage("random_start")
+    random_init: ClassVar[Any] = _ask_stage("random_init")
     _own: ClassVar[Any] = _ask_stage("_own")
 
     def __post_init__(self) -> None:

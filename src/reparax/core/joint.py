@@ -15,7 +15,7 @@ from jax import Array
 
 from reparax.core.axes import Axes, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.checks import (
     Leaves,
     locate_errors,
@@ -83,7 +83,7 @@ class Joint(Leafwise):
 
     arrays: Any = field(default=None, metadata={"positional": True})
 
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,8 +127,8 @@ class Joint(Leafwise):
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def _bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes, model = Call(self, method), dict[Names, Node](), tree
-        if method not in ("init", "on"):
+        who, nodes, model = CallName(self, method), dict[Names, Node](), tree
+        if method not in ("init", "with_axes"):
             nodes = tree.nodes(self.kind)
             if not nodes:
                 raise no_own_node_error(str(who), self.kind, nest(tree))
@@ -158,7 +158,7 @@ class Joint(Leafwise):
 
     def _takes(self, method: str, leaf: Leaf) -> bool:
         """Whether a leaf is an array that the model has, or in ``apply`` one that the stage made."""
-        return leaf.is_there if method in ("init", "on") else isinstance(leaf.content, Node)
+        return leaf.is_there if method in ("init", "with_axes") else isinstance(leaf.content, Node)
 
     def _chosen(self, method: str, model: Flat, leaves: Sequence[Leaf], tree: Flat) -> list[Leaf]:
         """The leaves that ``where`` selects, each checked for the stage."""
@@ -177,12 +177,12 @@ class Joint(Leafwise):
 
         chosen = self._selected(method, model, leaves, look)
         for leaf in chosen:
-            who = Call(self, method, repr(leaf.path))
+            who = CallName(self, method, repr(leaf.path))
             if method == "init":
                 self._arranged_for(who, leaf.content, leaf.path, None)
             elif not isinstance(leaf.content, Node):
                 raise ValueError(
-                    f"{Call(self, method)} selects {leaf.path!r}, which never went through init. Call `raw = "
+                    f"{CallName(self, method)} selects {leaf.path!r}, which never went through init. Call `raw = "
                     f"p.init(params)` once, with the whole chain, and pass `raw`."
                 )
         return chosen
@@ -244,10 +244,12 @@ class Joint(Leafwise):
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         if self.arrays is None or not are_words(self.stacked):
             return [self]
-        groups = self._groups(Call(self, "on"), [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
+        groups = self._groups(
+            CallName(self, "with_axes"), [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there]
+        )
         members = [leaf for group in groups for leaf in group.values()]
         stacked = {leaf.path: roles[leaf.place].stacked if leaf.place in roles else () for leaf in members}
-        with locate_errors(Call(self, "on")):
+        with locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
@@ -260,7 +262,7 @@ class Joint(Leafwise):
         stacked = {name: find_axes(axes, axis_names) for name, axis_names in names.items()}
         return _same_stacked(stacked, f" for stacked={self.stacked!r}")
 
-    def _groups(self, who: Call, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
+    def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
         """For each group of captured texts, the leaf of each name."""
         groups: dict[tuple[Any, ...], dict[str, Leaf]] = {}
         name_of_place: dict[Names, str] = {}

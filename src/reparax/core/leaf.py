@@ -16,7 +16,7 @@ from jax import Array
 
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.checks import (
     locate_errors,
@@ -105,7 +105,7 @@ class Perturbation(Leafwise):
             for leaf in leaves:
                 leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
         for leaf in self._selected(method, tree, leaves):
-            place, who = leaf.place, Call(self, method, repr(leaf.path))
+            place, who = leaf.place, CallName(self, method, repr(leaf.path))
             stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
             bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
         return bounds
@@ -303,7 +303,7 @@ class Reparametrization(Leafwise):
         del args, kwargs
         return {}
 
-    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+    def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         """Raw values of the same effective array and of the same types, with the base at the current point."""
         return values
 
@@ -351,7 +351,7 @@ class Reparametrization(Leafwise):
         """Where the stage finds arrays as the model has them."""
         bounds, names = list[Bound](), self._names_of(tree)
         for leaf in self._selected(method, tree, tree.leaves(bases=self._takes_base)):
-            place, w, who = leaf.place, leaf.content, Call(self, method, repr(leaf.path))
+            place, w, who = leaf.place, leaf.content, CallName(self, method, repr(leaf.path))
             if isinstance(w, jax.ShapeDtypeStruct) and not self._bare:
                 raise TypeError(
                     f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
@@ -397,10 +397,10 @@ class Reparametrization(Leafwise):
 
         return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
-    def _rebase_at(self, bound: Bound, values: RawValues) -> RawValues:
+    def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
-            new_values = self.rebase_leaf(dict(values_of_one))
-            require_kept("rebase_leaf", self, values_of_one, new_values)
+            new_values = self.update_base_leaf(dict(values_of_one))
+            require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
         return {"w": bound.over(rebase_one)(values["w"])}
@@ -478,7 +478,7 @@ class _Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
-        self.stage, self.who, self._raw, self._types = stage, Call(stage, method), tree, dict[Any, Any]()
+        self.stage, self.who, self._raw, self._types = stage, CallName(stage, method), tree, dict[Any, Any]()
         self._by_path, self.arranged = bool(stage._by_path), stage._arranger
         nodes = tree.nodes(stage.kind)
         if not nodes:

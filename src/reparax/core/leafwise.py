@@ -32,7 +32,7 @@ from reparax.core.axes import (
     why_axes_do_not_fit,
 )
 from reparax.core.bound import Bound
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
@@ -63,7 +63,7 @@ class Leafwise(Parametrization):
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
     excludes biases and scales by name, whatever their dimensions."""
-    tables: ClassVar[bool] = True
+    acts_on_embeddings: ClassVar[bool] = True
     """Whether the default includes tables of embeddings, by name."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
@@ -78,7 +78,7 @@ class Leafwise(Parametrization):
     """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
     transposes: ClassVar[bool] = False
     """Whether a matrix and its transposed one mean the same for the stage."""
-    entrywise: ClassVar[Any] = False
+    elementwise: ClassVar[Any] = False
     """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -202,13 +202,13 @@ class Leafwise(Parametrization):
 
         ``look`` gives an array or its type; ``stacks`` gives the stacked axes at each place, if a network says them.
         """
-        who, where, names = Call(self, method), self.where, self._names_of(tree)
+        who, where, names = CallName(self, method), self.where, self._names_of(tree)
         look = look or (lambda leaf: leaf.content)
 
         def by_default(leaf: Leaf) -> bool:
             if tree.root(leaf.place) in tree.frame.state:
                 return False
-            if (self.min_ndim >= 2 and is_bias_or_scale(leaf)) or (not self.tables and is_table(leaf)):
+            if (self.min_ndim >= 2 and is_bias_or_scale(leaf)) or (not self.acts_on_embeddings and is_table(leaf)):
                 return False
             # After a stage that changes types, the effective array does not show the type of the model's.
             if not (is_array(leaf.content) or not self.changes_type):
@@ -266,7 +266,7 @@ class Leafwise(Parametrization):
             stage = replace(stage, **numbers, stacked=stacked)
         return stage, stacked
 
-    def _arranged_for(self, who: Call, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
+    def _arranged_for(self, who: CallName, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage as it acts on one array; an error if it cannot take the array."""
         with locate_errors(who):
             stage, stacked = self._arranged(path, w, names)

@@ -109,7 +109,7 @@ LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "hai
 ALONE = ("testing", "demo")
 """The modules that one imports by themselves."""
 
-_METHODS = ("init", "apply", "update", "rebase", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
+_METHODS = ("init", "apply", "update", "update_base", "fold", "deterministic", "penalty", "log_det", "to_json", "check")
 NAMES_OF_OTHERS = {
     "Adapter": "`rpx.LoRA(rank)`",
     "DropConnect": "`rpx.WeightDropout(rate)`",

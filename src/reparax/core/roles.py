@@ -143,7 +143,7 @@ class Misfit:
             f"{self.stage} takes {self.field}={_show_axes(self.got)} at {self.path!r} of shape {self.role.shape}, "
             f"which the network multiplies with inputs {self.role.inputs}, outputs {self.role.outputs} and stacked "
             f"axes {self.role.stacked} ({lines}). Write {self.field}={_show_axes(self.expected)}, or "
-            f"`p.on(rpx.roles(loss, params, batch))`."
+            f"`p.with_axes(rpx.roles(loss, params, batch))`."
         )
 
 

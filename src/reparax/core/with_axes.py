@@ -11,7 +11,7 @@ import jax
 
 from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNames, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
 from reparax.core.origins import Origins, compose_origins, keep_origins
 from reparax.core.paths import Names, PyTree, items, path_text
@@ -68,7 +68,7 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     leaves, names = tree.leaves(bases=stage._takes_base), stage._names_of(tree)
     paths = [leaf.path for leaf in leaves]
     stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
-    chosen = stage._selected("on", tree, leaves, stacks=stacks)
+    chosen = stage._selected("with_axes", tree, leaves, stacks=stacks)
     axes_of_leaves = [(leaf, _axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [new for part in parts for new in with_axes(part, tree, roles)]
@@ -80,7 +80,7 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
         for leaf, _ in axes_of_leaves:
             axes_of_path.setdefault(leaf.path, getattr(stage.at_path(leaf.path), name))
     new = _with_axes(stage, answers, paths, several=False)
-    if [leaf.place for leaf in new._selected("on", tree, leaves)] != [leaf.place for leaf in chosen]:
+    if [leaf.place for leaf in new._selected("with_axes", tree, leaves)] != [leaf.place for leaf in chosen]:
         new = _with_axes(stage, answers, paths, several=True)
     return [new]
 
@@ -88,12 +88,14 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
     names = stage._names_of(tree)
-    for leaf in stage._selected("on", tree, tree.leaves(bases=stage._takes_base)):
+    for leaf in stage._selected("with_axes", tree, tree.leaves(bases=stage._takes_base)):
         role, w = roles.get(leaf.place), leaf.content
         if role is None or role.why or role.ambiguous:
             continue
-        arranged, stacked = stage._arranged_for(Call(stage, "on", repr(leaf.path)), w, leaf.path, names[leaf.place])
-        if set(stacked) != set(role.stacked) and not stage.entrywise:
+        arranged, stacked = stage._arranged_for(
+            CallName(stage, "with_axes", repr(leaf.path)), w, leaf.path, names[leaf.place]
+        )
+        if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
         numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
@@ -150,7 +152,7 @@ def _asks_stacked(stage: Any) -> bool:
     # Axes by number count all axes of the array, as nobody set ``stacked``.
     by_number = any(axes not in (None, EACH, LAST, ()) for axes in other_axes)
     counts_all = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
-    return stage.stacked == () and not counts_all and (bool(words) or not stage.entrywise)
+    return stage.stacked == () and not counts_all and (bool(words) or not stage.elementwise)
 
 
 def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
@@ -163,7 +165,7 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 def _axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path, who = leaf.path, Call(stage, "on", repr(leaf.path))
+    path, who = leaf.path, CallName(stage, "with_axes", repr(leaf.path))
     axes_of_field, stage = dict[str, Any](), stage.at_path(path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):

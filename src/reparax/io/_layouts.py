@@ -14,7 +14,6 @@ from jax import Array
 
 from reparax.core.paths import Names, PyTree, items, path_text
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, Numbers, Role
-from reparax.core.with_axes import roles_of
 
 # For each layout, our axes of torch's first two, and whether the spatial axes are reversed: torch's transposed
 # convolution, a gradient of a convolution, uses a flipped kernel.
@@ -162,11 +161,6 @@ _LAYOUTS: dict[tuple[str, Numbers, Numbers], str] = {
     (LOOKUP, (0,), (1,)): "embedding",
 }
 """The layout of a matrix that the network uses in this way, with these inputs and outputs."""
-
-
-def roles_by_path(roles: PyTree) -> dict[str, Role]:
-    """The role of each parameter, by its path; none without roles."""
-    return {} if roles is None else {path_text(path): role for path, role in roles_of("roles", roles).items()}
 
 
 def layout_of(role: Role, count: int) -> str | None:

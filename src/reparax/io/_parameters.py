@@ -23,7 +23,8 @@ from reparax.core.axes import list_axes
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
-from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute, roles_by_path
+from reparax.core.with_axes import roles_of
+from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute
 from reparax.numerics.arithmetic import is_array
 
 Rules = Mapping[str, str] | None
@@ -180,18 +181,13 @@ def unstack_stage(stage: Stage, count: int) -> Stage:
     return replace(unstacked, stacked=tuple(axis - count for axis in axes[count:]))
 
 
-def restack_stage(stage: Any, count: int) -> Any:
-    """The stage on a stack with ``count`` axes, which acts on each array as ``stage`` does."""
-    axes = (axis + count for axis in list_axes(stage.stacked))
-    return replace(stage, stacked=(*range(count), *axes))
-
-
 def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = None) -> list[Entry]:
     """The tensors for the parameters of ``tree``."""
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
     _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
-    of_classes, of_roles = layouts_by_module(tree), roles_by_path(roles)
+    of_classes, of_roles = layouts_by_module(tree), {} if roles is None else roles_of("roles", roles)
+    of_roles = {path_text(path): role for path, role in of_roles.items()}
     entries: list[Entry] = []
     owners: dict[str, str] = {}
     for path, x in arrays.items():
@@ -262,7 +258,8 @@ def pattern_of(paths: Iterable[str], known_paths: Collection[str]) -> str:
 def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
     """The expression for paths of the same number of names: any name, if that selects no other path."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(path.split("/") for path in paths), strict=True)]
-    names = [_any_of(column) for column in columns]
+    alternatives = ("|".join(map(re.escape, column)) for column in columns)
+    names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
 
     def exact(pattern: str) -> bool:
         return {path for path in known_paths if re.fullmatch(pattern, path)} == set(paths)
@@ -275,8 +272,3 @@ def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
     plain = "/".join(names)
     short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
     return short if exact(short) else plain
-
-
-def _any_of(names: list[str]) -> str:
-    """An expression for any of these names, and nothing else."""
-    return re.escape(names[0]) if len(names) == 1 else f"({'|'.join(map(re.escape, names))})"

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from reparax.core.axes import list_axes
 from reparax.core.calls import with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
@@ -24,7 +25,7 @@ from reparax.core.paths import PyTree, flatten_with_names, items, path_text
 from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
-from reparax.io._parameters import Index, Rules, pattern_of, require_known, restack_stage, stack_parts
+from reparax.io._parameters import Index, Rules, pattern_of, require_known, stack_parts
 from reparax.io._peft_lora import BIAS
 from reparax.io._peft_method import MERGE, Adapted, Given, Method, in_a_name, require
 from reparax.io._peft_methods import METHODS, selects_module
@@ -283,7 +284,9 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
         name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
         for name in first_layer.values
     }
-    return Adapted(tuple(restack_stage(stage, len(first_index)) for stage in first_layer.stages), values)
+    count, stages = len(first_index), list[Any](first_layer.stages)
+    axes = ((*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages)
+    return Adapted(tuple(replace(stage, stacked=x) for stage, x in zip(stages, axes, strict=True)), values)
 
 
 def _read_array(method: Method, target: Target, tensors: Tensors, config: Mapping[str, Any]) -> Adapted:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from reparax.core.bound import Lineage, lineage_of
+from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import locate_errors
@@ -53,9 +53,8 @@ def to_peft(
 
     Raises:
       TypeError: If ``p`` is not a parametrization.
-      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. LoRA
-        that began with ``init_weights="pissa"`` or ``"olora"`` is refused, as PEFT would add it to a base that it has
-        left.
+      ValueError: If PEFT has no equivalent for the stages of a parameter; the error names each such parameter. Also for
+        LoRA that began with ``init_weights="pissa"`` or ``"olora"``, as PEFT would add it to a base that it has left.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -70,9 +69,9 @@ def to_peft(
     require_chains("to_peft(p, raw)", p)
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation | FakeQuantized)))
     with locate_errors("to_peft"):
-        lineage = lineage_of(weights.deterministic, raw)
-        targets = targets_of(lineage.effective, names, layouts, roles)
-    nodes, free, lines = _sort_arrays(lineage, targets)
+        provenance = provenance_of(weights.deterministic, raw)
+        targets = targets_of(provenance.effective, names, layouts, roles)
+    nodes, free, lines = _sort_arrays(provenance, targets)
     written_of: dict[str, dict[str, Written]] = {}
     for tensor, node in nodes.items():
         try:
@@ -146,14 +145,14 @@ def _name_tensors(method: Method, modules: Mapping[str, Written]) -> dict[str, n
     return tensors
 
 
-def _sort_arrays(lineage: Lineage, targets: Targets) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
+def _sort_arrays(provenance: Provenance, targets: Targets) -> tuple[dict[str, StageNode], dict[str, Array], list[str]]:
     """The adapted tensors, the other tensors that train, and the errors for stages that PEFT does not have."""
     nodes: dict[str, StageNode] = {}
     free: dict[str, Array] = {}
     lines: list[str] = []
     for tensor, target in targets.items():
         try:
-            node = _node_at(lineage, lineage.places[target.path], target)
+            node = _node_at(provenance, provenance.places[target.path], target)
             if not isinstance(node, StageNode) and jnp.issubdtype(node.dtype, jnp.inexact):
                 require_known([target])
                 free[tensor] = target.part(node)
@@ -164,12 +163,12 @@ def _sort_arrays(lineage: Lineage, targets: Targets) -> tuple[dict[str, StageNod
     return nodes, free, lines
 
 
-def _node_at(lineage: Lineage, place: Names, target: Target) -> Any:
+def _node_at(provenance: Provenance, place: Names, target: Target) -> Any:
     """The array of the raw tree at a place, or the stage that makes it, with its values."""
-    if place not in lineage.makers:
-        return lineage.raw.arrays[place]
-    stage, values = lineage.makers[place]
-    return StageNode(stage, {name: _node_at(lineage, at, target) for name, at in values.items()}, target)
+    if place not in provenance.producers:
+        return provenance.raw.arrays[place]
+    stage, values = provenance.producers[place]
+    return StageNode(stage, {name: _node_at(provenance, at, target) for name, at in values.items()}, target)
 
 
 def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) -> Method | None:

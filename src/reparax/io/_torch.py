@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from reparax.core.axes import last_to_number
-from reparax.core.bound import lineage_of
+from reparax.core.bound import provenance_of
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import describe_as_stored, locate_errors
@@ -253,13 +253,13 @@ def _make_plan(
     """The plan for ``raw``, concrete or abstract, which ``p`` made, by names, layouts, roles and orthogonal maps."""
     *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
-    lineage = lineage_of(weights.deterministic, raw)
-    naming, raw_values, tied_entries = Naming(lineage.makers, by_hook), list[StageValues](), list[Entry]()
-    entries = list_entries(lineage.effective, *of_arrays)
+    provenance = provenance_of(weights.deterministic, raw)
+    naming, raw_values, tied_entries = Naming(provenance.producers, by_hook), list[StageValues](), list[Entry]()
+    entries = list_entries(provenance.effective, *of_arrays)
     maps = given_maps([entry.path for entry in entries], orthogonal_map)
     for entry in entries:
-        place, entry = lineage.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
-        if lineage.has_values(place):
+        place, entry = provenance.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
+        if provenance.has_values(place):
             raw_values += naming.values_of(place, entry)
         else:
             tied_entries.append(entry)

@@ -85,11 +85,11 @@ class Naming:
     """Torch's names for the values of a chain.
 
     Attributes:
-      makers: How each array is made that stages compute, by its place.
+      producers: How each array is made that stages compute, by its place.
       by_hook: Whether torch uses a hook for a tensor, for stages that exist as a hook and as a parametrization.
     """
 
-    makers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
+    producers: Mapping[Names, tuple[Any, Mapping[str, Names]]]
     by_hook: Callable[[str, NameMap], bool]
 
     def values_of(self, place: Names, entry: Entry) -> list[StageValues]:
@@ -107,9 +107,9 @@ class Naming:
           tensor: The name of the array in torch.
           within: The list of parametrizations of which the array is the original, if it is one.
         """
-        if place not in self.makers:
+        if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage, places = self.makers[place][0], dict(self.makers[place][1])
+        stage, places = self.producers[place][0], dict(self.producers[place][1])
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
         name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()
@@ -121,13 +121,13 @@ class Naming:
         names = {value: tensor + end for value, end in name_map.hooked.items()}
         if is_listed:
             original = next((value for value, name in name_map.listed.items() if name == "original"), None)
-            if original and places[original] in self.makers:
+            if original and places[original] in self.producers:
                 number, inner = self._walk(places.pop(original), entry, f"{base}.original", base)
             names = {  # the first stage of the chain has the number 0
                 value: f"{base}.{name}" if name.startswith("original") else f"{base}.{number}.{name}"
                 for value, name in name_map.listed.items()
             }
-        for value in [value for value, place in places.items() if place in self.makers]:
+        for value in [value for value, place in places.items() if place in self.producers]:
             inner += self._walk(places.pop(value), entry, names[value])[1]
         if name_map.listed:
             with locate_errors(repr(entry.path)):
@@ -154,7 +154,8 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
         tensors = _orthogonal_to_torch(stage, values, entry, with_base=with_base)
     else:
         tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
-    return {name: _cast(x, entry.dtype) for name, x in tensors.items()}
+    real = jnp.finfo(entry.dtype).dtype
+    return {name: x.astype(entry.dtype if jnp.iscomplexobj(x) else real) for name, x in tensors.items()}
 
 
 def read_values(stage: Parametrization | None, values: Values, entry: Entry, like: Mapping[str, Any]) -> Values:
@@ -168,16 +169,12 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
 
 
-def _cast(x: Array, dtype: Any) -> Array:
-    """``x`` in a dtype; real numbers in the real part of it."""
-    return x.astype(dtype if jnp.iscomplexobj(x) else jnp.finfo(dtype).dtype)
-
-
 def _write_value(stage: Parametrization, name: str, x: Array, entry: Entry) -> Array:
     """One of our raw values as torch stores it."""
     match stage, name:
         case WeightNorm(axis=axis), "g":
-            _require_one_axis(stage, axis)
+            if isinstance(axis, tuple) or axis == EACH:
+                raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
             return x.reshape(()) if axis is None else write_layout(x, entry.layout)
         case SpectralNorm(), "u":
             return x
@@ -211,12 +208,6 @@ def _shape_without_column(stage: SpectralNorm, shape: tuple[int, ...]) -> tuple[
     if len(columns) > 1:
         raise ValueError(f"torch has one axis as columns, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
     return tuple(1 if i in columns else size for i, size in enumerate(shape))
-
-
-def _require_one_axis(stage: Parametrization, axis: Any) -> None:
-    """Raises an error for norms along several axes or of single numbers, which torch lacks."""
-    if isinstance(axis, tuple) or axis == EACH:
-        raise ValueError(f"torch has norms along one axis, but no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
 
 
 def _require_binary(mask: Array) -> Array:

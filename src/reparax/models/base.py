@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from reparax.core.bound import lineage_of
+from reparax.core.bound import provenance_of
 from reparax.core.calls import call_name, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
@@ -49,12 +49,12 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
         raise ValueError(f"{who} takes None or {BY_HAND!r} as `updates`, but got {updates!r}.")
     if p.moves_weights:
         why = "which may move weights too, so the optimizer must know when"
-    if updates is None and p.advances and why is not None:
+    if updates is None and p.has_update and why is not None:
         raise ValueError(
             f"{call_name(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
             f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
         )
-    return updates is None and p.advances
+    return updates is None and p.has_update
 
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
@@ -77,14 +77,14 @@ def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> V
 
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
     """The key of a start; None if nothing is random, and an error if there is none."""
-    if p.random_start and key is None:
+    if p.random_init and key is None:
         raise ValueError(f"{call_name(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
-    return key if p.random_start else None
+    return key if p.random_init else None
 
 
 def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
     """The raw tree, if ``p`` has made it."""
-    lineage_of(p, raw)
+    provenance_of(p, raw)
     return raw
 
 

@@ -125,7 +125,7 @@ class _Pair(Functions):
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
         """``init`` of the pair: raw variables."""
         made = self.network.init(rng, *args, **kwargs)
-        return self.start(*(made if self._count == 2 else (made,)), rng if self.p.random_start else None)
+        return self.start(*(made if self._count == 2 else (made,)), rng if self.p.random_init else None)
 
     def _call(self, variables: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the network with the effective parameters."""

@@ -162,12 +162,12 @@ class _Parametrized(Functions, nn.Module):
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=mutable)
             earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
             if not made.get("params", {}).keys() <= earlier:
-                self._put_variables(self.start(made, rngs["params"] if self.p.random_start else None))
+                self._put_variables(self.start(made, rngs["params"] if self.p.random_init else None))
             return result
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
-        if self.updates is None and self.p.advances:
+        if self.updates is None and self.p.has_update:
             self._advance()
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
         mutable = scopes.subtract_filters(mutable, ["params", "fixed"])

@@ -127,12 +127,12 @@ class Parametrized(nnx.Module):
         _check_model(model, variable, raw)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
-            key = start_key(p, start and start() if p.random_start else None, _WITH_RNGS)
+            key = start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
             made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
             stored = _outputs(lambda tree: _with_types_by_training(require_made_by(p, tree), variable), raw)
             made = _moved_to(model, raw, stored)
-        self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.advances) else nnx.data(None)
+        self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
         self.raw = nnx.data(
             _rebuilt(model, made, {}, anew=True)
@@ -460,7 +460,6 @@ def _keep_changes(done: Done) -> None:
     for old, new in list(done.values()):
         if old is new or not isinstance(new, nnx.Pytree):
             continue
-        data = {names[0] for names, _ in items(new, lambda x, new=new: x is not new)}
         for name in [name for name in {**vars(old), **vars(new)} if not name.startswith("_pytree__")]:
             before, after = vars(old).get(name, _HIDDEN), vars(new).get(name, _HIDDEN)
             shown = done[id(before)][1] if id(before) in done else before
@@ -471,8 +470,8 @@ def _keep_changes(done: Done) -> None:
             if after is _HIDDEN:
                 delattr(old, name)
             else:
-                value = _rebuilt(after, {}, back)
-                setattr(old, name, nnx.data(value) if name in data else nnx.static(value))
+                is_data = any(names[0] == name for names, _ in items(new, lambda x, new=new: x is not new))
+                setattr(old, name, (nnx.data if is_data else nnx.static)(_rebuilt(after, {}, back)))
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -205,12 +205,9 @@ class Gather(View):
     @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
-        numbers, sizes = self.dimension_numbers, self.slice_sizes
-        axes = tuple(numbers.start_index_map)
-        if len(axes) != 1 or tuple(numbers.collapsed_slice_dims) != axes or numbers.operand_batching_dims:
-            return None
-        shape = self.operands[0].aval.shape
-        return axes[0] if all(sizes[i] == n for i, n in enumerate(shape) if i not in axes) else None
+        numbers, axis = self.dimension_numbers, self.row and self.row[0]
+        is_gone = tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
+        return axis if is_gone else None
 
     @property
     def row(self) -> tuple[int, int] | None:

@@ -250,12 +250,10 @@ def _body(
     ``place`` is the number of the body if there are several; ``in_arrays`` says whether it returns no sums.
     """
     jaxpr, consts = jaxprs.bodies(operation.eqn)[place[0] if place else 0]
-    interpreter, facts = (
-        operation.interpreter.inside(operation.eqn, *place, times=times),
-        [*[NUMBER] * len(consts), *facts],
-    )
+    facts_of_inputs = [*(NUMBER for _ in consts), *facts]
+    interpreter = operation.interpreter.inside(operation.eqn, *place, times=times)
     run = interpreter.arrays if in_arrays else interpreter.run
-    return lambda *args: run(jaxpr, [*consts, *args], facts)
+    return lambda *args: run(jaxpr, [*consts, *args], facts_of_inputs)
 
 
 def _enter_jit(operation: Operation) -> Outs:
@@ -282,15 +280,14 @@ def _enter_checkpoint(operation: Operation) -> list[Any]:
 def _enter_scan(operation: Operation) -> Outs:
     """A scan, which sums enter: constant ones as they are, others in slices, or formed."""
     eqn, interpreter = operation.eqn, operation.interpreter
-    n_before = sum(jaxprs.scan_counts(eqn))
-    jaxpr, consts = jaxprs.body(eqn)
+    (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
     operands, shells = list(operation.args), list[Any](operation.args)
     for i, (x, v) in enumerate(zip(operation.args, jaxpr.invars[len(consts) :], strict=True)):
-        if isinstance(x, Sum) and i >= jaxprs.scan_counts(eqn)[0]:
-            parts = _unstack(x) if i >= n_before else None
+        if isinstance(x, Sum) and i >= n_consts:
+            parts = _unstack(x) if i >= n_consts + n_carry else None
             operands[i], shells[i] = (interpreter.array(x, eqn), None) if parts is None else parts
-        elif i >= n_before and _gradient_stops(jaxpr, v):
+        elif i >= n_consts + n_carry and _gradient_stops(jaxpr, v):
             operands[i], facts[i] = jax.lax.stop_gradient(x), replace(facts[i], still=True)
     body = _body(operation, facts, times=count_entries([Scan(eqn).length]))
 

@@ -393,6 +393,15 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
     return Product(a.factors + b.factors, tuple(axes[index] for index in contraction.output))
 
 
+def contract_with_data(
+    view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], weights: Sequence[Product]
+) -> list[Product] | None:
+    """The products of data, which may have sizes of groups of rows behind it, and each of several weights."""
+    x, *sizes = data
+    pairs = [(Product.of(x, still=False), product) for product in weights]
+    return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
+
+
 def _in_groups(view: RaggedDot, a: Product, sizes: Any) -> Product | None:
     """Rows with a last axis of their groups, along which they are zero but for the group of each."""
     rows = math.prod(label.size for label in a.axes[view.ragged])

@@ -59,9 +59,9 @@ compiled_update = jax.jit(update_raw, static_argnums=0)
 
 
 @partial(jax.jit, static_argnums=0)
-def compiled_rebase(p: Parametrization, raw: PyTree) -> PyTree:
-    """``p.rebase(raw)``, in one program for equal chains and types."""
-    return p.rebase(raw)
+def compiled_update_base(p: Parametrization, raw: PyTree) -> PyTree:
+    """``p.update_base(raw)``, in one program for equal chains and types."""
+    return p.update_base(raw)
 
 
 @partial(jax.jit, static_argnums=0)

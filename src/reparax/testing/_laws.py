@@ -37,11 +37,11 @@ from reparax.testing._evidence import (
     compiled_effective,
     compiled_fold,
     compiled_init,
-    compiled_rebase,
     compiled_results,
     compiled_stages,
     compiled_transfer,
     compiled_update,
+    compiled_update_base,
     deviation,
     deviations,
     equal,
@@ -95,7 +95,7 @@ def check_laws(
       key: The key of all draws. Default: ``jax.random.key(0)``.
       laws: The names of some laws, such as ``("gradients",)``. Default: all, which are ``right_inverse``, ``types``,
         ``half_precision``, ``value_semantics``, ``transformations``, ``keys``, ``mean``, ``purity``, ``gradients``,
-        ``update``, ``rebase``, ``transfer``, ``chains``, ``selection``, ``checkpoints`` and ``plain_trees``.
+        ``update``, ``update_base``, ``transfer``, ``chains``, ``selection``, ``checkpoints`` and ``plain_trees``.
 
     Raises:
       AssertionError: If a law is broken; the error says which, where and by how much.
@@ -409,9 +409,9 @@ def update(case: Case) -> None:
 
 
 @law
-def rebase(case: Case) -> None:
-    """``rebase`` keeps the effective tree, up to rounding, and the types of the raw tree."""
-    rebased, effective = compiled_rebase(case.p, case.moved), compiled_fold(case.p, case.moved)
+def update_base(case: Case) -> None:
+    """``update_base`` keeps the effective tree, up to rounding, and the types of the raw tree."""
+    rebased, effective = compiled_update_base(case.p, case.moved), compiled_fold(case.p, case.moved)
     case.require_same_types(rebased, case.moved, "it")
     bound = rounding(case.moved, effective)
     case.require_close(compiled_fold(case.p, rebased), effective, bound, "the effective tree differs")

@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from reparax.core.bound import lineage_of
+from reparax.core.bound import provenance_of
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
@@ -188,7 +188,7 @@ def _largest_off(rows: Sequence[Row]) -> float | None:
 def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
     """The stages that act on each parameter."""
     stages_of: dict[str, tuple[str, ...]] = {}
-    for stage, bounds in lineage_of(p, raw).bindings:
+    for stage, bounds in provenance_of(p, raw).bindings:
         for path in dict.fromkeys(parameter_path(place) for bound in bounds for place in bound.arrays.values()):
             stages_of[path] = (*stages_of.get(path, ()), type(stage).__name__)
     return stages_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.bound import Bound, apply_all, follow_axes, init_bound, lineage_of
+from reparax.core.bound import Bound, apply_all, follow_axes, init_bound, provenance_of
 from reparax.core.boxes import spread_boxes
 from reparax.core.calls import require_chains
 from reparax.core.chain import Parametrization
@@ -181,11 +181,11 @@ class _Old:
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
-        lineage = lineage_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
-        self.effective = lineage.raw
+        provenance = provenance_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
+        self.effective = provenance.raw
         self._nodes: dict[Names, _Node] = {}
         self._in_place: dict[Names, list[tuple[Parametrization, Array]]] = {}
-        for stage, bounds in lineage.bindings:
+        for stage, bounds in provenance.bindings:
             before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
             for bound, name, place in _places(bounds):
                 path, array = _path_without_numbers(place), self.effective.arrays[place]
@@ -353,7 +353,7 @@ def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
 def _made(x: PyTree, old: Parametrization) -> bool:
     """Whether ``x`` may be a raw tree of ``old``, by its markers."""
     try:
-        lineage_of(old.deterministic, x)
+        provenance_of(old.deterministic, x)
     except ValueError:
         return False
     return True

@@ -1,4 +1,8 @@
-"""Losses in which each example has noise of its own."""
+"""Losses in which each example has noise of its own, drawn for the results of products instead of the weights.
+
+``Drawing`` has the rules of the interpreter, which follows noisy weights through a program to their products;
+``mean_and_noise`` gives the mean and the noise of one of these.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, ha
 from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, move_sum, select_sum
 from reparax.programs.sources import lines_by_origin, paths_of
-from reparax.programs.sums import Factor, Label, Product, Sum, all_or_none, contract, narrows
+from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
 from reparax.transforms._remat import remat
 
 
@@ -197,18 +201,9 @@ def _is_linear(view: View, weight_operand: int, data: Sequence[Any], weight: Noi
         case Dot() | RaggedDot():
             is_whole = not isinstance(view, RaggedDot) or (view.is_whole and weight_operand < 2)
             is_whole = is_whole and not weight.entries_may_repeat
-            return is_whole and _products_with_data(view, weight_operand, data, weight.std) is not None
+            return is_whole and contract_with_data(view, weight_operand, data, weight.std.products) is not None
         case _:
             return False
-
-
-def _products_with_data(
-    view: Dot | RaggedDot, weight_operand: int, data: Sequence[Any], squares: Sum
-) -> list[Product] | None:
-    """The products of data, with sizes of groups of rows, and a weight."""
-    x, *sizes = data
-    pairs = [(Product.of(x, still=False), product) for product in squares.products]
-    return all_or_none(contract(view, *(pair if weight_operand == 1 else pair[::-1]), *sizes) for pair in pairs)
 
 
 def _variance(view: View, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
@@ -216,7 +211,7 @@ def _variance(view: View, weight_operand: int, data: Sequence[Any], squares: Sum
     match view:
         case Dot() | RaggedDot():
             data, how = (_square(data[0]), *data[1:]), How(squares.dtype, squares.dtype, _precision(view))
-            products = _products_with_data(view, weight_operand, data, squares)
+            products = contract_with_data(view, weight_operand, data, squares.products)
             return array_of_products(products or [], view.type.shape, how)
         case Conv():
             return _variance_of_convolution(view, data[0], squares)

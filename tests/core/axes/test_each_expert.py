@@ -87,7 +87,7 @@ def by_groups(params, x):
 def test_the_network_says_which_axis_is_that_of_experts(network):
     roles = rpx.roles(network, {"router": X[:K, :E], "w": W}, X)
     chain = rpx.WeightNorm(where="w") >> rpx.LoRA(2, where="w") >> rpx.MagnitudePruning(0.5, where="w")
-    assert repr(chain.on(roles)) == (
+    assert repr(chain.with_axes(roles)) == (
         "WeightNorm(axis=-1, where='w', stacked=0) >> LoRA(2, columns=-1, where='w', stacked=0) >> "
         "MagnitudePruning(sparsity=0.5, where='w', stacked=0)"
     )

@@ -223,7 +223,7 @@ def init(p: rpx.Parametrization, params: Any) -> Any:
 @jax.jit
 def results(p: rpx.Parametrization, raw: Any) -> Any:
     """What the methods of a chain make of a raw tree."""
-    return p.fold(raw), p.update(raw), p.rebase(raw)
+    return p.fold(raw), p.update(raw), p.update_base(raw)
 
 
 # Three separate layers --------------------------------------------------------------------------------------------

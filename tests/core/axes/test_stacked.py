@@ -81,7 +81,7 @@ def test_a_stack_of_three_is_three_arrays(stage, axis):
         yield many.fold(raw), [one.fold(x) for x in raws]
         moved = jax.tree.map(lambda x: x + 0.01 * jnp.cos(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x, raws)
         again = restacked(moved, axis)
-        for method in ("fold", "update", "rebase"):
+        for method in ("fold", "update", "update_base"):
             yield getattr(many, method)(again), [getattr(one, method)(x) for x in moved]
 
     for got, each in jax.jit(lambda ws: list(ways(ws)))(slices()):

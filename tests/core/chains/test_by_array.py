@@ -295,7 +295,7 @@ def of(size):
 def test_stages_of_one_kind_are_told_apart_by_the_types_of_arrays(p, params):
     raw = p.init(params)
     p.check(raw, like=params)
-    for got in (p.fold(raw), p.fold(p.update(p.rebase(raw))), p.fold(rpx.transfer(p, p, raw))):
+    for got in (p.fold(raw), p.fold(p.update(p.update_base(raw))), p.fold(rpx.transfer(p, p, raw))):
         for name, w in params.items():
             np.testing.assert_allclose(got[name], w, atol=1e-5)
 

@@ -453,9 +453,9 @@ SHOWN = [
     "init",
     "log_det",
     "on",
-    "owners",
+    "raw_paths",
     "penalty",
-    "rebase",
+    "update_base",
     "shardings",
     "stochastic",
     "to_json",
@@ -480,7 +480,7 @@ def test_a_person_who_completes_on_a_stage_meets_what_users_call_and_its_argumen
 
 
 @pytest.mark.parametrize("base", [rpx.WeightNorm, rpx.VarNoise, rpx.Tie, rpx.stage.Joint])
-@pytest.mark.parametrize("verb", ["init", "apply", "update", "rebase", "penalty", "log_det"])
+@pytest.mark.parametrize("verb", ["init", "apply", "update", "update_base", "penalty", "log_det"])
 def test_a_stage_writes_formulas_and_no_method_of_a_chain(base, verb):
     text = (
         f"Odd defines {verb}, which a chain never calls for one of its stages. Write its formula: {verb}_leaf on one "

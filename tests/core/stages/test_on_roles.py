@@ -107,14 +107,14 @@ ROLES = rpx.roles(network, PARAMS, jnp.arange(7))
     ids=repr,
 )
 def test_axes_that_nobody_set_and_words_become_numbers(p, text):
-    q = p.on(ROLES)
+    q = p.with_axes(ROLES)
     assert repr(q) == text
     assert rpx.from_json(q.to_json()) == q
-    assert q.on(ROLES) == q
+    assert q.with_axes(ROLES) == q
 
 
 def test_a_norm_of_factors_is_that_of_each_column_of_both():
-    q = (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).on(ROLES)
+    q = (rpx.WeightNorm(where="query") >> rpx.LowRank(2, where="query")).with_axes(ROLES)
     raw = q.init(PARAMS)
     u, v = (raw["query"]["@low_rank"][name]["@weight_norm"] for name in "uv")
     np.testing.assert_allclose(u["g"], np.linalg.norm(u["v"], axis=0, keepdims=True), rtol=1e-5)
@@ -128,21 +128,21 @@ def test_a_norm_of_factors_is_that_of_each_column_of_both():
 def test_functions_among_the_leaves_of_a_model_have_no_roles():
     model = eqx.nn.MLP(4, 2, 3, 1, activation=jnp.tanh, key=jax.random.key(0))  # weights of the shape (out, in)
     roles = rpx.roles(lambda model, x: jax.vmap(model)(x), model, X)
-    q = (rpx.LoRA(1) >> rpx.WeightNorm()).on(roles)
+    q = (rpx.LoRA(1) >> rpx.WeightNorm()).with_axes(roles)
     assert repr(q) == "LoRA(1, columns=-2) >> WeightNorm(axis=-2)"
     found = rpx.axes.check_axes(rpx.WeightNorm(axis=0), lambda model, x: jax.vmap(model)(x), model, X)
     assert repr(found) == "All axes fit."
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ArrayImpl at "
+        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ArrayImpl at "
         "'layers/0/weight'.",
     ):
-        rpx.WeightNorm().on(model)
+        rpx.WeightNorm().with_axes(model)
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with str at 'w'.",
+        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, but got a tree with str at 'w'.",
     ):
-        rpx.WeightNorm().on({"w": "outputs"})
+        rpx.WeightNorm().with_axes({"w": "outputs"})
 
 
 def test_experts_are_stacked():
@@ -150,13 +150,13 @@ def test_experts_are_stacked():
     found = rpx.roles(
         lambda p, x, sizes: jax.lax.ragged_dot(x, p["w"], sizes) @ p["last"], params, normal(5, 4), jnp.array([1, 2, 2])
     )
-    p = (rpx.WeightNorm() >> rpx.LoRA(2)).on(found)
+    p = (rpx.WeightNorm() >> rpx.LoRA(2)).with_axes(found)
     both = "stacked={'last': (), 'w': 0}"
     assert repr(p) == f"WeightNorm(axis=-1, {both}) >> LoRA(2, columns=-1, {both})"
 
 
 def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
-    q = rpx.WeightNorm().on(ROLES)
+    q = rpx.WeightNorm().with_axes(ROLES)
     raw = jax.jit(q.init)(PARAMS)
     sizes = jax.tree.map(lambda x: x.shape, {name: node for name, node in raw.items() if name != "scale"})
     assert sizes["layers"]["kernel"]["@weight_norm"]["g"] == (3, 4, 1)
@@ -169,7 +169,7 @@ def test_the_raw_tree_is_that_of_axes_by_hand_and_needs_no_roles():
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), jax.jit(q.apply)(raw), PARAMS)
     q.check(raw, PARAMS)
-    assert q.owners(PARAMS)["embed"] == "embed"
+    assert q.raw_paths(PARAMS)["embed"] == "embed"
 
 
 def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
@@ -179,7 +179,7 @@ def test_numbers_in_paths_stand_for_layers_where_all_have_one_answer():
         return x
 
     params = {"layers": [{"up": normal(4, 4, seed=i), "down": normal(4, 4, seed=i + 9)} for i in range(3)]}
-    assert repr(rpx.WeightNorm().on(rpx.roles(deep, params, X))) == (
+    assert repr(rpx.WeightNorm().with_axes(rpx.roles(deep, params, X))) == (
         "WeightNorm(axis={'layers/\\\\d+/down': -1, 'layers/\\\\d+/up': -2})"
     )
 
@@ -211,9 +211,9 @@ def graph_attention(params, x):
 def test_axes_are_written_for_the_arrays_that_the_stage_takes(p, text):
     found = rpx.roles(graph_attention, HEADS, jnp.ones((6, 8)))
     assert (found["a"].inputs, found["a"].stacked) == ((1,), (0,))
-    q = p.on(found)
+    q = p.with_axes(found)
     assert repr(q) == text
-    assert q.on(found) == q
+    assert q.with_axes(found) == q
     q.check(q.init(HEADS, jax.random.key(0)), HEADS)
 
 
@@ -227,7 +227,7 @@ def test_stacked_axes_of_what_where_leaves_out_are_not_written():
     assert found["q"].stacked
     assert found["q"].ambiguous
     for where in ("k", rpx.stage.selected({"k": True}), lambda path, array: path == "k"):
-        assert rpx.LoRA(1, where=where).on(found) == rpx.LoRA(1, columns=-1, where=where)
+        assert rpx.LoRA(1, where=where).with_axes(found) == rpx.LoRA(1, columns=-1, where=where)
 
 
 def test_what_the_network_does_not_say_is_asked_for():
@@ -239,30 +239,32 @@ def test_what_the_network_does_not_say_is_asked_for():
     found = rpx.roles(tied, params, jnp.arange(7))
     with raises(
         ValueError,
-        "WeightNorm(where='place').on at 'place': the network does not multiply it with data "
+        "WeightNorm(where='place').with_axes at 'place': the network does not multiply it with data "
         f"({found['place'].why}). Give its axes by number, or leave it out with `where`.",
     ):
-        rpx.WeightNorm(where="place").on(found)
+        rpx.WeightNorm(where="place").with_axes(found)
     uses = found["embed"].uses
     with raises(
         ValueError,
-        f"WeightNorm(where='embed').on at 'embed': the network uses it in several ways (inputs (0,) and outputs (1,) "
-        f"in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by number, or leave it out "
-        f"with `where`.",
+        f"WeightNorm(where='embed').with_axes at 'embed': the network uses it in several ways (inputs (0,) and outputs "
+        f"(1,) in {uses[0].line}; inputs (1,) and outputs (0,) in {uses[1].line}). Give its axes by "
+        f"number, or leave it "
+        f"out with `where`.",
     ):
-        rpx.WeightNorm(where="embed").on(found)
-    assert rpx.WeightNorm(axis=0, where="embed").on(found) == rpx.WeightNorm(axis=0, where="embed")
+        rpx.WeightNorm(where="embed").with_axes(found)
+    assert rpx.WeightNorm(axis=0, where="embed").with_axes(found) == rpx.WeightNorm(axis=0, where="embed")
     with raises(
         ValueError,
-        "Simplex(where='out').on at 'out': along is one axis, but the network has 2 for it, (-3, -2) of shape "
+        "Simplex(where='out').with_axes at 'out': along is one axis, but the network has 2 for it, (-3, -2) of shape "
         "(2, 3, 4). Give one by number, or leave the array out with `where`.",
     ):
-        rpx.numbers.Simplex(where="out").on(ROLES)
+        rpx.numbers.Simplex(where="out").with_axes(ROLES)
     with raises(
         TypeError,
-        "WeightNorm().on takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ndarray at 'embed'.",
+        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, but got a tree with ndarray at "
+        "'embed'.",
     ):
-        rpx.WeightNorm().on(PARAMS)
+        rpx.WeightNorm().with_axes(PARAMS)
 
 
 def test_a_joint_stage_takes_the_word_for_stacked_axes():
@@ -273,15 +275,16 @@ def test_a_joint_stage_takes_the_word_for_stacked_axes():
         def apply_leaves(self, values):
             return {name: held["x"] for name, held in values.items()}
 
-    assert Product({"w": "layers/kernel"}, stacked="stacked").on(ROLES).stacked == 0
-    assert Product({"w": "out"}, stacked="stacked").on(ROLES).stacked == ()
+    assert Product({"w": "layers/kernel"}, stacked="stacked").with_axes(ROLES).stacked == 0
+    assert Product({"w": "out"}, stacked="stacked").with_axes(ROLES).stacked == ()
     p = Product({"w": "layers/kernel", "v": "out"}, stacked="stacked")
     with raises(
         ValueError,
-        f"{p!r}.on: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), 'out': ()}}. Stack them "
+        f"{p!r}.with_axes: expected the same stacked axes in all arrays, got {{'layers/kernel': (0,), "
+        f"'out': ()}}. Stack them "
         f"along the same axes, or leave some layers out with the expressions.",
     ):
-        p.on(ROLES)
+        p.with_axes(ROLES)
 
 
 # The same function for (in, out) and for (out, in) ------------------------------------------------------------------
@@ -351,7 +354,7 @@ def test_each_stage_with_axes_is_among_these():
 
 def after_a_step(p, network, w):
     """The weights after a step of gradient descent on raw values, for a chain that takes its axes from the network."""
-    q = p.on(rpx.roles(network, {"w": w}, X)).deterministic
+    q = p.with_axes(rpx.roles(network, {"w": w}, X)).deterministic
     raw = q.init({"w": w}, jax.random.key(3))
 
     @jax.jit
@@ -388,7 +391,7 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
 @pytest.mark.parametrize("name", mostly_thorough([repr(p) for p, _ in CONSTRAINED], "Toeplitz()"))
 def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
     ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
-    q = p.on(rpx.roles(in_out, {"w": start}, X))
+    q = p.with_axes(rpx.roles(in_out, {"w": start}, X))
     free, fixed = rpx.partition(jax.jit(q.init)({"w": start}, jax.random.key(3)))
     moved = jax.tree.map(lambda x: np.asarray(x + 0.3 * normal(*x.shape, seed=9), np.float32), free)
     require_equal_steps(p, np.asarray(jax.jit(q.apply)(rpx.combine(moved, fixed))["w"]))
@@ -424,7 +427,7 @@ def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_opera
     params = jax.tree.map(
         lambda w: 0.01 * normal(*w.shape, seed=sum(w.shape)) + (worst if w.shape[-3:] == worst.shape else 0), types
     )
-    p = rpx.SpectralNorm(where=".*/kernel").on(roles)
+    p = rpx.SpectralNorm(where=".*/kernel").with_axes(roles)
 
     @jax.jit
     def normed(params):
@@ -463,7 +466,7 @@ def test_axes_that_do_not_fit_the_network_are_named_with_the_line_that_mends_it(
     (found,) = rpx.axes.check_axes(replace(p, where=path), network, PARAMS, jnp.arange(7))
     assert (found.path, found.field, found.got, found.expected) == (path, field, got, expected)
     shown = expected[0] if len(expected) == 1 else expected
-    assert f"Write {field}={shown}, or `p.on(rpx.roles(loss, params, batch))`." in str(found)
+    assert f"Write {field}={shown}, or `p.with_axes(rpx.roles(loss, params, batch))`." in str(found)
     mended = replace(p, where=path, **{field: expected})
     again = rpx.axes.check_axes(mended, network, PARAMS, jnp.arange(7))
     assert [each for each in again if each.field == field] == []
@@ -476,9 +479,9 @@ def test_what_fits_says_so_and_a_misfit_is_one_sentence():
         "WeightNorm(where='query|out|embed') takes axis=-1 at 'query' of shape (4, 2, 3), which the network "
         f"multiplies with inputs (0,), outputs (1, 2) and stacked axes () "
         f"({ROLES['query'].uses[0].line}). Write axis=(-2, -1), or "
-        f"`p.on(rpx.roles(loss, params, batch))`."
+        f"`p.with_axes(rpx.roles(loss, params, batch))`."
     )
-    fits = rpx.axes.check_axes(rpx.WeightNorm().on(ROLES) >> rpx.VarNoise(0.1), network, PARAMS, jnp.arange(7))
+    fits = rpx.axes.check_axes(rpx.WeightNorm().with_axes(ROLES) >> rpx.VarNoise(0.1), network, PARAMS, jnp.arange(7))
     assert repr(fits) == "All axes fit."
     written = "Write `rpx.axes.check_axes(p, loss, params, batch)`."
     with raises(TypeError, f"check_axes takes parametrizations first, but got dict. {written}"):

@@ -9,7 +9,6 @@ import optax
 import pytest
 from compiled import effective, fold, init, pulled
 from errors import table
-from flax import linen as nn
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -163,20 +162,6 @@ def test_several_rows_and_columns_are_those_of_the_reshaped_matrix():
         assert held["a"].shape[-1] == held["b"].shape[0] == 2
 
 
-def test_experts_that_are_stacked_equal_as_many_adapters():
-    w = np.asarray(normal(3, 6, 4))
-    p = rpx.LoRA(2, 4.0, stacked=0)
-    raw = jax.tree.map(np.asarray, init(p, {"experts": w}, jax.random.key(0)))
-    held = raw["experts"]["@lora"]
-    assert (held["a"].shape, held["b"].shape) == ((3, 6, 2), (3, 2, 4))
-    assert not np.array_equal(held["a"][0], held["a"][1])
-    held["b"] = np.asarray(normal(3, 2, 4, seed=6))
-    one, got = rpx.LoRA(2, 4.0), np.asarray(effective(p, raw)["experts"])
-    for i in range(3):
-        alone = {"e": {"@lora": {"a": held["a"][i], "b": held["b"][i], "@fixed": {"w": w[i]}}}}
-        np.testing.assert_allclose(got[i], effective(one, alone)["e"], rtol=1e-6, atol=1e-6)
-
-
 def test_many_adapters_on_one_base_by_vmap():
     p = rpx.Freeze() >> rpx.LoRA(2, 4.0)
     params = model()
@@ -292,18 +277,6 @@ def test_a_shaped_difference_starts_at_zero_and_trains(shape):
     assert last < 0.99 * first
 
 
-def test_a_difference_stays_what_it_is_shaped_to():
-    p = rpx.LowRank(2) >> rpx.adapters.Hadamard() >> rpx.adapters.Delta()
-    raw = init(p, model())
-    node = values(raw, "@delta")["x"]["@hadamard"]
-    first, second = ((np.asarray(normal(8, 2, seed=i)), np.asarray(normal(2, 6, seed=i + 1))) for i in (20, 22))
-    for name, (u, v) in (("x", first), ("y", second)):
-        node[name]["@low_rank"] = {"u": u, "v": v}
-    want = (first[0] @ first[1]) * (second[0] @ second[1])
-    shift = np.asarray(effective(p, raw)["dense"]["kernel"]) - np.asarray(model()["dense"]["kernel"])
-    np.testing.assert_allclose(shift, want, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("axis", "shape", "spread"),
     [(None, (), ()), (-1, (6,), (1, 6)), (0, (8,), (8, 1)), ((0, 1), (8, 6), (8, 6)), ("each", (8, 6), (8, 6))],
@@ -364,14 +337,6 @@ def test_a_detached_norm_gives_the_same_weight_and_the_gradient_of_a_constant_le
 
 
 # What an attack found. ---------------------------------------------------------------------------------------------
-
-
-def test_axes_of_a_base_have_their_names():
-    params = {"k": nn.Partitioned(normal(8, 4), names=("embed", "mlp"))}
-    p = rpx.Quantized("int8", axis="mlp") >> rpx.LoRA(2)
-    raw = init(p, params, jax.random.key(0))
-    stored = jax.tree.map(jnp.shape, raw)["k"]["@lora"]["@fixed"]["w"]["@quantized"]["@fixed"]
-    assert stored["scale"].value == (1, 4)
 
 
 def test_an_own_field_called_base_and_a_stage_without_main_values_are_no_adapters():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from compiled import init, read
 from errors import table
-from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
@@ -89,36 +88,6 @@ def test_low_rank_trains_a_layer_that_starts_at_zero():
     assert loss(trained) < 0.05
 
 
-@pytest.mark.parametrize("dtype", mostly_thorough([np.float32, np.complex64], np.float32))
-@pytest.mark.parametrize("p", [rpx.LowRank(2), rpx.matrices.Kronecker((2, 2))], ids=repr)
-def test_both_factors_of_a_zero_matrix_move_whatever_the_gradient(p, dtype):
-    # Only the last column has a gradient, to which the singular vectors of zero that numpy gives are orthogonal.
-    target = (np.eye(6, 4, -2)[:, ::-1] * (np.arange(4) == 3)).astype(dtype)
-
-    def loss(raw):
-        return jnp.sum(jnp.abs(p.apply(raw)["w"] - target) ** 2)
-
-    @jax.jit
-    def step(raw):
-        return jax.tree.map(lambda x, slope: x - 0.1 * slope.conj(), raw, jax.grad(loss)(raw))
-
-    zeros = {"w": np.zeros((6, 4), dtype)}
-    raw = start = init(p, zeros)
-    np.testing.assert_array_equal(read(p, start), zeros["w"])
-    for _ in range(3):
-        raw = step(raw)
-    moved = jax.tree.map(lambda a, b: np.max(np.abs(np.asarray(a) - np.asarray(b))), raw, start)
-    assert min(jax.tree.leaves(moved)) > 1e-3
-    other = init(p, zeros, jax.random.key(1))
-    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (start, other)), strict=True))
-
-
-@pytest.mark.parametrize("rank", [-1, 0])
-def test_low_rank_refuses_a_rank_below_one(rank):
-    with pytest.raises(ValueError, match=rf"^LowRank got rank={rank}, but takes at least 1\.$"):
-        rpx.LowRank(rank)
-
-
 def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows_in_the_other():
     p, w = rpx.LowRank(5, outside="project"), np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
     values = jax.tree.map(np.asarray, init(p, {"w": w})["w"]["@low_rank"])
@@ -126,17 +95,6 @@ def test_a_rank_above_that_of_the_matrix_has_zeros_in_one_factor_and_random_rows
     assert (values["u"].shape, values["v"].shape) == ((6, 5), (5, 4))
     assert not values["u"][:, 4].any()
     np.testing.assert_allclose(np.linalg.norm(values["v"][4]), 1, rtol=1e-6)
-
-
-@pytest.mark.parametrize("rank", [1.5, "2", None], ids=str)
-def test_low_rank_refuses_a_rank_that_is_no_whole_number(rank):
-    with pytest.raises((TypeError, ValueError), match="LowRank"):
-        rpx.LowRank(rank).init({"w": jnp.ones((6, 4))})
-
-
-def test_low_rank_refuses_a_vector():
-    with pytest.raises(ValueError, match=r"'b': expected an array of two or more dimensions, got shape \(3,\)"):
-        rpx.LowRank(1, where="b").init({"b": jnp.ones(3)})
 
 
 @table(__file__)

@@ -183,7 +183,7 @@ def test_a_tall_matrix_needs_no_square_array(map):
 @pytest.mark.parametrize("map", DENSE)
 def test_rebase_moves_the_base_to_the_current_point_and_keeps_it(map):
     p, raw = rpx.Orthogonal(map), marked(orthogonal(2, 4).astype(np.float32), normal(2, 4, dtype=np.float32))
-    moved = jax.jit(p.rebase)(raw)
+    moved = jax.jit(p.update_base)(raw)
     values = moved["w"]["@orthogonal"]
     np.testing.assert_allclose(values["@fixed"]["base"], read(p, raw), rtol=0, atol=1e-6)
     np.testing.assert_array_equal(values["x"], np.zeros((2, 4)))
@@ -195,7 +195,7 @@ def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
     raw = init(p, {"w": normal(4, 3, dtype=np.float32)})
     free, fixed = rpx.partition(raw)
     raw = rpx.combine(jax.tree.map(lambda x: np.asarray(x) + np.float32(0.5), free), fixed)
-    moved = jax.jit(p.rebase)(raw)
+    moved = jax.jit(p.update_base)(raw)
     np.testing.assert_allclose(read(p, moved), read(p, raw), rtol=0, atol=1e-5)
     np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["u"], np.zeros((4, 2)))
     np.testing.assert_array_equal(moved["w"]["@fixed_rank"]["s"], raw["w"]["@fixed_rank"]["s"])
@@ -206,7 +206,7 @@ def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
     p = rpx.VarNoise(0.5) >> rpx.Orthogonal(where="w") >> rpx.WeightNorm(where="w") >> rpx.WeightNorm(where="v")
     raw = init(p, {"w": normal(3, 2, dtype=np.float32), "v": np.ones((2, 2), np.float32)})
     raw["w"]["@weight_norm"]["v"]["@orthogonal"]["x"] += 0.3
-    moved = p.rebase(raw)
+    moved = p.update_base(raw)
     node = moved["w"]["@weight_norm"]
     np.testing.assert_array_equal(moved["v"]["@weight_norm"]["v"], raw["v"]["@weight_norm"]["v"])
     np.testing.assert_array_equal(node["v"]["@orthogonal"]["x"], np.zeros((3, 2)))
@@ -217,7 +217,7 @@ def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
 def test_a_chain_without_bases_has_nothing_to_rebase():
     p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
     raw = init(p, {"w": np.ones((3, 2), np.float32)})
-    moved = p.rebase(raw)
+    moved = p.update_base(raw)
     assert all(a is b for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(raw), strict=True))
 
 

@@ -339,12 +339,12 @@ def test_the_mean_of_a_stage_with_a_base_moves_its_base():
     class Shifted(Laplace):
         kind = "shifted_laplace"
 
-        def rebase_leaf(self, values):
+        def update_base_leaf(self, values):
             return {**values, "log_scale": values["log_scale"] + 1}
 
     raw = Shifted().init({"w": normal(2)})
-    rebased = Shifted().rebase(raw)
-    assert jax.tree.all(jax.tree.map(np.array_equal, Shifted().deterministic.rebase(raw), rebased))
+    rebased = Shifted().update_base(raw)
+    assert jax.tree.all(jax.tree.map(np.array_equal, Shifted().deterministic.update_base(raw), rebased))
     assert not np.array_equal(rebased["w"]["@shifted_laplace"]["log_scale"], -3)
 
 

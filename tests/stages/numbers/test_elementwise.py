@@ -1,7 +1,6 @@
 """Maps of numbers and probabilities against numpy, scipy and optax."""
 
 import dataclasses
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -175,31 +174,6 @@ def test_elementwise_is_the_pair_of_functions():
     np.testing.assert_allclose(started(p, x), np.arcsinh(x), rtol=1e-6)
     q, numbers = rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh), np.array([[0.9], [1.1]], np.float32)
     assert [bool(contained(q, w)) for w in numbers] == [True, False]
-
-
-def double(x):
-    return x + x
-
-
-def half(x):
-    return x / 2
-
-
-def test_elementwise_compares_and_travels_by_its_functions():
-    p, own = (
-        rpx.numbers.Elementwise(jnp.exp, jnp.log),
-        rpx.numbers.Elementwise(double, half, outside="refuse", where="w"),
-    )
-    assert p == rpx.numbers.Elementwise(jnp.exp, jnp.log) != rpx.numbers.Elementwise(jnp.exp, jnp.log1p)
-    assert [pickle.loads(pickle.dumps(q)) for q in (p, own)] == [p, own]
-    assert rpx.from_json(p.to_json()) == p
-    with raises(
-        ValueError,
-        "Elementwise(double, half, where='w', outside='refuse').to_json cannot write forward=double: only "
-        "numbers, strings, stages and functions of jax have a form in JSON. Use a regular expression or "
-        "`rpx.stage.selected` as `where`, or keep this stage in code.",
-    ):
-        own.to_json()
 
 
 # ---- numbers that would never train

@@ -126,14 +126,6 @@ def test_scales_that_are_rounded_too(name, dtype):
     assert off < 1.02 * error
 
 
-def test_an_offset_is_taken_off_in_eager_mode_as_under_jit():
-    p, w = rpx.FakeQuantized("gguf:q4_k"), {"w": normal(256, 8)}
-    got, stored = np.asarray(p.apply(w)["w"]), rpx.Quantized("gguf:q4_k")
-    np.testing.assert_array_equal(got, effective(p, w)["w"])
-    np.testing.assert_array_equal(got, effective(stored, init(stored, w))["w"])
-    assert np.max(np.abs(got - np.asarray(w["w"]))) < np.ptp(w["w"]) / 15  # a step of four bits
-
-
 @pytest.mark.parametrize(
     ("name", "how"), [("int8", {"axis": -1}), ("int4", {"block_size": 32, "calibration_method": "rms"})]
 )
@@ -264,20 +256,6 @@ def test_stored_arrays_lie_as_their_weights_do(p, sizes):
     mesh = jax.make_mesh((2, 4), ("x", "y"))
     got = p.shardings({"w": P("x", "y")}, mesh, like={"w": jnp.ones((64, 32))})
     assert {name: s.spec for name, s in got["w"]["@quantized"]["@fixed"].items()} == sizes
-
-
-@pytest.mark.thorough
-def test_adapters_on_a_stored_base_lie_as_their_weights_do():
-    mesh = jax.make_mesh((2, 4), ("x", "y"))
-    p = rpx.Quantized("nf4", block_size=8) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True)
-    like = {"w": normal(64, 32)}
-    got = p.shardings({"w": P("x", "y")}, mesh, like=like)["w"]["@weight_norm"]
-    lora = got["v"]["@lora"]
-    assert (got["g"].spec, lora["a"].spec, lora["b"].spec) == (P(None, "y"), P("x", None), P(None, "y"))
-    assert {s.spec for s in lora["@fixed"]["w"]["@quantized"]["@fixed"].values()} == {P("x", "y")}
-    plain = p.init(like, jax.random.key(0))
-    raw = jax.tree.map(jax.device_put, plain, p.shardings({"w": P("x", "y")}, mesh, like=like))
-    np.testing.assert_allclose(jax.jit(p.apply)(raw)["w"], p.apply(plain)["w"], rtol=1e-6, atol=1e-6)
 
 
 def test_stored_experts_and_convolutions():

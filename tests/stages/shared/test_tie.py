@@ -58,7 +58,7 @@ def test_a_target_may_be_a_regular_expression_whose_groups_its_source_names(ties
     params, p = layers(3, "q", "k"), rpx.Tie(ties)
     raw = p.init(params)
     assert places(raw) == tied
-    assert {path for path, owner in p.owners(params).items() if path != owner} == set(tied)
+    assert {path for path, owner in p.raw_paths(params).items() if path != owner} == set(tied)
     assert jax.tree.structure(p.apply(raw)) == jax.tree.structure(params)
     p.check(raw, like=params)
 
@@ -141,7 +141,7 @@ def test_ties_reach_the_raw_blocks_of_cells():
     p = rpx.Tie({"decoder/wi/w": "encoder/wi/w"}) >> split
     raw = p.init(params)
     assert len(jax.tree.leaves(raw)) == 1
-    assert p.owners(params) == {
+    assert p.raw_paths(params) == {
         f"{name}/{part}": "encoder/wi/w" for name in ("decoder", "encoder") for part in ("wh", "wi")
     }
     doubled = p.apply(jax.tree.map(lambda x: 2 * x, raw))
@@ -175,19 +175,19 @@ def test_every_parametrization_says_who_owns_what():
     }
     owner = "source_embed/embedding"
     tied = itself | {"target_embed/embedding": owner, "output/kernel": owner}
-    assert rpx.Chain().owners(params) == itself
-    assert (rpx.WeightNorm() >> rpx.VarNoise(0.1)).owners(params) == itself
-    assert TRANSLATION.owners(params) == tied
-    assert (rpx.LowRank(2) >> TRANSLATION >> rpx.WeightDropout(0.1)).owners(params) == tied
+    assert rpx.Chain().raw_paths(params) == itself
+    assert (rpx.WeightNorm() >> rpx.VarNoise(0.1)).raw_paths(params) == itself
+    assert TRANSLATION.raw_paths(params) == tied
+    assert (rpx.LowRank(2) >> TRANSLATION >> rpx.WeightDropout(0.1)).raw_paths(params) == tied
     apart = rpx.Tie({"target_embed/embedding": owner}) >> rpx.Tie(
         {"output/kernel": ("target_embed/embedding", jnp.transpose)}
     )
-    assert apart.owners(params) == tied
-    assert TRANSLATION.owners(jax.eval_shape(lambda: params)) == tied
+    assert apart.raw_paths(params) == tied
+    assert TRANSLATION.raw_paths(jax.eval_shape(lambda: params)) == tied
     others = {"act": jax.nn.relu, "n": 3, "none": None, "flag": np.ones((), bool), "b": np.ones(2)}
-    assert rpx.Freeze(where="b").owners(others) == {"b": "b", "flag": "flag"}
+    assert rpx.Freeze(where="b").raw_paths(others) == {"b": "b", "flag": "flag"}
     with raises(ValueError, "Tie({'x': 'in'}).init found no array at 'x'; the nearest paths are 'b', 'a'."):
-        rpx.Tie({"x": "in"}).owners({"a": np.ones(2), "b": np.ones(2)})
+        rpx.Tie({"x": "in"}).raw_paths({"a": np.ones(2), "b": np.ones(2)})
 
 
 # ---- Costs and errors.

@@ -268,11 +268,11 @@ class Halved(rpx.Perturbation):
 def test_no_weight_that_an_earlier_stage_changed_in_place_is_written_to_the_raw_tree(first, later, name):
     """It would be cast, halved or shortened once more in each update."""
     p, key = first >> later, jax.random.key(0)
-    verb = "rebase" if name == "orthogonal/x" else "update"
+    verb = "update_base" if name == "orthogonal/x" else "update"
 
     def advance(params):
         raw = p.init(params, key)
-        return p.rebase(raw) if verb == "rebase" else p.update(raw, key, params)
+        return p.update_base(raw) if verb == "update_base" else p.update(raw, key, params)
 
     with raises(
         ValueError,

@@ -74,7 +74,7 @@ class Delta(Reparametrization):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": jnp.zeros_like(w), "w": w}
@@ -112,7 +112,7 @@ class Hadamard(Reparametrization):
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "y": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": w, "y": jnp.ones_like(w)}
@@ -440,7 +440,7 @@ class LoRA(RowsAndColumns):
         "b": main(axes=("rank", "columns")),
         "w": fixed(base=True),
     }
-    tables: ClassVar[bool] = False
+    acts_on_embeddings: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -454,7 +454,7 @@ class LoRA(RowsAndColumns):
         return rank_error(self.rank, w) if self.init_weights in SPLIT or 0 in w.shape else None
 
     @property
-    def random_start(self) -> bool:
+    def random_init(self) -> bool:
         return self.init_weights in DRAWN
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
@@ -520,7 +520,7 @@ class VeRA(RowsAndColumns):
 
     kind: ClassVar[str] = "vera"
     raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}
-    tables: ClassVar[bool] = False
+    acts_on_embeddings: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}

@@ -77,7 +77,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
                 f"expected a real array, because reflections do not reach every unitary matrix, got {w.dtype}. "
                 f"Choose map='cayley' or 'expm'."
             )
-        return self.refuse_shape(w)
+        return None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"x": jnp.zeros_like(w), "base": self.nearest(widened(w))}
@@ -85,7 +85,7 @@ class _Orthonormal(RowsAndColumns, Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return self._point(values).astype(values["x"].dtype)
 
-    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+    def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         return {"x": jnp.zeros_like(values["x"]), "base": self.nearest(self._point(values))}
 
     def _point(self, values: dict[str, Array]) -> Array:
@@ -93,11 +93,6 @@ class _Orthonormal(RowsAndColumns, Constraint):
         base, x = widened(values["base"]), widened(values["x"])
         wide = x.shape[-2] < x.shape[-1]
         return self.move(base.mT, x.mT).mT if wide else self.move(base, x)
-
-    def refuse_shape(self, w: Array) -> str | None:
-        """Why a matrix of this shape is refused, or None."""
-        del w
-        return None
 
     def nearest(self, w: Array) -> Array:
         """The point of the image nearest to ``w``."""
@@ -116,7 +111,7 @@ class Orthogonal(_Orthonormal):
     (I + A/2) B` (``"cayley"``), :math:`Q = e^A B` (``"expm"``) and a product of reflections, one for each column of
     X, with B (``"householder"``). ``init`` gives ``x = 0`` and takes ``w`` as the base if it is orthogonal, otherwise
     the nearest such matrix, its polar factor. So ``init`` is exact on the image, and weight decay pulls towards the
-    base. The determinant of a square real matrix keeps its sign. :meth:`rebase` moves the base to the current point.
+    base. The determinant of a square real matrix keeps its sign. :meth:`update_base` moves the base to where it is.
     For tall or wide matrices, no intermediate array is larger than twice ``w``. Samples are uniform (Haar).
 
     Args:
@@ -175,8 +170,8 @@ class SpecialOrthogonal(_Orthonormal):
 
     dtypes: ClassVar[Any] = jnp.floating
 
-    def refuse_shape(self, w: Array) -> str | None:
-        return not_square_error(w)
+    def refuse_leaf(self, w: Array) -> str | None:
+        return super().refuse_leaf(w) or not_square_error(w)
 
     def nearest(self, w: Array) -> Array:
         u, _, vh = jnp.linalg.svd(w)
@@ -210,9 +205,9 @@ class Stiefel(_Orthonormal):
       Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
     """
 
-    def refuse_shape(self, w: Array) -> str | None:
-        if w.shape[-2] >= w.shape[-1]:
-            return None
+    def refuse_leaf(self, w: Array) -> str | None:
+        if (why := super().refuse_leaf(w)) or w.shape[-2] >= w.shape[-1]:
+            return why
         return (
             f"expected matrices of at least as many rows as columns, got shape {w.shape}. Leave it out with `where`, "
             f"or use `Orthogonal`."
@@ -251,9 +246,9 @@ class Grassmann(_Orthonormal):
       Edelman, Arias and Smith, *The Geometry of Algorithms with Orthogonality Constraints*, 1998.
     """
 
-    def refuse_shape(self, w: Array) -> str | None:
-        if w.shape[-2] > w.shape[-1]:
-            return None
+    def refuse_leaf(self, w: Array) -> str | None:
+        if (why := super().refuse_leaf(w)) or w.shape[-2] > w.shape[-1]:
+            return why
         return f"expected matrices of more rows than columns, got shape {w.shape}. Leave it out with `where`."
 
     def move(self, base: Array, x: Array) -> Array:

@@ -86,7 +86,7 @@ class LowRank(RowsAndColumns, Constraint):
         return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
 
     @property
-    def random_start(self) -> bool:
+    def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
@@ -151,7 +151,7 @@ class Kronecker(RowsAndColumns, Constraint):
         return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w)))
 
     @property
-    def random_start(self) -> bool:
+    def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
@@ -204,7 +204,7 @@ class _SingularValues(RowsAndColumns, Constraint):
         singular = self.spectrum(wide["s"])[..., None, :]
         return product(u * singular.astype(u.dtype), adjoint(v)).astype(values["u"].dtype)
 
-    def rebase_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
+    def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         def rebase_side(side: str) -> dict[str, Array]:
             base, x = values[f"base_{side}"], values[side]
             return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
@@ -261,7 +261,7 @@ class FixedRank(_BoundedBelow):
     from their bases by the Cayley map, as in :class:`Orthogonal`; ``s`` of shape ``(rank,)``, real. Fixed: ``base_u``
     and ``base_v``, in float32 for half-precision weights. ``init`` takes the truncated singular value decomposition; it
     is exact for a matrix of that rank whose singular values exceed ``eps`` and rounding. Otherwise it starts at the
-    nearest such matrix, with twice that bound for smaller singular values. :meth:`rebase` moves the bases.
+    nearest such matrix, with twice that bound for smaller singular values. :meth:`update_base` moves the bases.
 
     Args:
       rank: The rank of the effective matrix, between 1 and ``min(n, m)``.

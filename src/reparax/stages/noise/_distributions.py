@@ -86,7 +86,7 @@ class Gaussian(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
-    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
+    elementwise: ClassVar[Any] = property(lambda self: self.axis == EACH)
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self.noise == "independent" or w.ndim in (1, 2):
@@ -365,7 +365,7 @@ class VariationalDropout(Reparametrization):
     stochastic: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
     raw_values: ClassVar[Values] = {"theta": main(aligned=True), "log_var": aux(), "mask": fixed()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -458,7 +458,7 @@ class HardConcrete(Reparametrization):
 
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = property(lambda self: self.axis == EACH)
+    elementwise: ClassVar[Any] = property(lambda self: self.axis == EACH)
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "log_alpha": aux(), "mask": fixed()}
 
     def init_leaf(self, w: Array) -> dict[str, Array]:

@@ -102,7 +102,7 @@ class VarNoise(_Drawn):
     axis: Axes | None = argument(check_features, default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
-    entrywise: ClassVar[Any] = property(lambda self: self.relative is None)
+    elementwise: ClassVar[Any] = property(lambda self: self.relative is None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,7 +176,7 @@ class WeightDropout(_Drawn):
     broadcast_dims: Axes = argument(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
-    entrywise: ClassVar[Any] = property(lambda self: self.broadcast_dims == ())
+    elementwise: ClassVar[Any] = property(lambda self: self.broadcast_dims == ())
     shared: ClassVar[Any] = property(lambda self: (self.broadcast_dims, self.stacked))
 
     def draw(self, like: Array, key: Array) -> Array:

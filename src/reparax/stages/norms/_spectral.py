@@ -255,7 +255,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
 
     @property
-    def random_start(self) -> bool:
+    def random_init(self) -> bool:
         return False  # any start of the iteration leads to the same vectors
 
     def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:

@@ -28,7 +28,7 @@ class _Map(Constraint):
     """An elementwise map of the raw value ``x``; samples are images of standard normal numbers."""
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     @abstractmethod
     def _forward(self, x: Array) -> Array:
@@ -292,7 +292,7 @@ class Scale(Reparametrization):
     factor: Number = argument(per_array(_FACTOR))
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

@@ -455,7 +455,7 @@ class Quantized(Scaled):
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
-    tables: ClassVar[bool] = False
+    acts_on_embeddings: ClassVar[bool] = False
 
     @property
     def _draws(self) -> bool:
@@ -681,7 +681,7 @@ class Cast(Perturbation):
 
     dtypes: ClassVar[Any] = jnp.floating
     stochastic: ClassVar[bool] = False
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
     changes_type: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

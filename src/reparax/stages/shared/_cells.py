@@ -465,14 +465,14 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
         names = [name for block in new.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
         new_arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
-    tree: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for path, array in new_arrays.items():
         *parents, name = path.split("/")
-        node = tree
+        node = nested
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = array
-    return tree
+    return nested
 
 
 def _added_by_cell(layout: str | Blocks) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.config import changed_arguments
@@ -79,7 +79,7 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def _bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes, model = Call(self, method), dict[Names, Node](), tree
+        who, nodes, model = CallName(self, method), dict[Names, Node](), tree
         if method != "init":
             nodes = tree.nodes(self.kind)
             if not nodes:
@@ -105,7 +105,7 @@ class _Rearranged(Parametrization):
             bounds.append(Bound(self, who_here, arrays, values, marked, copies=copies))
         return bounds
 
-    def _cells(self, who: Call, arrays: list[tuple[str, Names]]) -> dict[str, dict[str, Names]]:
+    def _cells(self, who: CallName, arrays: list[tuple[str, Names]]) -> dict[str, dict[str, Names]]:
         """The cells that ``where`` selects, each with the places of its arrays by their relative paths."""
         candidates = [(_cell_above(path, full), path, place) for full, place in arrays for path in self._model]
         selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
@@ -340,7 +340,7 @@ class CudnnLSTM(Reparametrization):
     bidirectional: bool = field(default=False, kw_only=True)
     biases: int = argument(check_whole, default=2, kw_only=True)
 
-    raw_values: ClassVar[RawValues] = {OTHERS: main(part=True)}
+    raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating
 
     def __post_init__(self) -> None:

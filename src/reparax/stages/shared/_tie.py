@@ -14,7 +14,7 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import Call
+from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.config import code
@@ -39,7 +39,7 @@ class Tie(Parametrization):
         Tie(...) >> WeightNorm()     the direction is shared, each use has its own length
 
     ``init`` is exact: it checks that each target equals its transformed source. Under ``jax.jit`` it can check only
-    shapes and dtypes. ``p.owners(params)`` shows the owner of each parameter.
+    shapes and dtypes. ``p.raw_paths(params)`` shows the owner of each parameter.
 
     Args:
       ties: For each target its source, or a pair of source and transform, which is any pure function of one array. A
@@ -83,7 +83,7 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def _bind(self, method: str, tree: Flat) -> list[Bound]:
-        who = Call(self, method)
+        who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
         leaves = {leaf.place: leaf for leaf in model.leaves() if leaf.is_there}
@@ -140,7 +140,7 @@ class Tie(Parametrization):
 
     def _require_equal(self, target: Leaf, source: Leaf, transform: Transform) -> None:
         """Requires the type that the source gives; its numbers too, unless ``unequal`` allows others."""
-        who = Call(self, "init")
+        who = CallName(self, "init")
         if tied := [leaf for leaf in (target, source) if isinstance(leaf.content, Node)]:
             raise ValueError(
                 f"{who} names {tied[0].seed!r}, which a later Tie of the chain has tied already. Use each path as a "
@@ -159,7 +159,7 @@ class Tie(Parametrization):
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
-    def _sources(self, who: Call, leaves: Mapping[Names, Leaf]) -> dict[Names, tuple[Names, Transform]]:
+    def _sources(self, who: CallName, leaves: Mapping[Names, Leaf]) -> dict[Names, tuple[Names, Transform]]:
         """For each tied array, by its place: its source array and the transform."""
         sources: dict[Names, tuple[Names, Transform]] = {}
         places_of_path: dict[str, dict[str, Names]] = {}
@@ -177,7 +177,7 @@ class Tie(Parametrization):
                 sources[place] = (places_of_path[source][image], transform or _identity)
         return sources
 
-    def _resolved(self, who: Call, paths: Sequence[str]) -> list[Tied]:
+    def _resolved(self, who: CallName, paths: Sequence[str]) -> list[Tied]:
         """The ties for the arrays of a tree, with regular expressions resolved to paths."""
         resolved_ties: list[Tied] = []
         for target, source, transform in self.ties:

@@ -70,7 +70,7 @@ class Freeze(Reparametrization):
     """
 
     raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -144,7 +144,7 @@ class Mask(_Masked):
       Germain, Gregor, Murray and Larochelle, *MADE: Masked Autoencoder for Distribution Estimation*, 2015.
     """
 
-    entrywise: ClassVar[Any] = True
+    elementwise: ClassVar[Any] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return mask_values(w, w != 0)
