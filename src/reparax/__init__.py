@@ -2,7 +2,7 @@
 
 ``p = rpx.WeightNorm() >> rpx.VarNoise(0.075)``, ``raw = p.init(params)``, and ``p.apply(raw, key)`` in the loss.
 
-The names that most programs use are here. Their families have more, and ``help(rpx.norms)`` lists them:
+The names that most programs use are here. Their families have more, and ``dir(rpx.norms)`` lists them:
 
 ``rpx.norms``       lengths of weights: ``WeightNorm``, ``SpectralNorm``, spheres
 ``rpx.noise``       noise, dropout and distributions: ``VarNoise``, ``WeightDropout``, ``Gaussian``
@@ -23,7 +23,7 @@ The names that most programs use are here. Their families have more, and ``help(
 ``rpx.stage``       for stages of your own: ``Reparametrization``, ``argument``, ``main``
 ``reparax.testing``  the laws that your stages must keep; import it explicitly
 
-``nnx``, ``linen``, ``equinox`` and ``haiku`` are imported on first use, because each needs its library.
+A family is imported when it is named; ``nnx``, ``linen``, ``equinox`` and ``haiku`` need their libraries.
 """
 
 import typing as _typing

@@ -40,7 +40,7 @@ def faults(source: str) -> list[str]:
     """The lines of a file that read an equation itself."""
     tree = ast.parse(source)
     # Without a program nothing has an equation: other classes may have parameters.
-    has_programs = reads_programs(tree) or "make_jaxpr" in source
+    has_programs = reads_programs(tree) or ".eqns" in source
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "params"]
     found = found if has_programs else []
     found += [
