@@ -102,9 +102,15 @@ def test_a_chain_and_a_raw_tree_of_a_family_that_was_never_imported_are_read():
     assert in_a_new_process(NEW + code) == ["RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
 
 
-def test_a_stage_of_yours_has_the_same_marker_whether_ours_of_its_name_was_imported_or_not():
-    code = "class Tie(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\nprint(Tie.kind)"
-    assert in_a_new_process(NEW + code) == in_a_new_process(NEW + "rpx.shared.Tie\n" + code) == ["main_tie"]
+@pytest.mark.parametrize(("name", "kind"), [("Tie", "main_tie"), ("Prune", "prune")])
+def test_a_stage_of_yours_has_the_same_marker_whether_ours_of_its_name_was_imported_or_not(name, kind):
+    """Of a stage of ours, and of a private base of several."""
+    code = (
+        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
+        f"print({name}.kind)"
+    )
+    ours = "rpx.shared.Tie\nrpx.sparse.RigL\n"
+    assert in_a_new_process(NEW + code) == in_a_new_process(NEW + ours + code) == [kind]
 
 
 def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():

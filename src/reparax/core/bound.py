@@ -140,7 +140,7 @@ def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree
     """The raw tree after ``init`` of each stage, the last one first, without the boxes of new arrays."""
     tree, keys = flatten(params), Keys(key)
     for stage in reversed(stages):
-        tree = init_bound(stage._bind("init", tree), tree, keys)
+        tree = init_bound(stage.bind("init", tree), tree, keys)
     return nest(tree)
 
 
@@ -166,7 +166,7 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     """
     waiting: dict[Names, tuple[Bound, Array]] = {}
     for stage in stages:
-        bounds, acting, merged = stage._bind("apply", tree), list[Bound](), list[str]()
+        bounds, acting, merged = stage.bind("apply", tree), list[Bound](), list[str]()
         for bound in bounds:
             earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
@@ -245,7 +245,7 @@ def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
 def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[Bound], Flat, Flat]]:
     """Each stage without randomness, what it is bound to, and the trees before and after it."""
     for stage in mean_stages(stages):
-        bounds = stage._bind(method, tree)
+        bounds = stage.bind(method, tree)
         after = _apply_bound(stage.kind, bounds, tree, Keys(None), {})
         yield stage, bounds, tree, after
         tree = after
@@ -258,7 +258,7 @@ def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) 
             continue
         own, reads = stage._own, stage._own.update_reads
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
-        bounds = stage._bind("update", effective)
+        bounds = stage.bind("update", effective)
         types = [types_of(bound, effective) for bound in bounds]
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
             continue
@@ -332,7 +332,7 @@ def update_all_bases(stages: Stages, tree: Flat) -> Flat:
         if stage._own._does("update_base"):
             effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
             arrays = dict(effective.arrays)
-            for bound in stage._bind("update_base", effective):
+            for bound in stage.bind("update_base", effective):
                 types_of(bound, effective)
                 with locate_errors(bound.who):
                     arrays |= _by_place(bound, bound.stage._update_base_at(bound, bound.read(effective.arrays)))

@@ -84,7 +84,7 @@ class Parametrization(Static, ABC):
     """Whether ``update`` also changes values that train, as when pruned weights restart at zero."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if cls._bind is Parametrization._bind and "_parts" not in vars(cls):
+        if cls.bind is Parametrization.bind and "_parts" not in vars(cls):
             raise TypeError(
                 f"{cls.__name__} derives directly from Parametrization, which does not define on which arrays it acts. "
                 f"Derive from Reparametrization or Perturbation for a formula on one array, from Joint for one "
@@ -338,7 +338,7 @@ class Parametrization(Static, ABC):
         """The stage, of which a mean has another one."""
         return self
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         """Where ``init`` finds arrays in ``tree``, or another method raw values of the stage."""
         raise NotImplementedError
 
@@ -595,6 +595,7 @@ class Mean(Parametrization):
     straight_through: ClassVar[Any] = _ask_stage("straight_through")
     moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
     random_init: ClassVar[Any] = _ask_stage("random_init")
+    update_reads: ClassVar[Any] = _ask_stage("update_reads")
     _own: ClassVar[Any] = _ask_stage("_own")
 
     def __post_init__(self) -> None:
@@ -607,6 +608,6 @@ class Mean(Parametrization):
 
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
-        bounds = self._own._bind("fold" if method == "apply" else method, tree)
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
+        bounds = self._own.bind("fold" if method == "apply" else method, tree)
         return [replace(bound, mean=True) for bound in bounds]

@@ -76,7 +76,7 @@ def class_name(cls: type) -> str:
 
     If you may move your class to another module later, set ``__module__`` in it to the public module.
     """
-    package = cls.__module__.partition(".")[0]
+    package = _package(cls)
     return f"{package if package == __name__.partition('.')[0] else cls.__module__}.{cls.__qualname__}"
 
 
@@ -331,14 +331,27 @@ def kind_of_class(cls: type) -> str:
     if "kind" in cls.__dict__:
         return check_kind(cls, cls.__dict__["kind"])
     kind = derive_kind(cls)
-    return kind if inspect.isabstract(cls) else _check_derived_kind(cls, kind)
+    return kind if is_base(cls) else _check_derived_kind(cls, kind)
+
+
+def is_base(cls: type) -> bool:
+    """Whether no raw tree holds a marker of ``cls``: it is abstract, or a private base of stages of this package.
+
+    A stage of a user may have the name of such a base, whether the base was imported or not.
+    """
+    return inspect.isabstract(cls) or (cls.__name__.startswith("_") and _package(cls) == __name__.partition(".")[0])
+
+
+def _package(cls: type) -> str:
+    """The package that defines a class."""
+    return cls.__module__.partition(".")[0]
 
 
 def derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
-    namesake, package = _namesake(cls, kind), cls.__module__.partition(".")[0]
-    elsewhere = namesake is not None and namesake.__module__.partition(".")[0] != package
+    namesake, package = _namesake(cls, kind), _package(cls)
+    elsewhere = namesake is not None and _package(namesake) != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
 
 

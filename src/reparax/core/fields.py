@@ -19,6 +19,7 @@ from reparax.core.config import (
     declared_fields,
     find_functions,
     holds_array,
+    is_base,
     kind_of_class,
     name_functions,
     register_class,
@@ -119,7 +120,7 @@ class Static:
                 if vars(cls).get(name) is None:
                     setattr(cls, name, getattr(super(cls, cls), name))
         jax.tree_util.register_static(cls)
-        if not inspect.isabstract(cls):
+        if not is_base(cls):
             register_kind(cls.kind, cls)
             register_class(cls)
 

@@ -126,7 +126,7 @@ class Joint(Leafwise):
     def _does(self, verb: str) -> bool:
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         who, nodes, model = CallName(self, method), dict[Names, Node](), tree
         if method not in ("init", "with_axes"):
             nodes = tree.nodes(self.kind)

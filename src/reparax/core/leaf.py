@@ -99,7 +99,7 @@ class Perturbation(Leafwise):
         """The mean of ``apply_leaf(w, key)`` over all keys, which ``p.deterministic`` uses instead."""
         return w
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         bounds, names, leaves = list[Bound](), self._names_of(tree), tree.leaves(bases=self._takes_base)
         if method != "init":
             for leaf in leaves:
@@ -323,7 +323,7 @@ class Reparametrization(Leafwise):
     def _does(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         if method == "init" or self._bare:
             return self._bind_arrays(method, tree)
         bounds, found = list[Bound](), _Found(self, method, tree)

@@ -188,7 +188,7 @@ class Leafwise(Parametrization):
     # Which leaves the stage acts on.
 
     @abstractmethod
-    def _bind(self, method: str, tree: Flat) -> list[Bound]: ...
+    def bind(self, method: str, tree: Flat) -> list[Bound]: ...
 
     def _selected(
         self,

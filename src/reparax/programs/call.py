@@ -131,7 +131,7 @@ def check_call(method: str, fun: Any, argnums: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     # Not its repr, which may hold arrays.
-    if method in ("factored", "local", "explain") and getattr(function, "hides_weights", False):
+    if method in ("factored", "local_reparametrization", "explain") and getattr(function, "hides_weights", False):
         raise ValueError(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."

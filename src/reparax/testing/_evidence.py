@@ -51,7 +51,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
     """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any("grad" in stage._own.update_reads for stage in stages_of(p))
+    reads = any("grad" in stage.update_reads for stage in stages_of(p))
     return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 

@@ -129,7 +129,7 @@ def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Mov
     old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree, fresh = old_chain.effective, dict[str, None]()
     for stage in reversed(tuple(new)):
-        bounds = stage._bind("init", tree)
+        bounds = stage.bind("init", tree)
         stay: dict[Names, Mapping[Names, Array]] = {}
         for bound, name, place in _places(bounds):
             array = tree.arrays[place]

@@ -570,7 +570,7 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     p = rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(2)
-    raw, moved = stored_on(mesh, p, memory_kind="pinned_host")
+    raw, moved = stored_on(mesh, p, memory="pinned_host")
     free, fixed = rpx.partition(raw)
     kind = jax.devices()[0].default_memory().kind
     assert {x.sharding.memory_kind for x in jax.tree.leaves(fixed)} == {"pinned_host"}

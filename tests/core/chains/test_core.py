@@ -452,14 +452,14 @@ SHOWN = [
     "fold",
     "init",
     "log_det",
-    "on",
-    "raw_paths",
     "penalty",
-    "update_base",
+    "raw_paths",
     "shardings",
     "stochastic",
     "to_json",
     "update",
+    "update_base",
+    "with_axes",
 ]
 
 

@@ -78,7 +78,7 @@ class _Rearranged(Parametrization):
         layout = text(arguments.pop("layout"))
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         who, nodes, model = CallName(self, method), dict[Names, Node](), tree
         if method != "init":
             nodes = tree.nodes(self.kind)
@@ -274,7 +274,7 @@ class Split(_Rearranged):
       >>> jax.tree.map(jnp.shape, raw)
       {'cell': {'Wh': {'@split': {}}, 'Wi': {'@split': {'W': (6, 8)}}, 'b': {'@split': {}}}}
       >>> rpx.shared.Split("equinox.lstm", where="cell", model="flax.lstm")
-      Split('equinox.lstm', where='cell', model='flax.lstm')
+      Split('equinox.lstm', model='flax.lstm', where='cell')
     """
 
     model: Any = field(default=None, kw_only=True)

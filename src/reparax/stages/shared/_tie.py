@@ -82,7 +82,7 @@ class Tie(Parametrization):
         ties = ", ".join(f"{target!r}: {value(source, f)}" for target, source, f in self.ties)
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])

@@ -84,11 +84,11 @@ class Freeze(Reparametrization):
 
     # Where a later stage, such as ``Quantized``, left fixed codes, there is nothing to do.
 
-    def _bind(self, method: str, tree: Flat) -> list[Bound]:
+    def bind(self, method: str, tree: Flat) -> list[Bound]:
         found_none = method != "init" and not tree.nodes(self.kind)
         if found_none and not self._selected(method, tree, tree.leaves(bases=True)):
             return []
-        return super()._bind(method, tree)
+        return super().bind(method, tree)
 
     def _selected(self, method: str, tree: Flat, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
         chosen = super()._selected(method, tree, leaves, *further, **named)
@@ -409,8 +409,8 @@ class RandomPruning(_Prune):
       >>> import jax, jax.numpy as jnp, reparax as rpx
       >>> p = rpx.sparse.RandomPruning(0.5)
       >>> p.apply(p.init({"w": jnp.ones((2, 4))}, jax.random.key(0)))["w"]
-      Array([[1., 0., 1., 1.],
-             [0., 0., 0., 1.]], dtype=float32)
+      Array([[1., 1., 0., 0.],
+             [1., 0., 1., 0.]], dtype=float32)
 
     References:
       Liu, Chen, Chen, Shen, Mocanu, Wang and Pechenizkiy, *The Unreasonable Effectiveness of Random Pruning*, 2022.
