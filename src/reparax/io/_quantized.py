@@ -40,16 +40,16 @@ def from_quantized(
     about the size of the file. To fine-tune exactly the released model, write ``q = p >> rpx.LoRA(16)`` and ``raw =
     rpx.transfer(p, q, raw)``.
 
-    ========================  =======================================================  =============================
-    ``quant_method``          formats that are read                                    reference
-    ========================  =======================================================  =============================
-    ``"gptq"``                2, 3, 4 and 8 bits, with or without ``desc_act``         ``scale (q - zero)``
-    ``"awq"``                 4 bits, version ``"gemm"``                               ``scale (q - zero)``
-    ``"bitsandbytes"``        nf4, with or without rounded scales, and int8            ``scale number(q)``
-    ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized    ``scale (q - zero)``
-    ``"mxfp4"``               experts of GPT-OSS                                       ``scale number(q)``
+    ========================  ==========================================================  =============================
+    ``quant_method``          formats that are read                                       reference
+    ========================  ==========================================================  =============================
+    ``"gptq"``                2, 3, 4 and 8 bits, with or without ``desc_act``            ``scale (q - zero)``
+    ``"awq"``                 4 bits, version ``"gemm"``                                  ``scale (q - zero)``
+    ``"bitsandbytes"``        nf4, with or without rounded scales, and int8               ``scale number(q)``
+    ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized       ``scale (q - zero)``
+    ``"mxfp4"``               experts of GPT-OSS                                          ``scale number(q)``
     ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16, BF16 ``scale q - offset``
-    ========================  =======================================================  =============================
+    ========================  ==========================================================  =============================
 
     Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
     nvfp4 and mxfp4; all others get the dtype of ``like``. Inputs that a file has ordered by importance (``desc_act``,
