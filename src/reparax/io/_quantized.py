@@ -48,7 +48,7 @@ def from_quantized(
     ``"bitsandbytes"``        nf4, with or without rounded scales, and int8               ``scale number(q)``
     ``"compressed-tensors"``  pack-, int- and float-quantized, nvfp4-pack-quantized       ``scale (q - zero)``
     ``"mxfp4"``               experts of GPT-OSS                                          ``scale number(q)``
-    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16, BF16  ``scale q - offset``
+    ``"gguf"``                Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q6_K, F32, F16, BF16    ``scale q - offset``
     ========================  ==========================================================  =============================
 
     Quantized weights have the dtype of the file's scales, which is float32 for GGUF and bitsandbytes, and bfloat16 for
