@@ -105,6 +105,9 @@ def test_formulas_on_one_array_and_stacked_axes_are_refused():
         ValueError, "UnitTogether got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
     ):
         UnitTogether(stacked=0)
+    text = "UnitTogether got where='a' beside arrays, whose expressions select alone. Leave one of them out."
+    with raises(ValueError, text):
+        UnitTogether({"w": "b"}, where="a")
 
 
 @table(__file__)

@@ -26,6 +26,7 @@ from reparax.core.checks import (
     require_start,
     require_update,
 )
+from reparax.core.config import code
 from reparax.core.leafwise import Leafwise
 from reparax.core.paths import Names, path_text, type_of
 from reparax.core.raw import Flat, Leaf, Node, nest
@@ -101,6 +102,11 @@ class Joint(Leafwise):
             raise ValueError(
                 f"{type(self).__name__} got stacked={self.stacked!r}, but its formula takes all arrays together. Leave "
                 f"`stacked` out."
+            )
+        if self.arrays is not None and self.where is not None:
+            raise ValueError(
+                f"{type(self).__name__} got where={code(self.where)} beside arrays, whose expressions select "
+                f"alone. Leave one of them out."
             )
         if self.arrays is not None:
             object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))

@@ -456,8 +456,13 @@ def selection(case: Case) -> None:
     for stage in stages_of(case.p):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
             for where in (name, none, selected({name: True}), all_but(name)):
-                init = partial(replace(stage, where=where).init, case.params, case.key)
+                init = partial(_init_where, stage, where, case)
                 case.require_raises(init, f"init takes {code(where)} as where, which matches nothing")
+
+
+def _init_where(stage: Any, where: Any, case: Case) -> PyTree:
+    """What a stage with another selection starts at; one with ``arrays`` takes no ``where``."""
+    return replace(stage, where=where).init(case.params, case.key)
 
 
 @law
