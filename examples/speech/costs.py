@@ -16,6 +16,7 @@ import optax
 from jax import Array
 
 import reparax as rpx
+from benchmarks.common import by_hand
 from benchmarks.common.timing import machine, of_programs
 from examples.speech import training
 from examples.speech.features import BANDS, FRAMES, LABELS, Batch
@@ -28,23 +29,15 @@ Weights = Callable[[Any, Array], Any]
 
 def noise_by_hand(params: Any, key: Array) -> Any:
     """Noise that somebody wrote."""
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    noisy = [w + training.STD * jax.random.normal(each, w.shape) for w, each in zip(leaves, keys, strict=True)]
-    return treedef.unflatten(noisy)
+    return by_hand.noise(params, key, training.STD)
 
 
 def dropout_by_hand(params: Any, key: Array, where: str = training.DROPPED["lstm"]) -> Any:
-    """Weight dropout that somebody wrote."""
-    leaves, treedef = jax.tree.flatten_with_path(params)
-    keys, keep = jax.random.split(key, len(leaves)), 1 - training.RATE
-    dropped = [
-        jnp.where(jax.random.bernoulli(each, keep, w.shape), w / keep, 0)
-        if re.fullmatch(where, jax.tree_util.keystr(path, simple=True, separator="/"))
-        else w
-        for (path, w), each in zip(leaves, keys, strict=True)
-    ]
-    return treedef.unflatten(dropped)
+    """Weight dropout that somebody wrote, on the kernels at some paths."""
+    pairs, treedef = jax.tree.flatten_with_path(params)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): w for path, w in pairs}
+    chosen = {path: w for path, w in leaves.items() if re.fullmatch(where, path)}
+    return treedef.unflatten((leaves | by_hand.dropout(chosen, key, training.RATE)).values())
 
 
 def loss_of(model: Recognizer, weights: Weights) -> Any:
@@ -61,12 +54,12 @@ def loss_of(model: Recognizer, weights: Weights) -> Any:
 def losses(model: Recognizer) -> dict[str, Any]:
     """The ways that are compared."""
     made = {"plain": loss_of(model, lambda params, key: params)}
-    for name, chain, by_hand in (
+    for name, chain, written in (
         ("noise", training.noise, noise_by_hand),
         ("weight dropout", training.weight_dropout, dropout_by_hand),
     ):
         by_chain = loss_of(model, chain(1.0, model.body).apply)
-        made |= {f"{name}, by hand": loss_of(model, by_hand), name: by_chain, f"{name}, remat": rpx.remat(by_chain)}
+        made |= {f"{name}, by hand": loss_of(model, written), name: by_chain, f"{name}, remat": rpx.remat(by_chain)}
     return made
 
 

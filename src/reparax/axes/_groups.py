@@ -17,7 +17,7 @@ from reparax.core.bound import follow_axes
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text
 from reparax.core.usage import shows_usage
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import is_array, is_numeric
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,6 @@ Along = Mapping[tuple[str, int], tuple[tuple[int, ...], Values]]
 """For a path and an axis the axes of steps, and for each step and each index of the axis whether it is chosen."""
 
 
-def _is_plain(x: Any) -> bool:
-    """Whether a leaf is an array of numbers, unlike keys."""
-    return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
 def _map_leaves(tree: PyTree, change: Callable[[Names, Any], Any]) -> PyTree:
     """A tree with each leaf changed, which is known by its path."""
     paths, leaves, treedef = flatten_with_names(tree)
@@ -319,7 +314,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores
     if not 0 <= sparsity < 1:
         raise ValueError(f"prune_units got sparsity={sparsity}, but takes a share from 0 to below 1.")
     given = jax.tree.map(lambda w: abs(w) ** 2, params) if scores is None else scores
-    arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if _is_plain(x)}
+    arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if is_numeric(x)}
     found = list(groups)
     _require_arrays("prune_units", found, {path: x.shape for path, x in arrays.items()})
     if group := next((group for group in found if group.why_whole), None):
@@ -396,13 +391,13 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(whole)):
         raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
     effective, who = p.fold(whole), f"shrink of {p!r}"
-    arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if _is_plain(x)}
+    arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_numeric(x)}
     _require_arrays("shrink", found, {path: x.shape for path, x in arrays.items()})
     along = _along_axes((group, alive) for group, alive in _living_indices(found, arrays) if not alive.all())
     origins = follow_axes(tuple(p), effective)[1]
-    cuts = {path: _cuts_of(who, path, x, *origins[path], along) for path, x in items(whole) if _is_plain(x)}
+    cuts = {path: _cuts_of(who, path, x, *origins[path], along) for path, x in items(whole) if is_numeric(x)}
     small = _map_leaves(whole, lambda path, x: _cut_out(x, cuts.get(path, ())))
-    plain = {path: _cuts_of(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if _is_plain(x)}
+    plain = {path: _cuts_of(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_numeric(x)}
     _require_same(who, p.fold(small), _map_leaves(effective, lambda path, x: _cut_out(x, plain.get(path, ()))))
     return small if like is None else _cut_state(raw, whole, cuts)
 
@@ -467,7 +462,7 @@ def _cut_out(x: Any, cuts: Cuts) -> Any:
 def _require_same(who: str, got: PyTree, want: PyTree) -> None:
     """Requires that small raw values make the arrays of which slices were cut out."""
     for (path, x), (_, y) in zip(items(got), items(want), strict=True):
-        if not _is_plain(y):
+        if not is_numeric(y):
             continue
         a, b = np.asarray(x), np.asarray(y)
         if a.shape != b.shape or np.max(np.abs(a - b), initial=0) > ROUNDING * np.max(np.abs(b), initial=0):

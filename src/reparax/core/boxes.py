@@ -46,8 +46,8 @@ def spread_boxes(follow: Follow, params: PyTree, raw: PyTree) -> PyTree:
 
     def around_each(path: Names, box: Any) -> PyTree:
         if not jax.tree.leaves(box):
-            return jax.tree.map(lambda _: box.replace(()), _value_in(box), is_leaf=is_empty)
-        ends, values, inside = flatten_with_names(_value_in(box))
+            return jax.tree.map(lambda _: box.replace(()), value_in(box), is_leaf=is_empty)
+        ends, values, inside = flatten_with_names(value_in(box))
         if _stated_entries(box) is None:
             return inside.unflatten([box.replace(value) for value in values])
         names = [PartNames(entries_of_raw[*path, *end]) for end in ends]
@@ -97,21 +97,21 @@ def _is_unnamed_variable(box: Any) -> bool:
 
 def _holds_values(x: Any) -> bool:
     """Whether ``x`` is a box around a marker dict; one of linen counts only if the dict holds arrays."""
-    return _is_part(x) and holds_markers(_value_in(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
+    return _is_part(x) and holds_markers(value_in(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
 
 
 def _content(part: Any) -> Any:
     """The content of a box; the empty node if it holds no array."""
-    return {} if _is_hollow(part) else _value_in(part)
+    return {} if _is_hollow(part) else value_in(part)
 
 
 def _is_hollow(box: Any) -> bool:
     """Whether a box holds the empty node of a place without a value of its own."""
-    return isinstance(_value_in(box), tuple)
+    return isinstance(value_in(box), tuple)
 
 
-def _value_in(box: Any) -> Any:
-    """The one value in a box."""
+def value_in(box: Any) -> Any:
+    """The one value in a box or variable: an array, or ``()`` at a place without one."""
     (value,) = jax.tree.leaves(box, is_leaf=lambda x: x is not box)
     return value
 
@@ -124,7 +124,7 @@ def _stated_entries(box: Any) -> Any:
 
 def _name_each_axis(box: Any) -> tuple[Any, ...]:
     """A name for each axis. Trailing names may be missing; under ``jax.vmap`` there may be extra names."""
-    names, axes = tuple(_stated_entries(box)), _value_in(box).ndim
+    names, axes = tuple(_stated_entries(box)), value_in(box).ndim
     return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 

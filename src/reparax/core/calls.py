@@ -29,15 +29,20 @@ class CallName:
     Attributes:
       p: The chain, or a stage.
       method: The method.
-      at: The paths of the arrays, as text.
+      paths: The paths of the arrays.
     """
 
     p: Any
     method: str
-    at: str = ""
+    paths: tuple[str, ...] = ()
+
+    def at(self, *paths: str) -> "CallName":
+        """The same call at these arrays."""
+        return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
-        return f"{call_name(self.p, self.method)} at {self.at}" if self.at else call_name(self.p, self.method)
+        where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
+        return f"{call_name(self.p, self.method)}{where}"
 
 
 def call_name(p: Any, method: str) -> str:

@@ -145,9 +145,9 @@ class Joint(Leafwise):
         else:
             groups = self._groups(who, [leaf for leaf in leaves if leaf.visible and self._takes(method, leaf)])
         for group in groups:
-            who_here = replace(who, at=", ".join(repr(leaf.path) for leaf in group.values())) if self.arrays else who
+            who_here = who.at(*(leaf.path for leaf in group.values())) if self.arrays else who
             for leaf in group.values() if nodes else ():
-                with locate_errors(who_here if self.arrays else replace(who, at=repr(leaf.path))):
+                with locate_errors(who_here if self.arrays else who.at(leaf.path)):
                     self._require_values(tree.values_of(nodes[leaf.place]))
             with locate_errors(who_here):
                 stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
@@ -183,7 +183,7 @@ class Joint(Leafwise):
 
         chosen = self._selected(method, model, leaves, look)
         for leaf in chosen:
-            who = CallName(self, method, repr(leaf.path))
+            who = CallName(self, method, (leaf.path,))
             if method == "init":
                 self._arranged_for(who, leaf.content, leaf.path, None)
             elif not isinstance(leaf.content, Node):

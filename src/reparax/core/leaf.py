@@ -6,7 +6,6 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -105,7 +104,7 @@ class Perturbation(Leafwise):
             for leaf in leaves:
                 leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
         for leaf in self._selected(method, tree, leaves):
-            place, who = leaf.place, CallName(self, method, repr(leaf.path))
+            place, who = leaf.place, CallName(self, method, (leaf.path,))
             stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
             bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
         return bounds
@@ -333,7 +332,7 @@ class Reparametrization(Leafwise):
                     f"{found.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
                     f"once, with the whole chain, and pass `raw`."
                 )
-            place, node, who = leaf.place, leaf.content, replace(found.who, at=repr(leaf.path))
+            place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             w = found.look(leaf, fit=True)
             with locate_errors(who):
                 stage, stacked = found.arranged(leaf.path, w, found.names[place])
@@ -351,7 +350,7 @@ class Reparametrization(Leafwise):
         """Where the stage finds arrays as the model has them."""
         bounds, names = list[Bound](), self._names_of(tree)
         for leaf in self._selected(method, tree, tree.leaves(bases=self._takes_base)):
-            place, w, who = leaf.place, leaf.content, CallName(self, method, repr(leaf.path))
+            place, w, who = leaf.place, leaf.content, CallName(self, method, (leaf.path,))
             if isinstance(w, jax.ShapeDtypeStruct) and not self._bare:
                 raise TypeError(
                     f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
@@ -488,7 +487,7 @@ class _Found:
         of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
         self._values: dict[Names, dict[str, Any]] = {}
         for leaf in of_nodes:
-            with locate_errors(replace(self.who, at=repr(leaf.path))):
+            with locate_errors(self.who.at(leaf.path)):
                 self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
         if not by_path(stage.where) and len(of_nodes) > 1:
             foreign = [leaf for leaf in of_nodes if self._fails(leaf)]
@@ -504,7 +503,7 @@ class _Found:
         names, types = self.names[leaf.place], self._values[leaf.place]
         group = fit, names, leaf.path if self._by_path else None, *types.items()
         if group not in self._types:
-            with locate_errors(replace(self.who, at=repr(leaf.path))):
+            with locate_errors(self.who.at(leaf.path)):
                 stage, stacked = self.arranged(leaf.path, None, names)
                 effective = _effective_type(stage, stacked, types)
                 if fit:

@@ -216,7 +216,7 @@ class Leafwise(Parametrization):
             if (stage := self.at_path(leaf.path)) is None:
                 return False
             w = look(leaf)
-            with locate_errors(replace(who, at=repr(leaf.path))):
+            with locate_errors(who.at(leaf.path)):
                 stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], names[leaf.place])
             return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
 

@@ -93,7 +93,7 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         if role is None or role.why or role.ambiguous:
             continue
         arranged, stacked = stage._arranged_for(
-            CallName(stage, "with_axes", repr(leaf.path)), w, leaf.path, names[leaf.place]
+            CallName(stage, "with_axes", (leaf.path,)), w, leaf.path, names[leaf.place]
         )
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
@@ -165,7 +165,7 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 def _axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path, who = leaf.path, CallName(stage, "with_axes", repr(leaf.path))
+    path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
     axes_of_field, stage = dict[str, Any](), stage.at_path(path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):

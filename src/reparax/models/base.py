@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from reparax.core.bound import provenance_of
 from reparax.core.calls import call_name, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import has_gradient
 from reparax.training import partition
 
 BY_HAND = "by hand"
@@ -59,12 +58,7 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
 
 def advanced(p: Parametrization, raw: PyTree) -> PyTree:
     """The raw tree after one training step, without a gradient through what has advanced."""
-    return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if _has_gradient(x) else x, raw))
-
-
-def _has_gradient(x: Any) -> bool:
-    """Whether a leaf is an array of floating or complex numbers."""
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return p.update(jax.tree.map(lambda x: jax.lax.stop_gradient(x) if has_gradient(x) else x, raw))
 
 
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:

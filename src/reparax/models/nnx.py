@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from reparax.core.boxes import value_in
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree, items, path_text
@@ -243,7 +244,7 @@ class Parametrized(nnx.Module):
                 return x
             if isinstance(x, nnx.Pytree):
                 return _Part(self, shown[id(x)])
-            return _for_reading(type(x)).from_metadata(_value_of(x), x.get_metadata())
+            return _for_reading(type(x)).from_metadata(value_in(x), x.get_metadata())
 
         result = list(result) if isinstance(result, ItemsView | ValuesView) else result
         parts = jax.tree.leaves(result, is_leaf=_is_node)
@@ -391,12 +392,6 @@ def _holds_parameters(tree: PyTree) -> bool:
     return any(_is_parameter(x) or holds_markers(x) for x in jax.tree.leaves(tree, is_leaf=_is_place))
 
 
-def _value_of(variable: Any) -> Any:
-    """What a variable holds: an array, or ``()`` at a place without one."""
-    (value,) = jax.tree.leaves(variable, is_leaf=lambda x: x is not variable)
-    return value
-
-
 def _identity(node: Any) -> Any:
     """What is equal for two nodes that share their variables."""
     return tuple(map(id, _variables_of(node))) or id(node)
@@ -492,7 +487,7 @@ def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
         if not _is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
-        return kind.from_metadata(_value_of(node), {**node.get_metadata(), _PLAIN: type(node)})
+        return kind.from_metadata(value_in(node), {**node.get_metadata(), _PLAIN: type(node)})
 
     return jax.tree.map(typed, raw, param_labels(raw), is_leaf=_is_variable)
 
@@ -505,6 +500,6 @@ def _to_model_types(raw: PyTree) -> PyTree:
             return node
         metadata = dict(node.get_metadata())
         own = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
-        return metadata.pop(_PLAIN, own).from_metadata(_value_of(node), metadata)
+        return metadata.pop(_PLAIN, own).from_metadata(value_in(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=_is_variable)

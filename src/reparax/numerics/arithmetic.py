@@ -26,9 +26,19 @@ def is_inexact(w: Array) -> bool:
     return jnp.issubdtype(w.dtype, jnp.inexact)
 
 
+def is_numeric(x: Any) -> bool:
+    """Whether ``x`` is an array of numbers, unlike keys."""
+    return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def has_gradient(x: Any) -> bool:
+    """Whether ``x`` is a floating or complex array."""
+    return is_array(x) and is_inexact(x)
+
+
 def inexact_places(leaves: Sequence[Any]) -> list[int]:
     """The places of floating and complex arrays."""
-    return [i for i, x in enumerate(leaves) if is_array(x) and is_inexact(x)]
+    return [i for i, x in enumerate(leaves) if has_gradient(x)]
 
 
 def add_up(numbers: Sequence[Array]) -> Array:

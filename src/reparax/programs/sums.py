@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from reparax.numerics.arithmetic import widened
 from reparax.numerics.terms import circulant
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import Dot, RaggedDot
@@ -102,13 +103,8 @@ class Circle:
 
     def spectrum(self, *, transposed: bool) -> Any:
         """The Fourier transform of the first column, or of the first row."""
-        numbers = _in_fourier_dtype(self.numbers)
+        numbers = widened(self.numbers)
         return _fourier(jnp.roll(numbers[..., ::-1], 1, axis=-1) if transposed else numbers)
-
-
-def _in_fourier_dtype(x: Any) -> Any:
-    """``x`` in a precision that Fourier transforms support."""
-    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 def _fourier(x: Any) -> Any:
@@ -118,7 +114,7 @@ def _fourier(x: Any) -> Any:
 
 def fourier_transform(x: Any) -> Any:
     """The Fourier transform along the last axis."""
-    return _fourier(_in_fourier_dtype(x))
+    return _fourier(widened(x))
 
 
 def inverse_fourier(x: Any, n: int, dtype: Any) -> Any:

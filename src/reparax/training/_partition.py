@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
 from reparax.core.raw import FIXED, flatten_leaves, state_flags
 from reparax.core.usage import shows_usage
 from reparax.core.where import is_bias_or_scale
-from reparax.numerics.arithmetic import is_array
+from reparax.numerics.arithmetic import has_gradient
 
 
 @shows_usage
@@ -171,9 +170,4 @@ def require_tree(who: str, raw: PyTree, write: str) -> None:
 def are_free(raw: PyTree) -> list[bool]:
     """For each leaf of a raw tree, whether it trains."""
     leaves = zip(items(raw), state_flags(raw), strict=True)
-    return [not (FIXED in path or state) and _has_gradient(leaf) for (path, leaf), state in leaves]
-
-
-def _has_gradient(x: Any) -> bool:
-    """Whether a leaf is an array of floating or complex numbers."""
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return [not (FIXED in path or state) and has_gradient(leaf) for (path, leaf), state in leaves]

@@ -22,7 +22,7 @@ from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
 from reparax.core.usage import shows_usage
-from reparax.numerics.arithmetic import is_array, is_inexact, widened
+from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free
 
 SHOWN = 3  # arrays that an error names
@@ -378,7 +378,7 @@ def distances(actual: PyTree, wanted: PyTree) -> dict[str, float]:
     pairs = {
         path_text(path): (got[path], w)
         for path, w in items(wanted)
-        if got[path] is not w and _is_numeric(w) and got[path].shape == w.shape
+        if got[path] is not w and is_numeric(w) and got[path].shape == w.shape
     }
     far = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
     # Of NaN it is not known that it is near.
@@ -388,11 +388,6 @@ def distances(actual: PyTree, wanted: PyTree) -> dict[str, float]:
 def has_numbers(tree: PyTree) -> bool:
     """Whether the arrays of a tree are known, and not only their types."""
     return not any(isinstance(x, jax.ShapeDtypeStruct | Tracer) for x in jax.tree.leaves(tree))
-
-
-def _is_numeric(x: Any) -> bool:
-    """Whether ``x`` is an array of numbers."""
-    return is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 @jax.jit

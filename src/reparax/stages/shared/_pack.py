@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ class _Rearranged(Parametrization):
         places = [(leaf.path, leaf.place) for leaf in seen if method == "init" or isinstance(leaf.content, Node)]
         bounds: list[Bound] = []
         for cell, arrays in self._cells(who, places).items():
-            who_here = replace(who, at=repr(cell)) if cell else who
+            who_here = who.at(cell) if cell else who
             values: dict[str, Mapping[str, Names]] = {path: {} for path in arrays}
             marked = {path: new_node(place, self.kind) for path, place in arrays.items()}
             copies: dict[str, str] = {}
@@ -113,7 +113,7 @@ class _Rearranged(Parametrization):
         for cell, path, place in candidates:
             if cell in selected and cells.setdefault(cell, {}).setdefault(path, place) != place:
                 raise ValueError(
-                    f"{replace(who, at=repr(cell)) if cell else who}: {path!r} holds several values, so it cannot be "
+                    f"{who.at(cell) if cell else who}: {path!r} holds several values, so it cannot be "
                     f"part of a block. Put the stage that replaces it earlier in the chain."
                 )
         if not cells:

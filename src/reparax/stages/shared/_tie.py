@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ class Tie(Parametrization):
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             elif tree.arrays[nodes[target].inside[0]] is not None:  # some formats store an empty node so
-                with locate_errors(replace(who, at=repr(leaves[target].path))):
+                with locate_errors(who.at(leaves[target].path)):
                     tree.values_of(nodes[target])
         bounds: dict[Names, Bound] = {}
 
@@ -117,7 +117,7 @@ class Tie(Parametrization):
             node = (*target, nodes[target].mark) if target in nodes else new_node(target, self.kind)
             bounds[target] = Bound(
                 self,
-                replace(who, at=repr(path)),
+                who.at(path),
                 {"w": target},
                 {"w": {}},
                 {"w": node},
