@@ -473,10 +473,10 @@ BROKEN = {  # in the texts, # is a number
         LosingUpdate(),
         "update: it gives PyTreeDef(CustomNode(OrderedDict[('a', 'b')], [*, *])), not PyTreeDef({'a': *, 'b': *}).",
     ),
-    "jumping": (Jumping(), "update_base: the effective tree differs at 'a', by # of the largest entry."),
+    "jumping": (Jumping(), "update base: the effective tree differs at 'a', by # of the largest entry."),
     "weak rebase": (
         WeakRebase(),
-        "update_base: it makes 'a/@weak_rebase/@fixed/count' weakly typed float32[], but it was float32[].",
+        "update base: it makes 'a/@weak_rebase/@fixed/count' weakly typed float32[], but it was float32[].",
     ),
     "redundant": (Redundant(), "transfer: `transfer(p, p, raw)` changes 'a/@redundant/shift'."),
     "all auxiliary": (
