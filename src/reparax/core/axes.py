@@ -28,8 +28,8 @@ EACH = "each"
 """Given as feature axes: each number of the array has its own norm, gate or the like. No axis can have this name."""
 
 LAST = "last"
-"""The default where one axis counts and the user named none: the last axis of a matrix or a vector. An array with more
-axes is refused, as nobody knows which one is meant. No axis can have this name."""
+"""The default where one axis counts and the user named none: the one that the array's layer or name says, and that of a
+vector. No axis can have this name."""
 
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
@@ -222,12 +222,6 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     if axes is None or axes == EACH:
         return None
     if axes == LAST:
-        if w.ndim > 2:
-            return (
-                f"expected a matrix, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
-                f"or the one that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it "
-                f"out with `where`."
-            )
         axes = last_to_number(axes)
     if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         if len(set(count_from_front(axes, w))) == len(list_axes(axes)):

@@ -139,8 +139,8 @@ def new_node(place: Names, kind: str) -> Names:
 def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree:
     """The raw tree after ``init`` of each stage, the last one first, without the boxes of new arrays."""
     tree, keys = flatten(params), Keys(key)
-    for stage in reversed(stages):
-        tree = init_bound(stage.bind("init", tree), tree, keys)
+    for i, stage in reversed(list(enumerate(stages))):
+        tree = init_bound(stage.bind("init", tree.before(stages[i + 1 :])), tree, keys)
     return nest(tree)
 
 
@@ -165,8 +165,8 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     Noise waits until another stage touches its array, so that neighbouring noises draw once.
     """
     waiting: dict[Names, tuple[Bound, Array]] = {}
-    for stage in stages:
-        bounds, acting, merged = stage.bind("apply", tree), list[Bound](), list[str]()
+    for i, stage in enumerate(stages):
+        bounds, acting, merged = stage.bind("apply", tree.before(stages[i + 1 :])), list[Bound](), list[str]()
         for bound in bounds:
             earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
@@ -244,8 +244,9 @@ def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
 
 def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[Bound], Flat, Flat]]:
     """Each stage without randomness, what it is bound to, and the trees before and after it."""
-    for stage in mean_stages(stages):
-        bounds = stage.bind(method, tree)
+    stages = mean_stages(stages)
+    for i, stage in enumerate(stages):
+        bounds = stage.bind(method, tree.before(stages[i + 1 :]))
         after = _apply_bound(stage.kind, bounds, tree, Keys(None), {})
         yield stage, bounds, tree, after
         tree = after
@@ -258,7 +259,7 @@ def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) 
             continue
         own, reads = stage._own, stage._own.update_reads
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
-        bounds = stage.bind("update", effective)
+        bounds = stage.bind("update", effective.before(stages[i + 1 :]))
         types = [types_of(bound, effective) for bound in bounds]
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
             continue
@@ -332,7 +333,7 @@ def update_all_bases(stages: Stages, tree: Flat) -> Flat:
         if stage._own._does("update_base"):
             effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
             arrays = dict(effective.arrays)
-            for bound in stage.bind("update_base", effective):
+            for bound in stage.bind("update_base", effective.before(stages[i + 1 :])):
                 types_of(bound, effective)
                 with locate_errors(bound.who):
                     arrays |= _by_place(bound, bound.stage._update_base_at(bound, bound.read(effective.arrays)))

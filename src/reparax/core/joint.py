@@ -185,7 +185,7 @@ class Joint(Leafwise):
         for leaf in chosen:
             who = CallName(self, method, (leaf.path,))
             if method == "init":
-                self._arranged_for(who, leaf.content, leaf.path, None)
+                self._arranged_for(who, leaf.content, leaf, None)
             elif not isinstance(leaf.content, Node):
                 raise ValueError(
                     f"{CallName(self, method)} selects {leaf.path!r}, which never went through init. Call `raw = "

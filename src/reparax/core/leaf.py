@@ -28,6 +28,7 @@ from reparax.core.checks import (
     require_update,
 )
 from reparax.core.keys import split_key
+from reparax.core.known import asks_axes, types_to_try
 from reparax.core.leafwise import Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
@@ -105,7 +106,7 @@ class Perturbation(Leafwise):
                 leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
         for leaf in self._selected(method, tree, leaves):
             place, who = leaf.place, CallName(self, method, (leaf.path,))
-            stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
+            stage, stacked = self._arranged_for(who, leaf.content, leaf, names[place])
             bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
         return bounds
 
@@ -335,7 +336,7 @@ class Reparametrization(Leafwise):
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             w = found.look(leaf, fit=True)
             with locate_errors(who):
-                stage, stacked = found.arranged(leaf.path, w, found.names[place])
+                stage, stacked = found.arranged(leaf, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
         return bounds
@@ -355,7 +356,7 @@ class Reparametrization(Leafwise):
                 raise TypeError(
                     f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
                 )
-            stage, stacked = self._arranged_for(who, w, leaf.path, names[place])
+            stage, stacked = self._arranged_for(who, w, leaf, names[place])
             values = {"w": dict.fromkeys(self.raw_values, place)} if self._bare else {"w": {}}
             nodes = {} if self._bare else {"w": new_node(place, self.kind)}
             number = next_number(place, self.kind)
@@ -416,14 +417,15 @@ class Reparametrization(Leafwise):
 
     def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         raw_types, flat, known = types_of_result(init, tree), flatten(tree), dict[Any, Any]()
-        names, paths = self._names_of(flat), {leaf.place: leaf.path for leaf in flat.leaves(bases=self._takes_base)}
+        names, leaves = self._names_of(flat), {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
+        asks = asks_axes(self)
 
         def origin_of(place: Names) -> tuple[Names, FollowedAxes]:
             source = place[: -3 if place[-2] == FIXED else -2]
-            w, group = type_of(flat.arrays[source]), paths[source] if self._by_path else None
-            group = w.shape, w.dtype, names[source], group
+            w, leaf = type_of(flat.arrays[source]), leaves[source]
+            group = w.shape, w.dtype, names[source], leaf.path if self._by_path else None, leaf.known if asks else None
             if group not in known:
-                stage, stacked = self._arranged(paths[source], None, names[source])
+                stage, stacked = self._arranged(leaf, w, names[source], typical=True)
                 origins = probe_origins(lambda tree: {"w": _start_values(stage, stacked, tree["w"], None)}, {"w": w})
                 known[group] = {path[-1]: axes for path, (_, axes) in origins.items()}
             return source, known[group][place[-1]]
@@ -478,7 +480,8 @@ class _Found:
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
         self.who, self._types = CallName(stage, method), dict[Any, Any]()
-        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
+        self._by_path, self.arranged, self._asks = bool(stage._by_path), stage._arranger, asks_axes(stage)
+        self._stage = stage
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(str(self.who), stage.kind, nest(tree))
@@ -501,16 +504,31 @@ class _Found:
         if (fit, leaf.place) in self._types:
             return self._types[fit, leaf.place]
         names, types = self.names[leaf.place], self._values[leaf.place]
-        group = fit, names, leaf.path if self._by_path else None, *types.items()
+        group = fit, names, leaf.path if self._by_path else None, leaf.known if self._asks else None, *types.items()
         if group not in self._types:
             with locate_errors(self.who.at(leaf.path)):
-                stage, stacked = self.arranged(leaf.path, None, names)
-                effective = _effective_type(stage, stacked, types)
+                stage, stacked, effective = self._effective(leaf, names, types)
                 if fit:
                     _require_start(stage, stacked, types, effective)
                 self._types[group] = effective
         self._types[fit, leaf.place] = self._types[group]
         return self._types[group]
+
+    def _effective(self, leaf: Leaf, names: Any, types: Mapping[str, Any]) -> tuple[Any, AxisNumbers, Any]:
+        """The stage for a leaf, its stacked axes, and the type of its array.
+
+        If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
+        """
+        aligned = _aligned_type(self._stage, types)
+        tries = types_to_try(self._stage, leaf, names) if self._asks and aligned is None else [aligned]
+        for w in tries[1:]:
+            with suppress(Exception):
+                stage, stacked = self.arranged(leaf, w, names, typical=True)
+                effective = _effective_type(stage, stacked, types)
+                if leaf.known.fits(effective.shape) and effective.ndim == w.ndim:
+                    return stage, stacked, effective
+        stage, stacked = self.arranged(leaf, tries[0], names, typical=True)
+        return stage, stacked, _effective_type(stage, stacked, types)
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
@@ -566,10 +584,13 @@ def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array],
 
 def _effective_type(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
     """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
-    for name, declaration in stage.raw_values.items():
-        if declaration.main and declaration.aligned and name in types:
-            return types[name]
-    return jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
+    return _aligned_type(stage, types) or jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
+
+
+def _aligned_type(stage: Any, types: Mapping[str, Any]) -> Any:
+    """The type of an aligned main value; None if there is none."""
+    names = [name for name, declared in stage.raw_values.items() if declared.main and declared.aligned]
+    return next((types[name] for name in names if name in types), None)
 
 
 def _require_start(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:

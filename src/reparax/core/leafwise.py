@@ -22,7 +22,6 @@ from reparax.core.axes import (
     each_stacked,
     find_axes,
     has_names,
-    last_to_number,
     names_of_places,
     number_axes,
     one_stacked,
@@ -36,6 +35,7 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
+from reparax.core.known import asks_axes, known_stack, with_known_axes
 from reparax.core.paths import Names
 from reparax.core.raw import Flat, Leaf, empty_nodes, nest
 from reparax.core.roles import Misfit
@@ -63,12 +63,10 @@ class Leafwise(Parametrization):
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
     excludes biases and scales by name, whatever their dimensions."""
-    acts_on_embeddings: ClassVar[bool] = True
+    acts_on_embeddings: ClassVar[Any] = True
     """Whether the default includes tables of embeddings, by name."""
     dtypes: ClassVar[Any] = jnp.inexact
     """The dtypes that the stage takes."""
-    _last_of_any: ClassVar[bool] = False
-    """Whether the default of an axis is the last one of arrays of any number of axes, not of matrices alone."""
     _takes_base: ClassVar[bool] = False
     """Whether the stage acts on the base of an adapter instead of on the adapter."""
 
@@ -76,6 +74,10 @@ class Leafwise(Parametrization):
     """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
     by_roles: ClassVar[Any] = {}
     """For fields of axes that nobody set, which axes of the network they are: ``{"axis": "outputs"}``."""
+    needs_axes: ClassVar[bool] = True
+    """Whether an array is refused if nobody knows these axes of it."""
+    any_matrix: ClassVar[bool] = False
+    """Whether it takes matrices as they lie, as its formula does not tell inputs from outputs."""
     transposes: ClassVar[bool] = False
     """Whether a matrix and its transposed one mean the same for the stage."""
     elementwise: ClassVar[Any] = False
@@ -112,11 +114,7 @@ class Leafwise(Parametrization):
 
     def _axes_error(self, w: Array) -> str | None:
         """What is wrong with the axes of the fields for ``w``, or None."""
-        axes_of_field = {name: getattr(self, name) for name in self._axis_fields}
-        axes_by_number = {
-            name: last_to_number(axes) if self._last_of_any else axes for name, axes in axes_of_field.items()
-        }
-        reasons = (why_axes_do_not_fit(axes, w, name) for name, axes in axes_by_number.items())
+        reasons = (why_axes_do_not_fit(getattr(self, name), w, name) for name in self._axis_fields)
         return next(filter(None, reasons), None)
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -218,6 +216,7 @@ class Leafwise(Parametrization):
             w = look(leaf)
             with locate_errors(who.at(leaf.path)):
                 stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], names[leaf.place])
+                stacked = stacked or (known_stack(stage, leaf, w) if stacks is None else ())
             return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
 
         if isinstance(where, Selected | AllBut):
@@ -242,23 +241,27 @@ class Leafwise(Parametrization):
         return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
 
     @property
-    def _arranger(self) -> Callable[[str, Any, AxisNames | None], tuple[Self, AxisNumbers]]:
+    def _arranger(self) -> Callable[..., tuple[Self, AxisNumbers]]:
         """:meth:`_arranged`, found out once for arrays on which the stage is the same."""
-        if self._varied or self._by_path or self._asks_names:
+        if self._varied or self._by_path or self._asks_names or asks_axes(self):
             return self._arranged
         stacked = find_axes(self.stacked, None)
-        return lambda path, w, names: (self, stacked)
+        return lambda leaf, w, names, **_: (self, stacked)
 
-    def _arranged(self, path: str, w: Any, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
-        """This stage with the numbers and axes of one array, and its stacked axes; if ``w`` is None, typical numbers.
+    def _arranged(
+        self, leaf: Leaf, w: Any, names: AxisNames | None, *, typical: bool = False
+    ) -> tuple[Self, AxisNumbers]:
+        """This stage with the numbers and axes of one array like ``w``, and its stacked axes; or with typical numbers.
 
         Shapes and dtypes do not depend on the numbers. Names of stacked axes that an array does not have are ignored.
         """
+        path = leaf.path
         if (stage := self.at_path(path)) is None:
             name, value = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
             raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
         if self._varied:
-            stage = replace(stage, **dict.fromkeys(self._varied, TYPICAL)) if w is None else stage.for_array(path, w)
+            stage = replace(stage, **dict.fromkeys(self._varied, TYPICAL)) if typical else stage.for_array(path, w)
+        stage = with_known_axes(stage, leaf, w, names, typical=typical)
         stacked = find_axes(stage.stacked, names)
         if stage._named_axes or has_names(stage.stacked):
             others = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
@@ -266,10 +269,10 @@ class Leafwise(Parametrization):
             stage = replace(stage, **numbers, stacked=stacked)
         return stage, stacked
 
-    def _arranged_for(self, who: CallName, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
+    def _arranged_for(self, who: CallName, w: Any, leaf: Leaf, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage as it acts on one array; an error if it cannot take the array."""
         with locate_errors(who):
-            stage, stacked = self._arranged(path, w, names)
+            stage, stacked = self._arranged(leaf, w, names)
             if names is not None:  # the stage asks for names
                 require_names_fit(names, w)
             stage_for_one = replace(stage, stacked=()) if stacked else stage

@@ -34,6 +34,7 @@ class MatrixAxes(Reparametrization):
     columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
+    any_matrix: ClassVar[bool] = True
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
 
     def _axes_error(self, w: Array) -> str | None:

@@ -106,6 +106,8 @@ TOP = tuple(_TOP.split())
 """The names that are at the top too."""
 LIBRARIES = {"nnx": "flax", "linen": "flax", "equinox": "equinox", "haiku": "haiku"}
 """The families that need a library: one that is not installed is not shown."""
+LAYERS = {"flax": "reparax.models._nnx_layers", "equinox": "reparax.models._equinox_layers"}
+"""For a library whose models are trees of modules, what its layers say of their arrays."""
 ALONE = ("testing", "demo")
 """The modules that one imports by themselves."""
 
@@ -163,6 +165,12 @@ def import_stage(name: str) -> None:
     for module, names in FAMILIES.values():
         if module.startswith("reparax.stages.") and _squash(name) in map(_squash, names):
             importlib.import_module(module)
+
+
+def layers_of_library(module: str) -> Any:
+    """What the layers of a library say of their arrays, by the name of one of its modules; None if nothing is known."""
+    table = LAYERS.get(module.partition(".")[0])
+    return None if table is None else importlib.import_module(table)
 
 
 def how_to_write() -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from reparax.core.layers import Known, known_by_class, known_by_name
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     Names,
@@ -69,6 +70,7 @@ class Leaf:
       added: Whether it is added to a base that represents the array; only its place selects it.
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
       content: What stands there.
+      tree: The tree that it is from, if anything but its path is known.
     """
 
     place: Names
@@ -79,6 +81,12 @@ class Leaf:
     added: bool
     decays: bool
     content: Any = None
+    tree: "Flat | None" = None
+
+    @cached_property
+    def known(self) -> Known:
+        """What is known of its axes before any program runs."""
+        return Known() if self.tree is None else self.tree.known_at(self.place)
 
     @property
     def raw_path(self) -> str:
@@ -340,6 +348,11 @@ class Frame:
         return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
 
     @cached_property
+    def known(self) -> Mapping[Names, Known]:
+        """What the classes of modules say of the parameters in them."""
+        return {self.places[i]: known for i, known in known_by_class(self.treedef).items()}
+
+    @cached_property
     def skeleton(self) -> PyTree:
         """The tree with a number in place of each parameter."""
         return self.treedef.unflatten(range(len(self.places)))
@@ -347,10 +360,17 @@ class Frame:
 
 @dataclass(frozen=True, eq=False)
 class Flat:
-    """A raw tree: for each place the array, or its type; an empty node has a place of its own."""
+    """A raw tree: for each place the array, or its type; an empty node has a place of its own.
+
+    Attributes:
+      frame: The model's own tree.
+      arrays: The arrays.
+      later: The stages of the chain after the one that is bound to it.
+    """
 
     frame: Frame
     arrays: Mapping[Names, Any]
+    later: Sequence[Any] = ()
 
     def root(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
@@ -361,14 +381,33 @@ class Flat:
 
     def with_arrays(self, arrays: Mapping[Names, Any]) -> "Flat":
         """The tree with other arrays."""
-        return Flat(self.frame, arrays)
+        return replace(self, arrays=arrays)
+
+    def before(self, later: Sequence[Any]) -> "Flat":
+        """The tree for a stage that stands before these."""
+        return replace(self, later=later)
+
+    def known_at(self, place: Names) -> Known:
+        """What is known of the axes of the value at a place."""
+        root = self.root(place)
+        known = self.frame.known.get(root) or known_by_name(root[-1] if root else "")
+        for value in () if root == place else _values_along(place):
+            if value.aligned:
+                continue
+            makers = [stage._own for stage in self.later if stage.kind == kind_of(value.node[-1])]
+            declared = value_of(_stage_class(value.node, len(value.node) - 1).raw_values, value.name).axes
+            if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
+                made_by = repr(makers[0]) if makers else repr(value.node[-1])
+                return Known(why=f"{made_by} makes it, whose axes are its own")
+            known = known.of_factor(declared)
+        return known
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
         """A description of each place; an empty node has none."""
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
         for leaf in leaves:
-            leaf.content = self.arrays[leaf.place]
+            leaf.content, leaf.tree = self.arrays[leaf.place], self
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:

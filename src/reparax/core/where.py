@@ -15,15 +15,15 @@ from jax.core import Tracer
 from jax.tree_util import register_static
 
 from reparax.core.config import register_class
+from reparax.core.layers import TABLES
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
 from reparax.core.raw import Leaf, parameter_path
 from reparax.core.usage import takes
 from reparax.numerics.arithmetic import is_array
 
-BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})
-"""The usual names of arrays with one number for each feature; ``bias`` also as a part of a name, as in ``bias_n``."""
-TABLES = frozenset({"embedding", "embeddings"})
-"""The usual names of tables, of which a step reads some rows."""
+BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
+"""The usual names of arrays with one number for each feature, also with a number, as in ``b1``; ``bias`` also as a part
+of a name, as in ``bias_n``, and ``ln_`` at its beginning."""
 
 
 @register_static
@@ -233,13 +233,20 @@ def by_path(where: Where) -> bool:
 
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
-    """Whether an array has the name of a bias or a scale: these are no matrices, whatever their shape."""
+    """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
+    if leaf.known.is_class and leaf.known.axes:
+        return leaf.known.is_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
-    return any(name in BIASES_AND_SCALES or "bias" in name.split("_") for name in names)
+    return any(
+        re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
+        for name in names
+    )
 
 
 def is_table(leaf: Leaf) -> bool:
-    """Whether an array has the name of a table of embeddings."""
+    """Whether an array is a table of embeddings, by its layer or its name."""
+    if leaf.known.is_class and leaf.known.axes:
+        return leaf.known.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 

@@ -13,8 +13,9 @@ from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNames, are_words, find_a
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
+from reparax.core.layers import Known
 from reparax.core.origins import Origins, compose_origins, keep_origins
-from reparax.core.paths import Names, PyTree, items, path_text
+from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
 from reparax.core.roles import INPUTS, STACKED, Misfit, Role, axes_by_word
 from reparax.numerics.arithmetic import is_array
@@ -30,7 +31,7 @@ def visit_with_roles(
     It gets a stage, the types of the arrays that ``init`` of the stage takes, and their roles.
     """
     roles_of_params = roles_of(who, roles)
-    tree = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Role) else x, roles)
+    tree = jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles)
     origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
     for stage in reversed(stages):
         tree, origins_of_stage = follow_axes(new, tree)
@@ -51,16 +52,26 @@ def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> di
 
 
 def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
-    """The role of each parameter; a model's functions, among its leaves, have none."""
+    """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
     leaves = list(items(roles))
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
+    if not roles_by_place and (known := flatten(roles).frame.known):
+        return {path: _role_by_class(known[path], x) for path, x in leaves if is_array(x) and path in known}
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
-                f"{who} takes what `rpx.roles(loss, params, batch)` returns, but got a tree with "
-                f"{type(leaf).__name__} at {path_text(path)!r}."
+                f"{who} takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but got a "
+                f"tree with {type(leaf).__name__} at {path_text(path)!r}."
             )
     return roles_by_place
+
+
+def _role_by_class(known: Known, x: Any) -> Role:
+    """The role of an array of a layer; none if the layer does not say it."""
+    try:
+        return known.role(x.shape, x.dtype)
+    except ValueError as error:
+        return Role(why=str(error), shape=x.shape, dtype=x.dtype)
 
 
 def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
@@ -69,7 +80,7 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     paths = [leaf.path for leaf in leaves]
     stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
     chosen = stage._selected("with_axes", tree, leaves, stacks=stacks)
-    axes_of_leaves = [(leaf, _axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
+    axes_of_leaves = [(leaf, axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [new for part in parts for new in with_axes(part, tree, roles)]
     answers: dict[str, dict[str, Any]] = {}
@@ -92,9 +103,7 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         role, w = roles.get(leaf.place), leaf.content
         if role is None or role.why or role.ambiguous:
             continue
-        arranged, stacked = stage._arranged_for(
-            CallName(stage, "with_axes", (leaf.path,)), w, leaf.path, names[leaf.place]
-        )
+        arranged, stacked = stage._arranged_for(CallName(stage, "with_axes", (leaf.path,)), w, leaf, names[leaf.place])
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
@@ -138,9 +147,15 @@ def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequ
 def _fields_in_words(stage: Any) -> dict[str, Any]:
     """The fields of axes that are given in words, or that nobody set, with their words."""
     axes_of_field = {name: getattr(stage, name) for name in stage._axis_fields}
+    return unset_fields(stage) | {name: axes for name, axes in axes_of_field.items() if are_words(axes)}
+
+
+def unset_fields(stage: Any) -> dict[str, Any]:
+    """The fields of axes with a meaning in networks that nobody set, with that meaning."""
+    if not (words := stage.by_roles):
+        return {}
     defaults = {field.name: field.default for field in fields(stage)}
-    unset = {name: word for name, word in stage.by_roles.items() if axes_of_field[name] == defaults[name]}
-    return unset | {name: axes for name, axes in axes_of_field.items() if are_words(axes)}
+    return {name: word for name, word in words.items() if getattr(stage, name) == defaults[name]}
 
 
 def _asks_stacked(stage: Any) -> bool:
@@ -163,7 +178,7 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
     return _one_or_tuple(role.stacked)
 
 
-def _axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
+def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
     path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
     axes_of_field, stage = dict[str, Any](), stage.at_path(path)

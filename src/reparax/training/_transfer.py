@@ -128,8 +128,8 @@ def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Mov
     """The raw tree with the values of the new chain."""
     old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
     tree, fresh = old_chain.effective, dict[str, None]()
-    for stage in reversed(tuple(new)):
-        bounds = stage.bind("init", tree)
+    for i, stage in reversed(list(enumerate(new))):
+        bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
         stay: dict[Names, Mapping[Names, Array]] = {}
         for bound, name, place in _places(bounds):
             array = tree.arrays[place]

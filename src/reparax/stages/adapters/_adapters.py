@@ -209,6 +209,7 @@ class TrainableSlices(Reparametrization):
 
     raw_values: ClassVar[Values] = {"x": main(), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2
+    needs_axes: ClassVar[bool] = False
     by_roles: ClassVar[Any] = {"axis": INPUTS}
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -264,6 +265,7 @@ class Rotated(RowsAndColumns):
     block_share: bool = argument(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
+    any_matrix: ClassVar[bool] = False
 
     def refuse_leaf(self, w: Array) -> str | None:
         return why_not_divisible((self.num_blocks, 1), w)
@@ -317,6 +319,7 @@ class CayleyNeumann(RowsAndColumns):
     degree: int = argument(check_positive_whole, default=4)
 
     raw_values: ClassVar[Values] = {"x": main(decays=False), "base": fixed(axes=("rows", "columns"))}
+    any_matrix: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         rows = w.shape[0]
@@ -441,6 +444,7 @@ class LoRA(RowsAndColumns):
         "w": fixed(base=True),
     }
     acts_on_embeddings: ClassVar[bool] = False
+    any_matrix: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -521,6 +525,7 @@ class VeRA(RowsAndColumns):
     kind: ClassVar[str] = "vera"
     raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}
     acts_on_embeddings: ClassVar[bool] = False
+    any_matrix: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}

@@ -78,7 +78,7 @@ class WeightNorm(Reparametrization):
     raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = {"axis": OUTPUTS}
-    _last_of_any: ClassVar[bool] = True
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
     straight_through: ClassVar[Any] = property(lambda self: self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -135,6 +135,7 @@ class WeightStandardization(Constraint):
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:
@@ -256,6 +257,7 @@ class MaxNorm(Constraint):
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

@@ -220,6 +220,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,6 +121,7 @@ class Scaled(Reparametrization):
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
+    needs_axes: ClassVar[bool] = False
     by_roles: ClassVar[Any] = property(lambda self: {"axis": UNCUT} if isinstance(self._block, int) else {})
 
     def __post_init__(self) -> None:

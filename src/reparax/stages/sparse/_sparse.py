@@ -188,6 +188,7 @@ class NByM(_Masked, Constraint):
     along: Axis = argument(check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": INPUTS}
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.along != LAST)
 
     def __post_init__(self) -> None:
         super().__post_init__()

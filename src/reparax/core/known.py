@@ -1,0 +1,113 @@
+"""The axes of a stage that nobody set: those that the layer or the name of an array says, or an error."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax.core.axes import AxisNames, AxisNumbers, find_axes
+from reparax.core.layers import Known
+from reparax.core.raw import Leaf
+from reparax.core.roles import Role
+from reparax.core.with_axes import axes_at, unset_fields
+from reparax.numerics.arithmetic import is_array
+
+_MEANINGS = {
+    2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
+    3: (
+        ("iio", "(width, in, out) of a convolution or (heads, dim, out) of attention"),
+        ("ioo", "(in, heads, dim) of attention"),
+        ("oii", "(out, in, width), as in torch and equinox"),
+        ("sio", "a stack of (in, out)"),
+    ),
+    4: (
+        ("iiio", "(height, width, in, out) of a convolution"),
+        ("oiii", "(out, in, height, width), as in torch and equinox"),
+        ("sioo", "a stack of (in, heads, dim)"),
+        ("siio", "a stack of (heads, dim, out)"),
+        ("ssio", "stacks of (in, out)"),
+    ),
+}
+"""What arrays may be, by their numbers of axes."""
+
+
+def asks_axes(stage: Any) -> bool:
+    """Whether a stage has axes that nobody set, without which it cannot act on an array."""
+    return stage.needs_axes and bool(unset_fields(stage))
+
+
+def known_stack(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
+    """The stacked axes of an array that its layer says, for a stage whose axes nobody set."""
+    known = leaf.known
+    return tuple(range(w.ndim - len(known.axes))) if known.is_class and known.axes and asks_axes(stage) else ()
+
+
+def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, typical: bool = False) -> Any:
+    """The stage at an array like ``w``, with the axes that nobody set as the array's layer or name says them.
+
+    With ``typical``, the lengths of stacked axes are not those of the array.
+
+    Raises:
+      ValueError: If neither says them.
+    """
+    if not asks_axes(stage):
+        return stage
+    known, stacked = leaf.known, find_axes(stage.stacked, names)
+    n_own = w.ndim - len(stacked)
+    if n_own < 2 or (n_own == 2 and stage.any_matrix and not known.axes):
+        return stage  # a vector has one axis, and a matrix is one in either order
+    try:
+        role = known.role(w.shape, w.dtype, stacked)
+        why = role.why or ("" if typical else _why_not_stacked(leaf, w, role))
+    except ValueError as error:
+        why = str(error)
+    else:
+        if not why:
+            return replace(stage, **axes_at(stage, leaf, names, role))
+    raise ValueError(_unknown_axes(stage, leaf, w, names, stacked, why))
+
+
+def types_to_try(stage: Any, leaf: Leaf, names: AxisNames | None) -> list[Any]:
+    """Types that an array may have, whose values alone are known: with no stacked axis, and with one to three."""
+    known, stacked = leaf.known, find_axes(stage.stacked, names)
+    own = tuple(2 if size is None else size for size in known.sizes) or (2,) * (len(known.axes) or 2)
+    counts = range(4) if known.is_class and known.axes and not stacked else [len(stacked)]
+    plain = [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
+    return [plain[0], *plain] if len(plain) > 1 else plain
+
+
+def _why_not_stacked(leaf: Leaf, w: Any, role: Role) -> str:
+    """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
+    front = w.shape[: w.ndim - len(leaf.known.axes)]
+    for number, n in leaf.known.beside if leaf.tree is not None else ():
+        place = leaf.tree.frame.places[number]
+        other = leaf.tree.arrays.get(place)
+        if is_array(other) and other.shape[: other.ndim - n] != front:
+            return (
+                f"{leaf.known.source} has stacked axes of sizes {front} there, but {other.shape[: other.ndim - n]} at "
+                f"{place[-1]!r}"
+            )
+    return ""
+
+
+def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stacked: AxisNumbers, why: str) -> str:
+    """The error for an array of whose axes nothing is known: what it may be, and what to write."""
+    own = [axis for axis in range(w.ndim) if axis not in stacked]
+    n = len(own)
+    meanings = _MEANINGS.get(n, (("i" * (n - 1) + "o", "(..., in, out)"), ("o" + "i" * (n - 1), "(out, in, ...)")))
+    ways = dict[str, list[str]]()
+    for letters, meaning in meanings:
+        if stacked and "s" in letters:
+            continue
+        with suppress(ValueError, TypeError):
+            role = Known(letters).role_of_own(own, stacked, w.shape, w.dtype)
+            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, names, role))), []).append(meaning)
+    writings = [f"{code} for {' or '.join(texts)}" for code, texts in ways.items()]
+    return (
+        f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or let your loss "
+        f"say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."
+    )

@@ -1,0 +1,166 @@
+"""What is known of the axes of an array before any program runs: by the class of the layer that holds it, or by name.
+
+Each axis has a letter: ``i`` for inputs, ``o`` for outputs, ``s`` for stacked ones, ``r`` for the rows of a table that is
+looked up, ``v`` for those of a bias, a scale or a table of a norm, which no product contracts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from reparax.core.names import layers_of_library
+from reparax.core.roles import LOOKUP, Numbers, Role, Use
+
+Spec = tuple[Any, ...]
+"""The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of an array.
+
+    Attributes:
+      axes: A letter for each axis; empty if they are not known.
+      sizes: The sizes of these axes, None where any will do; empty if none are known.
+      source: The class of the layer, or the name of the array in a plain tree.
+      why: Why the axes are not known; empty if they are.
+      is_class: Whether a class says it: further axes in front are then stacked.
+      beside: The numbers of the leaves of the same layer, with the numbers of axes that are theirs.
+    """
+
+    axes: str = ""
+    sizes: tuple[int | None, ...] = ()
+    source: str = ""
+    why: str = ""
+    is_class: bool = False
+    beside: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether no product contracts the array."""
+        return bool(self.axes) and set(self.axes) <= {"v", "s"}
+
+    @property
+    def is_table(self) -> bool:
+        """Whether its rows are looked up."""
+        return "r" in self.axes
+
+    def of_factor(self, axes: Sequence[str]) -> Known:
+        """What is known of a factor of the array whose axes are ``rows``, ``columns`` and others between factors."""
+        letters = {"rows": self._only("ir"), "columns": self._only("o")}
+        between = "o" if "rows" in axes else "i"
+        return replace(self, axes="".join(letters.get(axis, between) for axis in axes), sizes=(), beside=())
+
+    def _only(self, letters: str) -> str:
+        """The letters of axes that are among ``letters``."""
+        return "".join(letter for letter in self.axes if letter in letters)
+
+    def role(self, shape: Numbers, dtype: Any, stacked: Numbers | None = None) -> Role:
+        """The role of an array of that shape; ``stacked`` are axes of independent arrays that the user gave.
+
+        Raises:
+          ValueError: If the array does not fit.
+        """
+        extra = len(shape) - len(self.axes)
+        front = stacked if stacked else tuple(range(extra)) if self.is_class else ()
+        own = [axis for axis in range(len(shape)) if axis not in front]
+        sizes = tuple(shape[axis] for axis in own)
+        if not self.axes or len(own) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):
+            raise ValueError(self.why or self._shape)
+        return self.role_of_own(own, front, shape, dtype)
+
+    def fits(self, shape: Numbers) -> bool:
+        """Whether an array of that shape may be one that the layer holds."""
+        return len(shape) >= len(self.axes) and _fit(shape[len(shape) - len(self.sizes) :], self.sizes)
+
+    def role_of_own(self, own: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
+        """The role of an array whose ``own`` axes have the letters, and whose axes ``front`` are stacked."""
+        of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
+        inputs, stacks = tuple(sorted(of["i"] + of["r"])), tuple(sorted((*front, *of["s"])))
+        how = {"how": LOOKUP} if self.is_table else {}
+        uses = (Use(inputs, of["o"], stacks, self.source, **how),)
+        why = f"it is a bias or a scale of {self.source}" if self.is_vector else ""
+        return Role(inputs, of["o"], stacks, why, () if why else uses, shape, dtype)
+
+    @property
+    def _shape(self) -> str:
+        """What the layer holds there."""
+        if not self.is_class:
+            return f"only an array of {len(self.axes)} axes says it by the name {self.source!r}"
+        return f"{self.source} has one of shape {self.sizes}" if self.sizes else f"it is a factor of {self.source}"
+
+
+def _fit(got: Sequence[int], expected: Sequence[int | None]) -> bool:
+    """Whether sizes are those that are expected."""
+    return all(b is None or a == b for a, b in zip(got, expected, strict=True))
+
+
+PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"
+_MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "table"})
+
+
+def known_by_name(name: str) -> Known:
+    """What a plain tree says of an array of that name."""
+    axes = "io" if name in _MATRICES else "ro" if name in TABLES else ""
+    return Known(axes, source=name, why=PLAIN)
+
+
+def known_by_class(treedef: Any) -> dict[int, Known]:
+    """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
+    found: dict[int, Known] = {}
+
+    def visit(node: Any, start: int, holder: type | None) -> None:
+        data = node.node_data()
+        if data is None:
+            if holder is not None:
+                found.setdefault(start, Known(why=f"no class that reparax knows holds it, but {holder.__name__}"))
+            return
+        if _is_module(data[0]):
+            holder = data[0]
+            found.update(_arrays_of_layer(holder, node.unflatten(range(start, start + node.num_leaves))))
+        for child in node.children():
+            visit(child, start, holder)
+            start += child.num_leaves
+
+    visit(treedef, 0, None)
+    return found
+
+
+@functools.cache
+def _is_module(cls: type) -> bool:
+    """Whether a class is a module of nnx or equinox; neither is imported."""
+    return any(c.__name__ == "Module" and layers_of_library(c.__module__) is not None for c in cls.__mro__)
+
+
+@functools.cache
+def _layer_of(cls: type) -> tuple[str, Callable[[Any], Mapping[str, Spec]]] | None:
+    """The known layer that a class is, and what it says; a class that computes otherwise is none."""
+    for base in cls.__mro__:
+        layers = layers_of_library(base.__module__)
+        if layers is not None and base.__name__ in layers.LAYERS:
+            same = getattr(cls, "__call__", None) is getattr(base, "__call__", None)
+            return (f"{layers.NAME}.{base.__name__}", layers.LAYERS[base.__name__]) if same else None
+    return None
+
+
+def _arrays_of_layer(cls: type, module: Any) -> dict[int, Known]:
+    """What a layer says of its arrays, by their numbers, which stand in ``module`` in their places."""
+    if (layer := _layer_of(cls)) is None:
+        return {}
+    name, arrays_of = layer
+    specs: dict[int, tuple[str, tuple[int | None, ...]]] = {}
+    for attribute, (letters, *sizes) in arrays_of(module).items():
+        groups = [tuple(size) if isinstance(size, tuple | list) else (size,) for size in sizes]
+        axes = "".join(letter * len(group) for letter, group in zip(letters, groups, strict=True))
+        for leaf in jax.tree.leaves(getattr(module, attribute, None)):
+            specs[leaf] = axes, tuple(size for group in groups for size in group)
+    beside = tuple((leaf, len(axes)) for leaf, (axes, _) in specs.items())
+    return {
+        leaf: Known(axes, sizes, name, "", True, tuple(each for each in beside if each[0] != leaf))
+        for leaf, (axes, sizes) in specs.items()
+    }

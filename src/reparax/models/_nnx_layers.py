@@ -1,0 +1,64 @@
+"""What the arrays of nnx layers are, by the names of their classes: a letter for each size, as in ``core/layers.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NAME = "nnx"
+
+
+def _linear(m: Any) -> dict[str, Any]:
+    return {"kernel": ("io", m.in_features, m.out_features), "bias": ("v", m.out_features)}
+
+
+def _linear_general(m: Any) -> dict[str, Any]:
+    batch = tuple(m.batch_axis.values())
+    return {"kernel": ("sio", batch, m.in_features, m.out_features), "bias": ("sv", batch, m.out_features)}
+
+
+def _einsum(m: Any) -> dict[str, Any]:
+    data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
+    letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
+    letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
+    known = {"kernel": (letters, *m.kernel_shape)} if len(letters) == len(m.kernel_shape) else {}
+    return known | ({"bias": ("v", m.bias_shape)} if m.bias_shape else {})
+
+
+def _window(m: Any) -> tuple[int, ...]:
+    return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
+
+
+def _conv(m: Any) -> dict[str, Any]:
+    inputs = m.in_features // m.feature_group_count
+    return {"kernel": ("iio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
+
+
+def _conv_transpose(m: Any) -> dict[str, Any]:
+    plain, turned = ("iio", m.in_features, m.out_features), ("ioi", m.out_features, m.in_features)
+    letters, *channels = turned if m.transpose_kernel else plain
+    return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
+
+
+def _lora(m: Any) -> dict[str, Any]:
+    return {"lora_a": ("io", m.in_features, None), "lora_b": ("io", None, m.out_features)}
+
+
+def _embed(m: Any) -> dict[str, Any]:
+    return {"embedding": ("ro", m.num_embeddings, m.features)}
+
+
+def _norm(m: Any) -> dict[str, Any]:
+    return {"scale": ("v", None), "bias": ("v", None)}
+
+
+LAYERS = {
+    "Linear": _linear,
+    "LinearGeneral": _linear_general,
+    "Einsum": _einsum,
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "LoRA": _lora,
+    "LoRALinear": _linear,
+    "Embed": _embed,
+    **dict.fromkeys(("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"), _norm),
+}
