@@ -107,6 +107,7 @@ def lengths(w, b):
     return jnp.sqrt(jnp.where(squares == 0, jnp.ones_like(squares), squares)).astype(w.dtype)
 
 
+NORM = rpx.WeightNorm(axis=-1)
 LOW_RANK = rpx.LowRank(2, where=".*(dense|out)/kernel")
 CONVOLUTION = rpx.LowRank(2, rows=(0, 1, 2), columns=3, where="conv/kernel")
 
@@ -122,8 +123,8 @@ PATTERNS = [
 
 # Stages on an array each: one program runs them all.
 SPHERES_AND_BALLS = (
-    rpx.norms.Sphere(radius=2.0, where="dense/kernel")
-    >> rpx.norms.MaxNorm(5.0, where="out/kernel")
+    rpx.norms.Sphere(radius=2.0, along=-1, where="dense/kernel")
+    >> rpx.norms.MaxNorm(5.0, axis=-1, where="out/kernel")
     >> rpx.norms.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
@@ -140,7 +141,7 @@ MASKS = (
 
 CASES = {
     "identity": (rpx.Chain(), model),
-    "weight norm": (rpx.WeightNorm(), model),
+    "weight norm": (NORM, model),
     "weight norm of other axes": (
         rpx.WeightNorm(axis=0, where="dense/kernel")
         >> rpx.WeightNorm(axis=(-2, -1), where="conv/kernel")
@@ -162,7 +163,7 @@ CASES = {
     ),
     "positive": (rpx.Positive(), positive),
     "spheres and balls": (SPHERES_AND_BALLS, model),
-    "standardization with a gain": (rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(), model),
+    "standardization with a gain": (rpx.norms.WeightStandardization(axis=-1) >> NORM, model),
     "maps of numbers": (MAPS, model),
     "joint norm": (JointNorm({"w": "(.*)dense/kernel", "b": "(.*)dense/bias"}), model),
     "masks": (MASKS, model),
@@ -228,7 +229,7 @@ CASES = {
     "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
     "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
-        rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2) >> rpx.WeightNorm(detach=True),
+        rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2) >> rpx.WeightNorm(axis=-1, detach=True),
         flat,
     ),
     "stored": (
@@ -260,30 +261,30 @@ CASES = {
         model,
     ),
     "tie": (TIE, tied),
-    "weight norm >> low rank >> noise": (rpx.WeightNorm() >> LOW_RANK >> rpx.VarNoise(0.1), flat),
-    "low rank >> weight norm": (LOW_RANK >> rpx.WeightNorm(), flat),
+    "weight norm >> low rank >> noise": (NORM >> LOW_RANK >> rpx.VarNoise(0.1), flat),
+    "low rank >> weight norm": (LOW_RANK >> NORM, flat),
     "weight norm twice": (rpx.WeightNorm(axis=0) >> rpx.WeightNorm(axis=-1), flat),
     "noise >> spectral norm": (rpx.VarNoise(0.1) >> rpx.SpectralNorm(columns=-1), flat),
     "noise >> tie": (rpx.VarNoise(0.1) >> TIE, tied),
     "tie >> noise": (TIE >> rpx.VarNoise(0.1), tied),
-    "weight norm >> tie": (rpx.WeightNorm() >> TIE, tied),
-    "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), flat),
+    "weight norm >> tie": (NORM >> TIE, tied),
+    "weight norm >> noise": (NORM >> rpx.VarNoise(0.075), flat),
     "weight norm >> noise >> dropout >> cast": (
-        rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16"),
+        NORM >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16"),
         flat,
     ),
-    "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> rpx.WeightNorm(), flat),
-    "weight norm >> freeze": (rpx.WeightNorm() >> rpx.Freeze(where=".*kernel"), flat),
+    "freeze >> weight norm": (rpx.Freeze(where=".*kernel") >> NORM, flat),
+    "weight norm >> freeze": (NORM >> rpx.Freeze(where=".*kernel"), flat),
     "positive >> freeze of one": (rpx.Positive() >> rpx.Freeze(where="dense/bias"), positive),
     "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, flat),
-    "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), flat),
-    "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), flat),
+    "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> NORM, flat),
+    "noise twice apart": (rpx.VarNoise(0.1) >> NORM >> rpx.VarNoise(0.1), flat),
     "positive >> weight norm >> low rank": (
-        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK,
+        rpx.Positive(where=".*/g") >> NORM >> LOW_RANK,
         flat,
     ),
     "split": (SPLIT, cell),
-    "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
+    "weight norm >> split >> noise": (NORM >> SPLIT >> rpx.VarNoise(0.1), cell),
     "pack": (PACK, cell),
     "dropout >> pack >> pack": (rpx.WeightDropout(0.3, where=".*/(left|key)") >> HALVES >> PACK, cell),
     "cudnn lstm": (rpx.shared.CudnnLSTM(3, 2, biases=1), vector),

@@ -199,7 +199,7 @@ PRUNE = rpx.MagnitudePruning(0.5, axis=0, where="c")
 
 def test_raw_values_are_cut_with_the_arrays_and_pass_check():
     params = of_mlp()
-    p = rpx.WeightNorm(where="a") >> PRUNE
+    p = rpx.WeightNorm(axis=-1, where="a") >> PRUNE
     raw = p.init(params)
     small = shrink(p, raw, axis_groups(mlp, params, X))
     left = np.flatnonzero(np.abs(p.fold(raw)["c"]).sum(1))

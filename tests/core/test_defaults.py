@@ -40,7 +40,7 @@ OF_ALL = [
 ]
 
 OF_KERNELS = [
-    rpx.WeightNorm(),
+    rpx.WeightNorm(axis=-1),
     rpx.SpectralNorm(columns=-1),
     rpx.norms.WeightStandardization(axis=-1),
     rpx.norms.MaxNorm(1.0, axis=-1),
@@ -110,6 +110,11 @@ def test_each_public_stage_with_a_default_is_tested_here() -> None:
     of_matrices = {x for x in stages if issubclass(x, RowsAndColumns)}
     assert of_matrices == set(map(type, OF_MATRICES + OF_TALL_MATRICES))
 
+
+NAMES = "by name, only those of an array of two axes called 'kernel' or 'w' are"
+OTHERWISE = (
+    "Or let your loss say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."
+)
 
 # Models -----------------------------------------------------------------------------------------------------------
 
@@ -286,7 +291,7 @@ def test_norms_dropout_masks_and_prunings_take_kernels(models: dict[str, Any], n
     "stage",
     mostly_thorough(
         OF_KERNELS,
-        rpx.WeightNorm(),
+        rpx.WeightNorm(axis=-1),
         rpx.WeightDropout(0.5),
         rpx.MagnitudePruning(0.5),
         rpx.sparse.GlobalMagnitudePruning(0.5),
@@ -300,8 +305,12 @@ def test_biases_and_scales_of_scanned_layers_are_left_alone_without_stacked_too(
 
 
 @pytest.mark.parametrize("stage", OF_KERNELS, ids=repr)
-def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[str, Any], stage: Any) -> None:
-    params = models["scanned equinox blocks"]
+def test_a_scale_that_is_called_weight_is_known_by_its_class_and_else_by_its_dimensions(
+    models: dict[str, Any], stage: Any
+) -> None:
+    model = models["scanned equinox blocks"]
+    assert taken(stage, model) == ["linear/weight"]
+    params = {name: {"weight": layer.weight, "bias": layer.bias} for name, layer in model.items()}
     assert taken(stage, params) == ["linear/weight", "norm/weight"]
     if type(stage) is not rpx.sparse.GlobalMagnitudePruning:
         assert taken(replace(stage, stacked=0), params) == ["linear/weight"]
@@ -324,10 +333,12 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 @pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
 @pytest.mark.parametrize("name", mostly_thorough(["linen attention", "nnx attention"], "linen attention"))
 def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
+    last, heads, first, stack = (replace(stage, columns=columns) for columns in (-1, (-2, -1), -3, -1))
     error = (
-        f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are "
-        f"columns, such as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, "
-        f"or along which axes matrices are stacked (stacked=0), or leave it out with `where`."
+        f"{stage!r}.init at 'key/kernel': the axes of shape (6, 2, 3) are not known: {NAMES}. Write {last!r} for "
+        f"(width, in, out) of a convolution or (heads, dim, out) of attention; or {heads!r} for (in, heads, dim) of "
+        f"attention; or {first!r} for (out, in, width), as in torch and equinox; or {replace(stack, stacked=0)!r} for "
+        f"a stack of (in, out). {OTHERWISE}"
     )
     with raises(ValueError, error):
         stage.init(models[name], jax.random.key(0))
@@ -385,21 +396,23 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
     ],
     ids=repr,
 )
-def test_an_axis_that_nobody_named_is_the_last_one_of_matrices_alone(stage: Any, name: str) -> None:
-    w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 2, 3)
+def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: str) -> None:
+    w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
+    first, last = (replace(stage, **{name: axis}) for axis in (-2, -1))
+    of_inputs, of_outputs = (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
     text = (
-        f"expected a matrix, as no {name} is given, got shape (6, 2, 3). Write {name}=-1 for the last axis, or the one "
-        f"that you mean, or give the axes along which matrices are stacked (stacked=0), or leave it out with `where`."
+        f"{stage!r}.init at 'key/table of mine': the axes of shape (6, 6) are not known: {NAMES}. Write {of_inputs!r} for "
+        f"(in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"
     )
-    with raises(ValueError, f"{stage!r}.init at 'key/kernel': {text}"):
-        stage.init({"key": {"kernel": w}})
+    with raises(ValueError, text):
+        stage.init({"key": {"table of mine": w}})
+    text = f"expected a vector, as no {name} is given, got shape (6, 6). Write {name}=-1 for the last axis, or the one that you mean."
     for method in (stage.project, stage.contains):
         with raises(ValueError, f"{stage!r}.{method.__name__}: {text}"):
             method(w)
     with raises(ValueError, f"{stage!r}.sample: {text}"):
-        stage.sample(jax.random.key(0), (6, 2, 3))
-    said = replace(stage, **{name: -1})
-    assert stage.sample(jax.random.key(0), (6, 3)).tolist() == said.sample(jax.random.key(0), (6, 3)).tolist()
+        stage.sample(jax.random.key(0), (6, 6))
+    assert stage.sample(jax.random.key(0), (6,)).tolist() == last.sample(jax.random.key(0), (6,)).tolist()
 
 
 def test_what_is_taken_is_changed_and_the_rest_is_not(models: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import reparax as rpx
 
 KERNEL = np.array([[1.0, -2.0], [3.0, 0.5], [-1.5, 2.0]], np.float32)
 PARAMS = {"dense": {"kernel": KERNEL, "bias": np.ones(2, np.float32)}, "step": np.ones((2, 2), np.int32)}
-ONE, PAIR, LAYERS = {"k": KERNEL}, {"a": KERNEL, "b": KERNEL}, OrderedDict([(0, KERNEL), ("0", KERNEL)])
+ONE, PAIR, LAYERS = {"w": KERNEL}, {"a": KERNEL, "b": KERNEL}, OrderedDict([(0, KERNEL), ("0", KERNEL)])
 KEY, BATCH = np.zeros(2, np.uint32), np.zeros((4, 2), np.uint32)
 NORM, NOISE, SPECTRAL, TIE = rpx.WeightNorm(), rpx.VarNoise(0.1), rpx.SpectralNorm(), rpx.Tie({"b": "a"})
 RAW, SPECTRAL_RAW = zeros(NORM.init, PARAMS), zeros(SPECTRAL.init, PARAMS)
@@ -26,8 +26,8 @@ PATTERN = re.compile("a")
 
 
 def node(**values):
-    """A raw tree of weight norm with one parameter ``k``."""
-    return {"k": {"@weight_norm": {"g": np.ones((1, 2), np.float32), "v": KERNEL, **values}}}
+    """A raw tree of weight norm with one parameter ``w``."""
+    return {"w": {"@weight_norm": {"g": np.ones((1, 2), np.float32), "v": KERNEL, **values}}}
 
 
 def nothing(path, array):
@@ -111,7 +111,7 @@ OF_NUMBERS = {
     "positive": rpx.Positive(),
     "cast": rpx.quantized.Cast("float32"),
 }
-OF_MATRICES = {"weight norm": NORM, "spectral norm": SPECTRAL, "low rank": rpx.LowRank(2)}
+OF_MATRICES = {"weight norm": rpx.WeightNorm(axis=-1), "spectral norm": SPECTRAL, "low rank": rpx.LowRank(2)}
 BAD = (np.nan, np.inf, -np.inf)
 
 
@@ -205,11 +205,11 @@ def test_empty_arrays_go_through_with_their_gradients(shape):
 def test_traced_hyperparameters_of_any_real_dtype_are_taken(key):
     @jax.jit
     def effective(*numbers):
-        return [[stage(x).apply(ONE, key)["k"] for stage in (rpx.VarNoise, rpx.WeightDropout)] for x in numbers]
+        return [[stage(x).apply(ONE, key)["w"] for stage in (rpx.VarNoise, rpx.WeightDropout)] for x in numbers]
 
     values = (0, 0.5, 0.5)
     found = effective(np.int32(0), np.float32(0.5), jnp.bfloat16(0.5))
-    wanted = jax.jit(lambda: [[s(x).apply(ONE, key)["k"] for s in (rpx.VarNoise, rpx.WeightDropout)] for x in values])
+    wanted = jax.jit(lambda: [[s(x).apply(ONE, key)["w"] for s in (rpx.VarNoise, rpx.WeightDropout)] for x in values])
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), found, wanted())
 
 
@@ -226,14 +226,14 @@ def test_a_boolean_tree_that_names_a_parameter_leaves_its_auxiliary_values_alone
 
 
 def test_legacy_keys_draw_what_typed_keys_draw():
-    typed, *legacy = [NOISE.apply(ONE, key)["k"] for key in (jax.random.key(0), jax.random.PRNGKey(0), KEY)]
+    typed, *legacy = [NOISE.apply(ONE, key)["w"] for key in (jax.random.key(0), jax.random.PRNGKey(0), KEY)]
     for draw in legacy:
         np.testing.assert_array_equal(draw, typed)
 
 
 def test_a_slash_or_a_dot_or_an_at_sign_inside_a_key_works_where_it_is_unique(key):
     params = {"mlp/~/linear": KERNEL, "a.b": {"c": KERNEL}, "a@b": KERNEL}
-    p = rpx.WeightNorm(where=r"mlp/~/linear|a\.b/c|a@b") >> rpx.VarNoise(0.0)
+    p = rpx.WeightNorm(axis=-1, where=r"mlp/~/linear|a\.b/c|a@b") >> rpx.VarNoise(0.0)
     for got in jax.tree.leaves(p.apply(p.init(params), key)):
         np.testing.assert_allclose(got, KERNEL, rtol=1e-6)
 

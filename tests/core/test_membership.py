@@ -17,11 +17,11 @@ def near(x, y, tolerance=1e-5):
 
 # Each stage, and what numpy says of its image.
 STAGES = {
-    "sphere": (rpx.norms.Sphere(where="sphere"), lambda w: near(np.linalg.norm(w, axis=-1), 1)),
-    "max_norm": (rpx.norms.MaxNorm(0.5, where="max_norm"), lambda w: np.linalg.norm(w, axis=0) <= 0.5 + 1e-6),
-    "poincare_ball": (rpx.norms.PoincareBall(4.0, where="poincare_ball"), lambda w: np.linalg.norm(w, axis=-1) < 0.5),
+    "sphere": (rpx.norms.Sphere(along=-1, where="sphere"), lambda w: near(np.linalg.norm(w, axis=-1), 1)),
+    "max_norm": (rpx.norms.MaxNorm(0.5, axis=-1, where="max_norm"), lambda w: np.linalg.norm(w, axis=0) <= 0.5 + 1e-6),
+    "poincare_ball": (rpx.norms.PoincareBall(4.0, along=-1, where="poincare_ball"), lambda w: np.linalg.norm(w, axis=-1) < 0.5),
     "standardization": (
-        rpx.norms.WeightStandardization(where="standardization"),
+        rpx.norms.WeightStandardization(axis=-1, where="standardization"),
         lambda w: near(w.mean(0), 0) and near(w.std(0), 1),
     ),
     "spectral_norm": (rpx.SpectralNorm(5, where="spectral_norm"), lambda w: near(np.linalg.norm(w, 2), 1, 0.01)),
@@ -29,12 +29,12 @@ STAGES = {
     "exp": (rpx.Positive("exp", where="exp"), lambda w: w > 0),
     "square": (rpx.Positive("square", where="square"), lambda w: w >= 0),
     "bounded": (rpx.numbers.Bounded(-1, 3, where="bounded"), lambda w: np.abs(w - 1) <= 2 + 1e-6),
-    "simplex": (rpx.numbers.Simplex(where="simplex"), lambda w: near(w.sum(-1), 1) and near(np.abs(w), w, 0)),
+    "simplex": (rpx.numbers.Simplex(along=-1, where="simplex"), lambda w: near(w.sum(-1), 1) and near(np.abs(w), w, 0)),
     "elementwise": (rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, where="elementwise"), lambda w: np.abs(w) <= 1),
     "magnitude_pruning": (rpx.MagnitudePruning(0.5, where="magnitude_pruning"), lambda w: np.sum(w == 0) == 12),
     "random_pruning": (rpx.sparse.RandomPruning(0.5, where="random_pruning"), lambda w: np.sum(w == 0) == 12),
     "rigl": (rpx.sparse.RigL(0.5, where="rigl"), lambda w: np.sum(w == 0) == 12),
-    "n_of_m": (rpx.sparse.NByM(1, 2, where="n_of_m"), lambda w: np.sum((w == 0).reshape(-1, 2), axis=1) == 1),
+    "n_of_m": (rpx.sparse.NByM(1, 2, along=-1, where="n_of_m"), lambda w: np.sum((w == 0).reshape(-1, 2), axis=1) == 1),
 }
 P = rpx.Chain(tuple(stage for stage, _ in STAGES.values()))
 

@@ -14,6 +14,9 @@ import reparax as rpx
 X, Y = mlp.data()
 
 
+P = rpx.WeightNorm(axis=-1)  # arrays in tuples have no names
+
+
 def params() -> Any:
     w1, b1, w2, b2 = mlp.arrays()
     return [(w1, b1), (w2, b2)]
@@ -25,13 +28,13 @@ def forward(layers: Any, x: Array) -> Array:
 
 
 def test_tuples_in_a_list_train_as_raw_values() -> None:
-    raw, tx = jax.jit(mlp.P.init)(params()), optax.sgd(mlp.RATE)
+    raw, tx = jax.jit(P.init)(params()), optax.sgd(mlp.RATE)
 
     @jax.jit
     def trained(raw: Any) -> Any:
         def step(carry: Any, _: None) -> Any:
             raw, state = carry
-            value, slope = jax.value_and_grad(lambda raw: mlp.mean_square(forward(mlp.P.apply(raw), X), Y))(raw)
+            value, slope = jax.value_and_grad(lambda raw: mlp.mean_square(forward(P.apply(raw), X), Y))(raw)
             updates, state = tx.update(slope, state, raw)
             return (optax.apply_updates(raw, updates), state), (value, slope)
 
@@ -40,7 +43,7 @@ def test_tuples_in_a_list_train_as_raw_values() -> None:
     (raw, _), (losses, slopes) = trained(raw)
     first = [jax.tree.map(lambda x: np.asarray(x)[0], value) for layer in slopes for value in layer]
     mlp.assert_gradients(*first)
-    mlp.assert_trained(losses, [w for layer in jax.jit(mlp.P.fold)(raw) for w in layer])
+    mlp.assert_trained(losses, [w for layer in jax.jit(P.fold)(raw) for w in layer])
 
 
 def test_a_field_called_value_keeps_its_name() -> None:
@@ -50,7 +53,7 @@ def test_a_field_called_value_keeps_its_name() -> None:
         value: Array
 
     w = jnp.ones((2, 2))
-    raw = rpx.WeightNorm(where="0/value").init([Attention(w, w, w)])
+    raw = rpx.WeightNorm(axis=-1, where="0/value").init([Attention(w, w, w)])
     assert jax.tree.map(jnp.shape, raw[0].value) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}
 
 

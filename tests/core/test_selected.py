@@ -34,7 +34,7 @@ def test_it_is_the_selection_of_a_tree_of_booleans_and_lies_beside_a_checkpoint(
     by_part = rpx.stage.selected(
         lambda m: m["layers"][0]["weight"], jax.eval_shape(lambda: {"layers": PARAMS["layers"]})
     )
-    p = rpx.WeightNorm(where=by_part)
+    p = rpx.WeightNorm(axis=-1, where=by_part)
     assert by_part == rpx.stage.selected({"layers": [{"weight": True, "bias": False}, False]})
     assert rpx.from_json(p.to_json()) == p
     raw = p.init({"layers": PARAMS["layers"]})

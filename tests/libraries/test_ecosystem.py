@@ -25,7 +25,7 @@ import reparax as rpx
 # Two stages nested, auxiliary and fixed values, a plain array, and a perturbation.
 CHAIN = (
     rpx.SpectralNorm(where="net/dec")
-    >> rpx.WeightNorm(where="net/enc")
+    >> rpx.WeightNorm(axis=-1, where="net/enc")
     >> rpx.LowRank(2, where="net/enc")
     >> rpx.VarNoise(0.1)
 )

@@ -222,6 +222,11 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
     if axes is None or axes == EACH:
         return None
     if axes == LAST:
+        if w.ndim > 1:
+            return (
+                f"expected a vector, as no {field} is given, got shape {w.shape}. Write {field}=-1 for the last axis, "
+                f"or the one that you mean."
+            )
         axes = last_to_number(axes)
     if all(-w.ndim <= axis < w.ndim for axis in list_axes(axes)):
         if len(set(count_from_front(axes, w))) == len(list_axes(axes)):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import AxisNames, AxisNumbers, find_axes
+from reparax.core.axes import AxisNames, AxisNumbers, find_axes, stacked_axes_error
 from reparax.core.layers import Known
 from reparax.core.raw import Leaf
 from reparax.core.roles import Role
@@ -58,8 +58,8 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
         return stage
     known, stacked = leaf.known, find_axes(stage.stacked, names)
     n_own = w.ndim - len(stacked)
-    if n_own < 2 or (n_own == 2 and stage.any_matrix and not known.axes):
-        return stage  # a vector has one axis, and a matrix is one in either order
+    if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not (known.is_class and known.axes)):
+        return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
     try:
         role = known.role(w.shape, w.dtype, stacked)
         why = role.why or ("" if typical else _why_not_stacked(leaf, w, role))

@@ -584,7 +584,9 @@ def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array],
 
 def _effective_type(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
     """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
-    return _aligned_type(stage, types) or jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
+    if (aligned := _aligned_type(stage, types)) is not None:
+        return aligned
+    return jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
 
 
 def _aligned_type(stage: Any, types: Mapping[str, Any]) -> Any:

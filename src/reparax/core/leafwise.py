@@ -272,11 +272,13 @@ class Leafwise(Parametrization):
     def _arranged_for(self, who: CallName, w: Any, leaf: Leaf, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage as it acts on one array; an error if it cannot take the array."""
         with locate_errors(who):
+            if reason := self._dtype_error(w):
+                raise ValueError(reason)
             stage, stacked = self._arranged(leaf, w, names)
             if names is not None:  # the stage asks for names
                 require_names_fit(names, w)
             stage_for_one = replace(stage, stacked=()) if stacked else stage
-            reason = stage._dtype_error(w) or stacked_axes_error(w, stacked)
+            reason = stacked_axes_error(w, stacked)
             for one_array in each_stacked(w, stacked) if reason is None else ():
                 if why := stage_for_one._why_refused(one_array):
                     reason = f"{why} The array is one of those along stacked={stage.stacked}." if stacked else why
