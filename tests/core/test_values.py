@@ -21,6 +21,7 @@ from errors import raises, table
 from public import PUBLIC
 
 import reparax as rpx
+from reparax.numerics.arguments import check_number
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **PUBLIC}
 
@@ -244,7 +245,7 @@ def test_numbers_of_float32_print_and_store_as_they_were_written():
 
 def test_a_float32_reads_back_to_itself():
     words = np.random.default_rng(0).integers(0, 2**32, 2000, np.uint32).view(np.float32)
-    found = [rpx.stage.check_number(x, "", "") for x in words]
+    found = [check_number(x, "", "") for x in words]
     np.testing.assert_array_equal(np.array(found).astype(np.float32), words)
     known = [x for x in words if np.isfinite(x)]
     assert [repr(x) for x in found if np.isfinite(x)] == [repr(float(str(x))) for x in known]  # as numpy prints them

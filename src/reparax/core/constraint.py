@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
 from reparax.core.calls import call_name
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
@@ -140,7 +140,7 @@ class Constraint(Reparametrization):
       False
     """
 
-    outside: str = argument(one_of("nearest", "project", "refuse"), default="nearest", kw_only=True)
+    outside: str = field(one_of("nearest", "project", "refuse"), default="nearest", kw_only=True)
 
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 

@@ -63,7 +63,7 @@ class Perturbation(Leafwise):
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
     array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
     stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`per_array`.
+    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.constraint import Constraint, is_near
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole, check_two, check_whole, number_that
@@ -72,7 +72,7 @@ class LowRank(RowsAndColumns, Constraint):
       Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
     """
 
-    rank: int = argument(check_positive_whole)
+    rank: int = field(check_positive_whole)
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
 
@@ -142,7 +142,7 @@ class Kronecker(RowsAndColumns, Constraint):
       Van Loan and Pitsianis, *Approximation with Kronecker Products*, 1993.
     """
 
-    shape: tuple[int, int] = argument(check_two)
+    shape: tuple[int, int] = field(check_two)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return why_not_divisible(self.shape, w)
@@ -235,7 +235,7 @@ _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that i
 class _BoundedBelow(_SingularValues):
     r"""Singular values above ``eps``: :math:`f(s) = \epsilon + log(1 + e^s)`."""
 
-    eps: float = argument(_EPS, default=1e-6, kw_only=True)
+    eps: float = field(_EPS, default=1e-6, kw_only=True)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         inside = super().contains(w, tolerance)
@@ -286,7 +286,7 @@ class FixedRank(_BoundedBelow):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    rank: int = argument(check_whole)
+    rank: int = field(check_whole)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w)
@@ -421,7 +421,7 @@ class AlmostOrthogonal(_SingularValues):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    radius: float = argument(_RADIUS, default=0.1)
+    radius: float = field(_RADIUS, default=0.1)
 
     def spectrum(self, s: Array) -> Array:
         return 1 + self.radius * jnp.sin(s)

@@ -14,11 +14,11 @@ from jax import Array
 
 from reparax.core.axes import LAST, Axis, check_one_along, position
 from reparax.core.constraint import Constraint, is_known
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field, number_field
 from reparax.core.leaf import Reparametrization
 from reparax.core.roles import VECTORS
 from reparax.core.values import Values, main
-from reparax.numerics.arguments import check_function, check_number, number_that, one_of
+from reparax.numerics.arguments import check_function, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 Function = Callable[[Array], Array]
@@ -97,7 +97,7 @@ class Positive(_Map):
       Dugas, Bengio, Bélisle, Nadeau and Garcia, *Incorporating Second-Order Functional Knowledge*, 2001.
     """
 
-    map: str = argument(one_of("softplus", "exp", "square"), default="softplus")
+    map: str = field(one_of("softplus", "exp", "square"), default="softplus")
 
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -162,8 +162,8 @@ class Bounded(_Map):
       Stan Development Team, *Stan Reference Manual*, constraint transforms, lower and upper bounded scalar.
     """
 
-    low: Number = argument(check_number)
-    high: Number = argument(check_number)
+    low: Number = number_field(per_array=False)
+    high: Number = number_field(per_array=False)
 
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -237,8 +237,8 @@ class Elementwise(_Map):
       {'w': {'@elementwise': {'x': Array([0.        , 0.54930615], dtype=float32)}}}
     """
 
-    forward: Function = argument(check_function)
-    inverse: Function = argument(check_function)
+    forward: Function = field(check_function)
+    inverse: Function = field(check_function)
 
     def _why_refused(self, w: Array) -> str | None:
         why = super()._why_refused(w)  # first, as `refuse_leaf` would come before the error for NaN in `w` itself
@@ -289,7 +289,7 @@ class Scale(Reparametrization):
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
-    factor: Number = argument(per_array(_FACTOR))
+    factor: Number = field(by_array(_FACTOR))
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
     elementwise: ClassVar[Any] = True
@@ -344,7 +344,7 @@ class Simplex(Constraint):
       Dimensions*, 2008.
     """
 
-    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
+    along: Axis = field(check_one_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     overcomplete: ClassVar[bool] = True
