@@ -42,19 +42,19 @@ MODULE["Jump"] = Jump
 STAGES = {
     "AlmostOrthogonal": [
         rpx.matrices.AlmostOrthogonal(),
-        rpx.matrices.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]"),
+        rpx.matrices.AlmostOrthogonal(1, outside="raise", where=".*/[wk]"),
     ],
     "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.stage.selected({"a": {"b": True, "c": False}}))],
-    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="refuse")],
+    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="raise")],
     "Cast": [rpx.quantized.Cast(jnp.float8_e4m3fn), rpx.quantized.Cast("float16", where="")],
     "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.matrices.Circulant(where="a")],
     "CudnnLSTM": [rpx.shared.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
     "Delta": [rpx.adapters.Delta(), rpx.adapters.Delta(strength=0.1), rpx.adapters.Delta(where=".*kernel", stacked=0)],
-    "Diagonal": [rpx.matrices.Diagonal(outside="refuse")],
+    "Diagonal": [rpx.matrices.Diagonal(outside="raise")],
     "Elementwise": [
-        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
+        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="raise"),
         rpx.numbers.Elementwise(jax.nn.sigmoid, jax.scipy.special.logit),
         rpx.numbers.Elementwise(jax.lax.exp, jnp.log),
     ],
@@ -87,7 +87,7 @@ STAGES = {
     "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
     "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
-    "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
+    "Orthogonal": [rpx.Orthogonal("expm", outside="raise")],
     "Pack": [
         rpx.shared.Pack("haiku.lstm", where="lstm(/.*)?"),
         rpx.shared.Pack(
@@ -114,7 +114,7 @@ STAGES = {
     ],
     "Simplex": [rpx.numbers.Simplex(along="a name")],
     "Skew": [rpx.matrices.Skew()],
-    "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
+    "SpecialLinear": [rpx.matrices.SpecialLinear(outside="raise")],
     "SpecialOrthogonal": [rpx.matrices.SpecialOrthogonal("householder")],
     "SpectralNorm": [
         rpx.SpectralNorm(n_steps=3, columns=1),

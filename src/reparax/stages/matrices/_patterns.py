@@ -502,7 +502,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
     at the nearest such matrix, with the ``rank`` largest eigenvalues and zero for negative ones. Columns of eigenvalue
     zero start with a tiny norm, below rounding in W, so that they can train. A matrix without positive eigenvalues is
     an error: the nearest point is zero, where the gradient is zero, and it would never train. With
-    ``outside="project"`` it starts there. Samples are Wishart matrices with mean I.
+    ``outside="unchecked"`` it starts there. Samples are Wishart matrices with mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.

@@ -43,7 +43,7 @@ class LowRank(RowsAndColumns, Constraint):
     Half-precision matrices are computed in float32.
 
     Args:
-      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="project"`` it may be
+      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` it may be
         larger, as for adapters of PEFT on narrow layers: the additional columns of ``u`` start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -79,7 +79,7 @@ class LowRank(RowsAndColumns, Constraint):
     transposes: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return rank_error(self.rank, w) if self.outside != "project" or 0 in w.shape else None
+        return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         u, v = _nearest_factors(widened(w), self.rank)

@@ -71,8 +71,8 @@ class Positive(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
     :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
-    error: they would start next to zero, where each map is flat, and never train. With ``outside="project"`` they start
-    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
+    error: they would start next to zero, where each map is flat, and never train. With ``outside="unchecked"`` they
+    start there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
     computed in float32.
 
     Args:
@@ -135,7 +135,7 @@ class Bounded(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
     between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
-    there, and they would never train. With ``outside="project"`` they start next to the bound. Half-precision arrays
+    there, and they would never train. With ``outside="unchecked"`` they start next to the bound. Half-precision arrays
     are computed in float32.
 
     Args:
@@ -214,7 +214,7 @@ class Elementwise(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
     inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
-    is 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed as
+    is 0, would never train: they are an error unless ``outside="unchecked"``. Half-precision arrays are passed as
     float32.
 
     Args:
@@ -313,7 +313,7 @@ class Simplex(Constraint):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact if ``w`` is positive and sums to
     1, and otherwise starts at the nearest point of the simplex. Zeros in that point are an error: the map is flat
-    there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    there, and they would never train. With ``outside="unchecked"`` they start next to zero. Samples are uniform.
     Half-precision arrays are computed in float32.
 
     The model does not depend on :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
