@@ -168,7 +168,7 @@ def test_deterministic_drops_what_is_random():
 
 
 class RandomBase(rpx.Reparametrization):
-    def draw_leaf(self, w, key):
+    def init_leaf(self, w, key):
         start = jax.random.normal(key, w.shape)
         return {"x": w - start, "start": start}
 

@@ -457,7 +457,7 @@ class LoRA(RowsAndColumns):
     def random_init(self) -> bool:
         return self.init_weights in DRAWN
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)
         if self.init_weights in DRAWN:
             a = DRAWN[self.init_weights](x, self.rank, key).astype(w.dtype)

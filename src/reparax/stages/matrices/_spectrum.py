@@ -81,19 +81,18 @@ class LowRank(RowsAndColumns, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         u, v = _nearest_factors(widened(w), self.rank)
-        return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
+        u, v = u.astype(w.dtype), v.astype(w.dtype)
+        if key is not None:
+            rows = (v.ndim - 1,)
+            noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
+            v = jnp.where(is_zero(v, rows), noise, v)
+        return {"u": u, "v": v}
 
     @property
     def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        values = self.init_leaf(w)
-        v, rows = values["v"], (values["v"].ndim - 1,)
-        noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
-        return {**values, "v": jnp.where(is_zero(v, rows), noise, v)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
@@ -147,15 +146,12 @@ class Kronecker(RowsAndColumns, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         return why_not_divisible(self.shape, w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w)))
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w), key))
 
     @property
     def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).draw_leaf(self._rearrange(w), key))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]

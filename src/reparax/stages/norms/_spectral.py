@@ -258,7 +258,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     def random_init(self) -> bool:
         return False  # any start of the iteration leads to the same vectors
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape
         u, v = _iterate(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)

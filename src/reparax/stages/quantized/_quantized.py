@@ -467,10 +467,7 @@ class Quantized(Scaled):
     def _why_refused(self, w: Array) -> str | None:
         return super()._why_refused(w) or self._scale_range_error(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self.draw_leaf(w, None)
-
-    def draw_leaf(self, w: Array, key: Array | None) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         codes, values = self._codes_and_scales(w, key)
         block_axis = self._block_axis(w)
         order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}

@@ -416,10 +416,9 @@ class RandomPruning(_Prune):
       Liu, Chen, Chen, Shen, Mocanu, Wang and Pechenizkiy, *The Unreasonable Effectiveness of Random Pruning*, 2022.
     """
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _slice_scores(w, self.axis, 2.0))
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        if key is None:
+            return self._masking(w, _slice_scores(w, self.axis, 2.0))
         return self._masking(w, _random_scores(_slice_scores(w, self.axis, math.inf), key))
 
 
@@ -462,11 +461,9 @@ class _Regrow(_Masked, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         return count_error(self, w.size)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, jnp.abs(widened(w)))
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._masking(w, _random_scores(jnp.abs(widened(w)), key))
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        sizes = jnp.abs(widened(w))
+        return self._masking(w, sizes if key is None else _random_scores(sizes, key))
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
