@@ -21,6 +21,7 @@ from errors import raises, table
 from public import PUBLIC
 
 import reparax as rpx
+from reparax.core.chain import Mean
 from reparax.numerics.arguments import check_number
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **PUBLIC}
@@ -37,7 +38,7 @@ class Jump(rpx.Perturbation):
         return w + self.by / 2
 
 
-MODULE["Jump"] = Jump
+MODULE |= {"Jump": Jump, "Mean": Mean}
 
 STAGES = {
     "AlmostOrthogonal": [
@@ -84,7 +85,6 @@ STAGES = {
         rpx.MagnitudePruning((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
-    "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
     "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
     "Orthogonal": [rpx.Orthogonal("expm", outside="raise")],
@@ -139,7 +139,9 @@ STAGES = {
     "WeightStandardization": [rpx.norms.WeightStandardization(axis=(0, 1))],
 }
 
-each_stage = pytest.mark.parametrize("p", [p for each in STAGES.values() for p in each], ids=repr)
+each_stage = pytest.mark.parametrize(
+    "p", [Mean(Jump(0.5, where="w")), *(p for each in STAGES.values() for p in each)], ids=repr
+)
 
 
 def test_the_table_has_all_public_stages():
