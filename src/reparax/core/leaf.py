@@ -478,7 +478,7 @@ class _Found:
 
     def __init__(self, stage: Any, method: str, tree: Flat) -> None:
         self.who, self._types = CallName(stage, method), dict[Any, Any]()
-        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
+        self._by_path, self.arranged = bool(stage._by_path), stage._arranged
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(str(self.who), stage.kind, nest(tree))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import jax
@@ -137,53 +138,39 @@ class Leafwise(Parametrization):
         """This stage for what ``_on_one`` gives the formula."""
         return self
 
-    @property
+    @cached_property
     def _varied(self) -> dict[str, ByPath | ByArray]:
-        """The fields whose number differs from array to array."""
-        field_values = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._all_axis_fields
-        }
-        return {name: value for name, value in field_values.items() if isinstance(value, ByPath | ByArray)}
+        """The fields that differ from array to array: numbers, and axes by path."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
-    @property
+    @cached_property
     def _by_path(self) -> dict[str, ByPath]:
-        """The fields of axes that differ from array to array."""
-        axes_of_field = {name: getattr(self, name) for name in self._all_axis_fields}
-        return {name: value for name, value in axes_of_field.items() if isinstance(value, ByPath)}
+        """Those of them that hold axes."""
+        axes = {name: self._varied.get(name) for name in (*self._axis_fields, "stacked")}
+        return {name: value for name, value in axes.items() if isinstance(value, ByPath)}
 
-    @property
-    def _all_axis_fields(self) -> tuple[str, ...]:
-        """The names of the fields of axes, with that of stacked ones."""
-        return (*self._axis_fields, "stacked")
+    @cached_property
+    def _asks_names(self) -> bool:
+        """Whether any axis is given by name."""
+        axes_of_fields = [getattr(self, name) for name in (*self._axis_fields, "stacked")]
+        return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
+
+    @cached_property
+    def _same_at_all(self) -> tuple[Self, AxisNumbers] | None:
+        """What :meth:`_arranged` returns for each array, if it is the same for all."""
+        return None if self._varied or self._asks_names else (self, find_axes(self.stacked, None))
 
     def for_array(self, path: str, w: Any) -> Self:
-        """This stage with the numbers for one array; functions of the array get its shape and dtype."""
-        if not (varying_fields := self._varied):
-            return self
+        """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in varying_fields.items()})
+        return replace(self, **{name: value.at(path, like) for name, value in self._varied.items()})
 
     def at_path(self, path: str) -> Self | None:
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not (by_path := self._by_path):
-            return self
-        if not all(axes.matching(path) for axes in by_path.values()):
+        if not all(axes.matching(path) for axes in self._by_path.values()):
             return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in by_path.items()})
-
-    @property
-    def _named_axes(self) -> dict[str, Any]:
-        """The fields that give axes by name."""
-        axes = {name: getattr(self, name) for name in self._axis_fields}
-        return {name: field_axes for name, field_axes in axes.items() if has_names(field_axes)}
-
-    @property
-    def _asks_names(self) -> bool:
-        """Whether any axis is given by name."""
-        axes_of_fields = [getattr(self, name) for name in self._all_axis_fields]
-        return any(
-            map(has_names, (axes for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,))))
-        )
+        return replace(self, **{name: axes.at(path, None) for name, axes in self._by_path.items()})
 
     # Which leaves the stage acts on.
 
@@ -213,7 +200,7 @@ class Leafwise(Parametrization):
             # After a stage that changes types, the effective array does not show the type of the model's.
             if not (is_array(leaf.content) or not self.changes_type):
                 return True
-            if (stage := self.at_path(leaf.path)) is None:
+            if (stage := self.at_path(leaf.path) if self._by_path else self) is None:
                 return False
             w = look(leaf)
             with locate_errors(who.at(leaf.path)):
@@ -225,8 +212,7 @@ class Leafwise(Parametrization):
         chosen = choose(who, where, leaves, by_default, look)
         if not chosen and not self._may_choose_nothing(leaves):
             raise chose_nothing_error(who, where, leaves, self.stacked)
-        if by_path := self._varied | self._by_path:
-            chosen = without_unmatched(who, by_path, chosen)
+        chosen = without_unmatched(who, self._varied, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
             require_axes(who, "stacked", self.stacked, [names[leaf.place] for leaf in chosen])
@@ -241,29 +227,25 @@ class Leafwise(Parametrization):
         """The axis names of each array, if this stage needs any."""
         return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
 
-    @property
-    def _arranger(self) -> Callable[[str, Any, AxisNames | None], tuple[Self, AxisNumbers]]:
-        """:meth:`_arranged`, found out once for arrays on which the stage is the same."""
-        if self._varied or self._by_path or self._asks_names:
-            return self._arranged
-        stacked = find_axes(self.stacked, None)
-        return lambda path, w, names: (self, stacked)
-
     def _arranged(self, path: str, w: Any, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage with the numbers and axes of one array, and its stacked axes; if ``w`` is None, typical numbers.
 
         Shapes and dtypes do not depend on the numbers. Names of stacked axes that an array does not have are ignored.
         """
-        if (stage := self.at_path(path)) is None:
-            name, value = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
+        if self._same_at_all is not None:
+            return self._same_at_all
+        if lost := [name for name, axes in self._by_path.items() if not axes.matching(path)]:
+            name, value = lost[0], self._by_path[lost[0]]
             raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
-        if self._varied:
-            stage = replace(stage, **dict.fromkeys(self._varied, TYPICAL)) if w is None else stage.for_array(path, w)
+        numbers = self._varied.keys() - self._by_path.keys()
+        typical = replace(self, **dict.fromkeys(numbers, TYPICAL)) if w is None else self
+        stage = typical.for_array(path, w)
         stacked = find_axes(stage.stacked, names)
-        if stage._named_axes or has_names(stage.stacked):
+        named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
+        if named or has_names(stage.stacked):
             others = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-            numbers: dict[str, Any] = {name: number_axes(axes, others) for name, axes in stage._named_axes.items()}
-            stage = replace(stage, **numbers, stacked=stacked)
+            by_number: dict[str, Any] = {name: number_axes(axes, others) for name, axes in named.items()}
+            stage = replace(stage, **by_number, stacked=stacked)
         return stage, stacked
 
     def _arranged_for(self, who: CallName, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
