@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -35,15 +36,16 @@ from reparax.core.axes import (
 from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors
+from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
-from reparax.core.paths import Names
-from reparax.core.raw import Flat, Leaf, empty_nodes, nest
+from reparax.core.paths import Names, type_of
+from reparax.core.raw import Flat, Leaf, Node, empty_nodes, nest
 from reparax.core.roles import Misfit
 from reparax.core.where import (
     AllBut,
     Selected,
     Where,
+    by_path,
     check_where,
     choose,
     chose_nothing_error,
@@ -177,6 +179,26 @@ class Leafwise(Parametrization):
     @abstractmethod
     def bind(self, method: str, tree: Flat) -> list[Bound]: ...
 
+    def _arrays(self, method: str, tree: Flat) -> Iterator[tuple[Leaf, CallName, Self, AxisNumbers]]:
+        """The arrays of the tree that the stage takes, and the stage as it acts on each; but for ``init``, by types."""
+        names, leaves = self._names_of(tree), tree.leaves(bases=self._takes_base)
+        for leaf in leaves if method != "init" else ():
+            leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
+        for leaf in self._selected(method, tree, leaves):
+            who = CallName(self, method, (leaf.path,))
+            yield leaf, who, *self._arranged_for(who, leaf.content, leaf.path, names[leaf.place])
+
+    def _effective_type(self, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
+        """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
+        for name, declaration in self.raw_values.items():
+            if declaration.main and declaration.aligned and name in types:
+                return types[name]
+        return jax.eval_shape(lambda values: self._effective(stacked, values), dict(types))
+
+    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+        """The array of raw values, without randomness."""
+        raise NotImplementedError
+
     def _selected(
         self,
         method: str,
@@ -269,3 +291,61 @@ class Leafwise(Parametrization):
 
     def _misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
         return misfits(self, tree, roles)
+
+
+class Found:
+    """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
+
+    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
+    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
+    """
+
+    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
+        self._stage, self.who, self._types = stage, CallName(stage, method), dict[Any, Any]()
+        nodes = tree.nodes(stage.kind)
+        if not nodes:
+            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
+        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
+        self.of_nodes, self._values = (
+            [leaf for leaf in self.leaves if isinstance(leaf.content, Node)],
+            dict[Names, Any](),
+        )
+        for leaf in self.of_nodes:
+            with locate_errors(self.who.at(leaf.path)):
+                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
+        if not by_path(stage.where) and len(self.of_nodes) > 1:
+            foreign = [leaf for leaf in self.of_nodes if self._fails(leaf)]
+            for leaf in foreign if len(foreign) < len(self.of_nodes) else ():
+                leaf.content = None
+
+    def selected(self) -> list[Leaf]:
+        """The leaves that the stage selects, each with a marker dict."""
+        chosen = self._stage._selected(self.who.method, self.tree, self.leaves, self.look)
+        for leaf in chosen:
+            if not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{self.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
+                    f"once, with the whole chain, and pass `raw`."
+                )
+        return chosen
+
+    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
+        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
+        if not isinstance(leaf.content, Node):
+            return type_of(leaf.content)
+        names, types = self.names[leaf.place], self._values[leaf.place]
+        group = fit, names, leaf.path if self._stage._by_path else None, *types.items()
+        if group not in self._types:
+            with locate_errors(self.who.at(leaf.path)):
+                stage, stacked = self._stage._arranged(leaf.path, None, names)
+                self._types[group] = effective = stage._effective_type(stacked, types)
+                if fit:
+                    stage._require_start(stacked, types, effective)
+        return self._types[group]
+
+    def _fails(self, leaf: Leaf) -> bool:
+        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
+        with suppress(Exception):
+            return self.look(leaf) is None
+        return True
