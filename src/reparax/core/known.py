@@ -72,7 +72,9 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
 
 
 def types_to_try(stage: Any, leaf: Leaf, names: AxisNames | None) -> list[Any]:
-    """Types that an array may have, whose values alone are known: with no stacked axis, and with one to three."""
+    """Types that an array may have, whose values alone are known; the first one for an error."""
+    if not asks_axes(stage):
+        return [None]
     known, stacked = leaf.known, find_axes(stage.stacked, names)
     own = tuple(2 if size is None else size for size in known.sizes) or (2,) * (len(known.axes) or 2)
     counts = range(4) if known.is_class and known.axes and not stacked else [len(stacked)]
