@@ -229,7 +229,7 @@ CASES = {
     "slices": (rpx.adapters.TrainableSlices((0, 2), axis=-1, where="conv/kernel"), model),
     "gains": (rpx.Freeze() >> rpx.adapters.Gain(axis=-1), model),
     "stored >> lora >> weight norm": (
-        rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2) >> rpx.WeightNorm(axis=-1, detach=True),
+        rpx.Quantized("nf4", block_size=4) >> rpx.LoRA(2, columns=-1) >> rpx.WeightNorm(axis=-1, detach=True),
         flat,
     ),
     "stored": (

@@ -75,5 +75,5 @@ def test_a_field_called_value_keeps_its_name() -> None:
         value: Array
 
     w = np.ones((2, 2), np.float32)
-    raw = jax.eval_shape(rpx.WeightNorm(where="0/value").init, [Attention(w, w)])
+    raw = jax.eval_shape(rpx.WeightNorm(axis=-1, where="0/value").init, [Attention(w, w)])
     assert jax.tree.map(jnp.shape, raw[0].value) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}

@@ -28,7 +28,8 @@ import reparax as rpx
 from reparax.core.paths import flatten_with_names, path_text
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
-CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+NORM = rpx.WeightNorm(axis=-1)  # arrays in tuples have no names
+CHAIN = NORM >> rpx.VarNoise(0.075)
 
 
 # The same network, 3 -> 4 -> 2, of which each library says where its parameters are. -------------------------------
@@ -249,7 +250,7 @@ def test_a_predicate_sees_the_same_paths_in_every_library(build: Callable[[], Ca
     noise.init(case.params)
     assert sorted(seen) == case.paths
     seen.clear()
-    jax.eval_shape(lambda: _arrays((rpx.WeightNorm() >> noise).apply(rpx.WeightNorm().init(case.params), key)))
+    jax.eval_shape(lambda: _arrays((NORM >> noise).apply(NORM.init(case.params), key)))
     assert sorted(seen) == case.paths
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "programs": {"core", "numerics"},
     "transforms": {"core", "numerics", "programs"},
     "axes": {"core", "numerics", "programs"},
-    "models": {"core", "numerics", "training"},
+    "models": {"axes", "core", "numerics", "training"},
     "io": {"core", "numerics", "stages"},
     "testing": {"core", "numerics", "training"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import AxisNames, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.axes import EACH, LAST, AxisNames, AxisNumbers, find_axes, stacked_axes_error
 from reparax.core.layers import Known
 from reparax.core.raw import Leaf
 from reparax.core.roles import Role
@@ -80,6 +81,21 @@ def types_to_try(stage: Any, leaf: Leaf, names: AxisNames | None) -> list[Any]:
     counts = range(4) if known.is_class and known.axes and not stacked else [len(stacked)]
     plain = [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
     return [plain[0], *plain] if len(plain) > 1 else plain
+
+
+def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) -> str:
+    """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
+    if not isinstance(by_roles := getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
+        return ""
+    axes = {name: getattr(bound, name) for name in stage._axis_fields}
+    used = {name: x for name, x in axes.items() if x not in (None, EACH, LAST)}
+    if not used and not stage.any_matrix:
+        return ""
+    unset = unset_fields(stage)
+    source = "given" if by_roles.keys() - unset.keys() or not by_roles else known.source if unset.keys() & used.keys() else "a matrix"
+    stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
+    shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
+    return f"{shown} ({source if known.is_class or source in ('given', 'a matrix') else repr(source)})"
 
 
 def _why_not_stacked(leaf: Leaf, w: Any, role: Role) -> str:

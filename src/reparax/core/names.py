@@ -91,7 +91,7 @@ FAMILIES = {
             "main aux fixed field number_field axes_field other_axes Term Where Axes Number",
         ),
         ("nnx", "reparax.models.nnx", "Parametrized Fixed"),
-        ("linen", "reparax.models.linen", "parametrized"),
+        ("linen", "reparax.models.linen", "parametrized roles"),
         ("equinox", "reparax.models.equinox", "Parametrized"),
         ("haiku", "reparax.models.haiku", "parametrized"),
     )

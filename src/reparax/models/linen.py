@@ -7,6 +7,9 @@ import functools
 import inspect
 from typing import Any, ClassVar, Literal
 
+import jax
+
+from reparax.axes import roles as roles_of_program
 from reparax.core.calls import call_name
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
@@ -84,6 +87,39 @@ def parametrized(
     check_updates(_WHO, p, updates, "module.update(variables)")
     made = _make_class(type(module))
     return made(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
+
+
+def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
+    """The roles of the axes of a module's parameters, as :func:`reparax.roles` reads them from its ``apply``.
+
+    The kernel of a linen layer may be that of a convolution, of heads or of a stack, and only the module knows which:
+    ``p = p.with_axes(rpx.linen.roles(module, x))``. Nothing is computed.
+
+    Args:
+      module: The module.
+      args: Inputs of ``module(...)``, or their shapes and dtypes.
+      kwargs: Its keyword arguments, such as ``train=False``.
+
+    Raises:
+      TypeError: If ``module`` is not a linen module.
+
+    Example:
+      >>> import flax.linen as nn, jax.numpy as jnp, reparax as rpx
+      >>> module = nn.Sequential([nn.Conv(4, (3, 3)), nn.DenseGeneral((2, 5))])
+      >>> rpx.WeightNorm().with_axes(rpx.linen.roles(module, jnp.ones((1, 8, 8, 3))))
+      WeightNorm(axis={'layers_0/kernel': -1, 'layers_1/kernel': (-2, -1)})
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"rpx.linen.roles takes a linen module, but got {module!r}. For functions, use `rpx.roles`.")
+    key = jax.random.key(0)
+    variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, **kwargs), *args))
+    params, states = variables.pop("params", {}), list(variables)
+
+    def forward(params: PyTree, variables: PyTree, *args: Any) -> Any:
+        everything = {**variables, "params": params}
+        return module.apply(everything, *args, rngs={"params": key}, mutable=states, **kwargs)
+
+    return roles_of_program(forward, params, variables, *args)
 
 
 class _Parametrized(Functions, nn.Module):

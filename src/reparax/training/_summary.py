@@ -8,9 +8,10 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from reparax.core.bound import provenance_of
+from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains, with_any_key
 from reparax.core.chain import Parametrization
+from reparax.core.known import axes_in_words
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
@@ -19,8 +20,8 @@ from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
 
-_TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "off", "stages")
-_LEFT = ("path", "raw value", "type", "stages")
+_TITLES = ("path", "raw value", "type", "free", "fixed", "bytes", "off", "stages", "axes")
+_LEFT = ("path", "raw value", "type", "stages", "axes")
 _CELL = "white-space: nowrap; padding: 0 0.5em"
 
 
@@ -38,6 +39,8 @@ class Row:
       off: How far the parameter's start is from its weight: the largest difference over the largest entry; 0 if it is
         rounding, and None if only shapes are known.
       stages: The names of the stages that act on the parameter, in the order in which they run.
+      axes: The axes that these stages use, and where each knows them from: ``given``, the class of a layer, the name of
+        the array, or ``a matrix``, which some stages take as it lies.
     """
 
     path: str
@@ -48,18 +51,19 @@ class Row:
     bytes: int
     off: float | None
     stages: tuple[str, ...]
+    axes: tuple[str, ...] = ()
 
     def times(self, line: Line, off: float | None) -> Row:
         """The sums over all parameters that share a line, and the largest ``off`` of them."""
         n, type = line.count, f"{line.times}{self.type}".rstrip()
-        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages)
+        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
         counts = (f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes))
         off = "" if self.off is None else f"{self.off:.2g}" if self.off else "-"
-        return self.path, self.value, self.type, *counts, off, " >> ".join(self.stages)
+        return self.path, self.value, self.type, *counts, off, " >> ".join(self.stages), "; ".join(self.axes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,10 +75,13 @@ class Summary:
     Attributes:
       chain: The parametrization, as text.
       rows: The arrays of the raw tree.
+      left_out: For each stage that acts on weights by default, the paths of arrays of two or more axes on which it does
+        not act.
     """
 
     chain: str
     rows: tuple[Row, ...]
+    left_out: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @property
     def total(self) -> Row:
@@ -90,9 +97,19 @@ class Summary:
         for line in fold_lines(alike):
             off = _largest_off([groups[path][0] for path in line.members])
             lines = [row.times(line, off).cells for row in line.value]
-            body += [("", *cells[1:-2], "", "") if i else cells for i, cells in enumerate(lines)]
+            body += [("", *cells[1:-3], "", "", "") if i else cells for i, cells in enumerate(lines)]
         table = [_TITLES, *body, self.total.cells]
-        return [(*cells[:-2], cells[-1]) for cells in table] if self.total.off is None else table
+        dropped = {"off"} if self.total.off is None else set[str]()
+        dropped |= set() if any(row.axes for row in self.rows) else {"axes"}
+        return [tuple(x for title, x in zip(_TITLES, cells, strict=True) if title not in dropped) for cells in table]
+
+    @property
+    def _notes(self) -> list[str]:
+        """A line for each stage that leaves weights out."""
+        return [
+            f"{stage} leaves out {', '.join(line.path for line in fold_lines([(path, ()) for path in paths]))}"
+            for stage, paths in self.left_out
+        ]
 
     def __repr__(self) -> str:
         table = self._table()
@@ -102,7 +119,7 @@ class Summary:
             columns = zip(table[0], cells, widths, strict=True)
             return "  ".join(x.ljust(n) if title in _LEFT else x.rjust(n) for title, x, n in columns).rstrip()
 
-        return "\n".join([self.chain, *map(line, table)])
+        return "\n".join([self.chain, *map(line, table), *self._notes])
 
     def __rich__(self) -> Any:
         from rich.box import SIMPLE_HEAD
@@ -117,7 +134,7 @@ class Summary:
             table.add_row(*map(Text, cells))
         table.add_section()
         table.add_row(*map(Text, total))
-        return Group(Text(self.chain), table)
+        return Group(Text(self.chain), table, *map(Text, self._notes))
 
     def _repr_html_(self) -> str:
         head, *body = self._table()
@@ -132,7 +149,8 @@ class Summary:
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
         titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
         table = f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
-        return f'<div style="overflow-x: auto">{table}</div>'
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self._notes)
+        return f'<div style="overflow-x: auto">{table}{notes}</div>'
 
 
 @shows_usage
@@ -151,7 +169,8 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     Returns:
       What prints as a table of text, of rich in ``rich.print``, and of HTML in a notebook. Parameters whose paths
       differ only in a number share one line, with their sums: ``layers/0..11``. Its ``rows`` are the arrays, each with
-      ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off`` and ``stages``; ``total`` is their sum.
+      ``path``, ``value``, ``type``, ``free``, ``fixed``, ``bytes``, ``off``, ``stages`` and ``axes``;
+      ``total`` is their sum. ``left_out`` and the last lines list weights on which a stage does not act.
 
     Raises:
       TypeError: If ``p`` is not a parametrization, or a random stage does not define its mean.
@@ -177,7 +196,8 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     else:
         raw = init(params)
         off = distances(p.fold(raw), params)
-    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(p, raw), off)))
+    made = provenance_of(p, raw)
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(made), off)), tuple(_left_out(made)))
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
@@ -185,22 +205,42 @@ def _largest_off(rows: Sequence[Row]) -> float | None:
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
-def _acting_stages(p: Parametrization, raw: PyTree) -> dict[str, tuple[str, ...]]:
+Acting = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+"""For the path of each parameter the stages that act on it, and their axes."""
+
+
+def _acting_stages(made: Provenance) -> Acting:
     """The stages that act on each parameter."""
-    stages_of: dict[str, tuple[str, ...]] = {}
-    for stage, bounds in provenance_of(p, raw).bindings:
-        for path in dict.fromkeys(parameter_path(place) for bound in bounds for place in bound.arrays.values()):
-            stages_of[path] = (*stages_of.get(path, ()), type(stage).__name__)
-    return stages_of
+    acting: Acting = {}
+    for stage, bounds in made.bindings:
+        at: dict[str, dict[str, None]] = {}
+        for bound in bounds:
+            for place in bound.arrays.values():
+                axes = axes_in_words(stage._own, bound.stage, bound.stacked, made.raw.known_at(place))
+                at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
+        for path, texts in at.items():
+            stages, axes_of_stages = acting.get(path, ((), ()))
+            acting[path] = (*stages, type(stage).__name__), (*axes_of_stages, *texts)
+    return acting
 
 
-def _list_rows(raw: PyTree, acting: dict[str, tuple[str, ...]], off: dict[str, float] | None) -> Iterator[Row]:
+def _left_out(made: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
+    arrays = {parameter_path(names): x for names, x in items(made.effective) if is_array(x) and x.ndim > 1}
+    for stage, bounds in made.bindings:
+        where, least = getattr(stage._own, "where", ""), getattr(stage._own, "min_ndim", 0)
+        taken = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
+        if not isinstance(where, str) and least > 1 and (left := [path for path in arrays if path not in taken]):
+            yield type(stage).__name__, tuple(left)
+
+
+def _list_rows(raw: PyTree, acting: Acting, off: dict[str, float] | None) -> Iterator[Row]:
     """A row for each raw value, and for each place without one."""
     free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
-        start = None if off is None else off.get(path, 0.0), acting.get(path, ())
+        start = None if off is None else off.get(path, 0.0), *acting.get(path, ((), ()))
         if is_array(leaf):
             n_free, n_fixed = (leaf.size, 0) if names in free else (0, leaf.size)
             yield Row(path, value, describe(leaf), n_free, n_fixed, size_in_bytes(leaf), *start)

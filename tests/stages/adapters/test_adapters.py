@@ -300,7 +300,7 @@ def test_sigma_reparam_is_a_gain_of_a_matrix_of_norm_one():
 
 
 def test_vera_draws_factors_from_its_seed_and_stores_vectors_alone():
-    p = rpx.Freeze() >> rpx.adapters.VeRA(5, 0.1, seed=7)
+    p = rpx.Freeze() >> rpx.adapters.VeRA(5, 0.1, seed=7, columns=-1)
     params = {"x": normal(8, 6), "y": normal(8, 6, seed=1), "z": normal(4, 6, seed=2)}
     factors = jax.jit(lambda w: (*rpx.adapters.VeRA(5, seed=7).factors(w), rpx.adapters.VeRA(5, seed=8).factors(w)[0]))
     raw = init(p, params)

@@ -92,21 +92,21 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
 
 def test_one_and_three_axes_and_the_layout_of_torch():
     line = normal(3, 2, 4)
-    p = rpx.SpectralNorm(input_shape=6, padding="VALID")
+    p = rpx.SpectralNorm(columns=-1, input_shape=6, padding="VALID")
     matrix = dense(line[None], (1, 6), (1, 1), ((0, 0), (0, 0)), "constant")
     np.testing.assert_allclose(projected(p, line), line / np.linalg.norm(matrix, 2), rtol=1e-3)
     cube = normal(2, 2, 2, 2, 3)
-    q = rpx.SpectralNorm(input_shape=(3, 3, 3), padding="VALID")
+    q = rpx.SpectralNorm(columns=-1, input_shape=(3, 3, 3), padding="VALID")
     assert init(q, {"w": cube})["w"]["@spectral_norm"]["@fixed"]["u"].shape == (2, 2, 2, 3)
     kernel = normal(3, 3, 2, 4)
-    ours = projected(rpx.SpectralNorm(input_shape=(5, 5)), kernel)
+    ours = projected(rpx.SpectralNorm(columns=-1, input_shape=(5, 5)), kernel)
     theirs = np.asarray(projected(rpx.SpectralNorm(columns=0, input_shape=(5, 5)), kernel.transpose(3, 2, 0, 1)))
     np.testing.assert_array_equal(ours, theirs.transpose(2, 3, 1, 0))
 
 
 def test_the_gradient_is_that_of_the_weight_over_its_norm():
     kernel = normal(3, 3, 2, 4)
-    p = rpx.SpectralNorm(200, input_shape=(4, 4), padding="CIRCULAR")
+    p = rpx.SpectralNorm(200, columns=-1, input_shape=(4, 4), padding="CIRCULAR")
     raw = p.update(init(p, {"w": kernel}))
     slope = normal(3, 3, 2, 4, seed=1)
     got = np.asarray(pulled(p, raw, slope)["@spectral_norm"]["w"])
@@ -123,15 +123,15 @@ def test_the_gradient_is_that_of_the_weight_over_its_norm():
 
 @pytest.mark.thorough
 def test_it_takes_the_kernels_of_convolutions_alone_by_default_and_keeps_the_laws():
-    p = rpx.SpectralNorm(input_shape=(5, 5), strides=2)
+    p = rpx.SpectralNorm(columns=-1, input_shape=(5, 5), strides=2)
     params = {"dense": normal(6, 4), "conv": normal(3, 3, 2, 4), "layers": normal(2, 3, 3, 2, 2)}
     raw = p.init(params)
     assert [name for name in params if isinstance(raw[name], dict)] == ["conv"]
-    check_laws(rpx.SpectralNorm(input_shape=(5, 5), stacked=0, where="layers") >> p, params)
+    check_laws(rpx.SpectralNorm(columns=-1, input_shape=(5, 5), stacked=0, where="layers") >> p, params)
 
 
 def test_a_kernel_of_zeros_stays_zero_and_an_update_survives_it():
-    p = rpx.SpectralNorm(input_shape=(4, 4))
+    p = rpx.SpectralNorm(columns=-1, input_shape=(4, 4))
     kernel = np.zeros((3, 3, 2, 2), np.float32)
     raw = p.update(init(p, {"w": kernel}))
     np.testing.assert_array_equal(fold(p, raw)["w"], 0)

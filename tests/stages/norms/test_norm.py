@@ -298,10 +298,9 @@ UNSAID = (
 @pytest.mark.parametrize("p", [rpx.SpectralNorm(), rpx.LowRank(2), rpx.Orthogonal()], ids=repr)
 def test_nobody_guesses_which_axes_of_a_kernel_are_multiplied_with_its_inputs(p):
     w = normal(6, 2, 3)
-    calls = {"init": lambda: p.init({"w": w}), "project": lambda: p.project(w), "contains": lambda: p.contains(w)}
-    for name, attempt in calls.items():
-        with raises(ValueError, f"{p!r}.{name}{' at ' + repr('w') if name == 'init' else ''}: {UNSAID}"):
-            attempt()
+    for method in (p.project, p.contains):
+        with raises(ValueError, f"{p!r}.{method.__name__}: {UNSAID}"):
+            method(w)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (3, 2, 4)], ids=str)

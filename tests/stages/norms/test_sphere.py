@@ -78,11 +78,11 @@ def test_sphere_divides_by_the_length_along_its_axes(along, axes):
 
 
 def test_sphere_takes_a_vector_of_zeros_to_equal_numbers():
-    np.testing.assert_allclose(projected(rpx.norms.Sphere(), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5))
+    np.testing.assert_allclose(projected(rpx.norms.Sphere(along=-1), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5))
 
 
 def test_samples_of_the_sphere_are_uniform(key):
-    points = np.asarray(jax.jit(rpx.norms.Sphere().sample, static_argnums=1)(key, (4096, 3)), np.float64)
+    points = np.asarray(jax.jit(rpx.norms.Sphere(along=-1).sample, static_argnums=1)(key, (4096, 3)), np.float64)
     np.testing.assert_allclose(points.mean(0), 0, atol=5 / np.sqrt(3 * 4096))
     # By symmetry a third of each square; Archimedes: each coordinate is uniform, of which a square has variance 4/45.
     np.testing.assert_allclose((points**2).mean(0), 1 / 3, atol=5 * np.sqrt(4 / 45 / 4096))
@@ -108,14 +108,14 @@ def test_max_norm_rescales_what_is_too_long(axis, normed):
 
 
 def test_max_norm_leaves_shorter_weights_bit_for_bit():
-    p, w = rpx.norms.MaxNorm(10.0), normal(6, 4)
+    p, w = rpx.norms.MaxNorm(10.0, axis=-1), normal(6, 4)
     assert contained(p, w)
     np.testing.assert_array_equal(read(p, init(p, {"w": w})), w)
 
 
 def test_max_norm_inverts_at_the_sphere_beyond_it():
     v = np.array([[0.3, 3.0], [0.4, 4.0]], np.float32)
-    got = read(rpx.norms.MaxNorm(2.0), {"w": {"@max_norm": {"v": v}}})
+    got = read(rpx.norms.MaxNorm(2.0, axis=-1), {"w": {"@max_norm": {"v": v}}})
     np.testing.assert_allclose(got, [[0.3, 3 * 4 / 25], [0.4, 4 * 4 / 25]], rtol=1e-6)
 
 
@@ -123,16 +123,16 @@ def test_max_norm_lets_weights_that_have_left_the_ball_become_shorter():
     target = np.array([[0.3], [0.4]], np.float32)
 
     def step(_, raw):
-        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.norms.MaxNorm(1.0).apply(raw)["w"] - target)))(raw)
+        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.norms.MaxNorm(1.0, axis=-1).apply(raw)["w"] - target)))(raw)
         return jax.tree.map(lambda x, slope: x - 0.1 * slope, raw, slopes)
 
     raw = {"w": {"@max_norm": {"v": 1.1 * target / 0.5}}}
     reached = jax.jit(lambda raw: jax.lax.fori_loop(0, 1000, step, raw))(raw)
-    np.testing.assert_allclose(read(rpx.norms.MaxNorm(1.0), reached), target, rtol=1e-4)
+    np.testing.assert_allclose(read(rpx.norms.MaxNorm(1.0, axis=-1), reached), target, rtol=1e-4)
 
 
 def test_max_norm_has_the_gradient_of_plain_weights_at_zero():
-    p = rpx.norms.MaxNorm(0.5)
+    p = rpx.norms.MaxNorm(0.5, axis=-1)
     slope = pulled(p, init(p, {"w": np.zeros((3, 2), np.float32)}), normal(3, 2))["@max_norm"]["v"]
     np.testing.assert_array_equal(slope, normal(3, 2))
 
@@ -145,7 +145,7 @@ def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
     v = np.concatenate([normal(5, 3), normal(5, 3, scale=1e-3), normal(5, 3, scale=1e-20), np.zeros((1, 3))])
     s = np.sqrt(curvature) * length(v, -1)
     with jax.enable_x64():
-        p = rpx.norms.PoincareBall(curvature)
+        p = rpx.norms.PoincareBall(curvature, along=-1)
         w = read(p, {"w": {"@poincare_ball": {"v": v}}})
         back = init(p, {"w": w})["w"]["@poincare_ball"]["v"]
     np.testing.assert_allclose(w, np.tanh(s) * v / np.where(s == 0, 1, s), rtol=1e-12)
@@ -156,7 +156,7 @@ def test_poincare_ball_is_the_exponential_map_at_the_origin(curvature):
     "dtype", mostly_thorough([np.float32, np.float16, jnp.bfloat16], np.float16), ids=["float32", "float16", "bfloat16"]
 )
 def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dtype):
-    p = rpx.norms.PoincareBall()
+    p = rpx.norms.PoincareBall(along=-1)
     far = normal(50, 3, scale=100, dtype=dtype)
     for w in (read(p, {"w": {"@poincare_ball": {"v": far}}}), projected(p, far)):
         assert contained(p, w)
@@ -168,7 +168,7 @@ def test_poincare_ball_keeps_far_points_inside_and_starts_there_from_outside(dty
     "dtype", mostly_thorough([np.float32, np.float16, jnp.bfloat16], np.float16), ids=["float32", "float16", "bfloat16"]
 )
 def test_points_that_start_at_the_edge_of_the_ball_can_leave_it(dtype):
-    p, far = rpx.norms.PoincareBall(), np.array([[1, 0], [0, -7], [0.6, 0.8], [300, 400]], dtype)
+    p, far = rpx.norms.PoincareBall(along=-1), np.array([[1, 0], [0, -7], [0.6, 0.8], [300, 400]], dtype)
     outwards = far / length(far, -1).astype(dtype)
     slopes = pulled(p, init(p, {"w": far}), outwards)["@poincare_ball"]["v"]
     # The derivative of the hyperbolic tangent is 1 - w^2, where the margin is four machine epsilons.
@@ -177,7 +177,7 @@ def test_points_that_start_at_the_edge_of_the_ball_can_leave_it(dtype):
 
 
 def test_poincare_ball_is_open():
-    p = rpx.norms.PoincareBall(4.0)
+    p = rpx.norms.PoincareBall(4.0, along=-1)
     inside, border = np.array([[0.0, 0.49999]], np.float32), np.array([[0.0, 0.5]], np.float32)
     inner = jax.jit(p.contains, static_argnums=1)
     assert [bool(inner(inside)), bool(inner(border)), bool(inner(border, 1e-6))] == [True, False, True]
@@ -186,13 +186,13 @@ def test_poincare_ball_is_open():
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-3])
 def test_poincare_ball_near_the_origin_has_the_gradient_of_plain_weights(scale):
     w, dw = normal(4, 3, scale=scale), normal(4, 3, seed=1)
-    p = rpx.norms.PoincareBall()
+    p = rpx.norms.PoincareBall(along=-1)
     slope = pulled(p, init(p, {"w": w}), dw)["@poincare_ball"]["v"]
     np.testing.assert_allclose(slope, dw, rtol=1e-4)
 
 
 def test_samples_of_the_poincare_ball_are_images_of_normal_vectors(key):
-    p = rpx.norms.PoincareBall()
+    p = rpx.norms.PoincareBall(along=-1)
     points = jax.jit(p.sample, static_argnums=1)(key, (4096, 3))
     tangent = np.asarray(init(p, {"w": points})["w"]["@poincare_ball"]["v"], np.float64)
     # A normal number has variance 1, its square variance 2.
@@ -224,7 +224,7 @@ def test_standardized_weights_have_mean_zero_and_variance_one(axis, inputs):
 
 def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_standardization():
     p, v, g = (
-        rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(),
+        rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(axis=-1),
         normal(3, 3, 4, 5),
         normal(1, 1, 1, 5, seed=1),
     )
@@ -236,12 +236,12 @@ def test_weight_norm_of_standardized_weights_has_the_gain_of_scaled_weight_stand
 
 
 def test_a_channel_of_equal_numbers_is_standardized_to_an_even_ramp():
-    got = np.asarray(projected(rpx.norms.WeightStandardization(), np.full((3, 2), 0.1, np.float32)))
+    got = np.asarray(projected(rpx.norms.WeightStandardization(axis=-1), np.full((3, 2), 0.1, np.float32)))
     np.testing.assert_allclose(got[:, 0], np.sqrt([1.5, 0, 1.5]) * [-1, 0, 1], 1e-6)
 
 
 def test_a_channel_of_zeros_with_a_gain_stays_zero_and_trains():
-    p = rpx.norms.WeightStandardization() >> rpx.WeightNorm()
+    p = rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(axis=-1)
     raw = init(p, {"w": np.zeros((3, 2), np.float32)})
     np.testing.assert_array_equal(read(p, raw), np.zeros((3, 2)))
     slope = pulled(p, raw, np.eye(3, 2, dtype=np.float32))["@weight_norm"]["g"]
@@ -255,7 +255,7 @@ def test_a_traced_radius_compiles_once_and_has_a_gradient():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def slope(radius, v):
-        return jax.grad(lambda r: jnp.sum(rpx.norms.Sphere(radius=r).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
+        return jax.grad(lambda r: jnp.sum(rpx.norms.Sphere(radius=r, along=-1).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
 
     v = normal(2, 3)
     expected = np.sum(v / length(v, -1))

@@ -125,12 +125,12 @@ def nearest(w):
 def test_simplex_starts_at_the_nearest_point(dtype):
     arrays = [normal(6, dtype=dtype), np.array([0.2, 0, 0.8], dtype), np.zeros(4, dtype), np.full(3, -100, dtype)]
     for w in arrays:
-        got = np.asarray(projected(rpx.numbers.Simplex(), w), float)
+        got = np.asarray(projected(rpx.numbers.Simplex(along=-1), w), float)
         np.testing.assert_allclose(got, nearest(w), atol=4 * float(jnp.finfo(dtype).eps))
 
 
 def test_samples_of_the_simplex_are_uniform(key):
-    points = np.asarray(jax.jit(rpx.numbers.Simplex().sample, static_argnums=1)(key, (4096, 3)), np.float64)
+    points = np.asarray(jax.jit(rpx.numbers.Simplex(along=-1).sample, static_argnums=1)(key, (4096, 3)), np.float64)
     # The Dirichlet distribution of ones: mean 1/3, variance 1/18, and a number exceeds t with probability (1 - t)^2.
     np.testing.assert_allclose(points.mean(0), 1 / 3, atol=5 * np.sqrt(1 / 18 / 4096))
     np.testing.assert_allclose((points > 0.95).mean(0), 0.05**2, atol=5 * np.sqrt(0.05**2 / 4096))

@@ -71,7 +71,7 @@ def test_a_factor_scales_both_parts_of_complex_numbers():
 
 
 def test_the_volume_of_a_simplex_is_that_with_the_logarithm_of_the_sum_and_its_density():
-    p = rpx.numbers.Simplex()
+    p = rpx.numbers.Simplex(along=-1)
     x = np.asarray(init(p, {"w": special.softmax(normal(5))})["w"]["@simplex"]["x"]) + np.float32(0.7)
 
     def both(x):
@@ -86,7 +86,7 @@ def test_the_density_of_the_raw_values_of_a_simplex_gives_each_point_its_prior()
     # Raw values at equal distances cover all places that matter; a flat direction would make their sum as large as the
     # square that they cover.
     ends = np.linspace(-12, 8, 201)
-    p, x = rpx.numbers.Simplex(), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
+    p, x = rpx.numbers.Simplex(along=-1), np.stack(np.meshgrid(ends, ends), -1).reshape(-1, 2).astype(np.float32)
 
     def density(x):
         raw = {"w": {"@simplex": {"x": x}}}
@@ -150,7 +150,7 @@ ELEMENTWISE = {
     "scale": rpx.numbers.Scale(-0.5),
 }
 WITH_DEPENDENT_ENTRIES = {
-    "simplex": rpx.numbers.Simplex(),
+    "simplex": rpx.numbers.Simplex(along=-1),
     "definite": rpx.matrices.PositiveDefinite(),
     "symmetric": rpx.matrices.Symmetric(),
     "skew": rpx.matrices.Skew(),

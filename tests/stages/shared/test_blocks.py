@@ -116,7 +116,7 @@ def test_a_block_in_a_raw_tree_with_other_stages_is_their_parameter():
 def test_stages_act_on_the_parts_before_packing_and_on_the_block_after():
     w = normal(6, 2)
     pack = rpx.shared.Pack({"w": rpx.shared.Concat(("a: 3 2", "c: 3 2"))})
-    before, after = rpx.WeightNorm() >> pack, pack >> rpx.WeightNorm()
+    before, after = rpx.WeightNorm(axis=-1) >> pack, pack >> rpx.WeightNorm()
     raw, effective = made_and_read(before, {"w": w})
     lengths = [x["@weight_norm"]["g"] for x in raw["w"]["@pack"].values()]
     np.testing.assert_allclose(lengths, [np.linalg.norm(x, axis=0)[None] for x in (w[:3], w[3:])], rtol=1e-6)

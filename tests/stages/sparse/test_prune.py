@@ -227,7 +227,7 @@ def test_n_of_every_m_weights_stay(axis, n, m):
 
 
 def test_an_update_of_n_of_m_makes_the_mask_anew():
-    p = rpx.sparse.NByM(1, 2)
+    p = rpx.sparse.NByM(1, 2, along=-1)
     raw = init(p, {"w": np.float32([[1, 2]])})
     raw["w"]["@n_by_m"]["w"] = np.float32([[3, 2]])
     np.testing.assert_array_equal(read(p, update(p, raw)), [[3, 0]])
