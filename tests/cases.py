@@ -174,7 +174,7 @@ CASES = {
     ),
     "cast": (rpx.quantized.Cast("bfloat16"), model),
     "stacked": (
-        rpx.WeightNorm(stacked=0, where="conv/.*")
+        rpx.WeightNorm(axis=-1, stacked=0, where="conv/.*")
         >> rpx.WeightDropout(0.3, broadcast_dims=-1, stacked=0, where="conv/.*"),
         model,
     ),

@@ -198,7 +198,7 @@ def block_diagonal(x):
 
 
 STAGES = {
-    "weight norm": (rpx.WeightNorm(), TALL, weight_norm),
+    "weight norm": (rpx.WeightNorm(axis=-1), TALL, weight_norm),
     "spectral norm": (rpx.SpectralNorm(), TALL, spectral_norm),
     "low rank": (rpx.LowRank(2), TALL, jnp.matmul),
     "softplus": (rpx.Positive(), TALL, jax.nn.softplus),
@@ -208,7 +208,7 @@ STAGES = {
     "sphere": (rpx.norms.Sphere(radius=2.0), TALL, lambda v: 2 * unit(v, -1)),
     "max norm": (rpx.norms.MaxNorm(0.5), TALL, max_norm),
     "poincare ball": (rpx.norms.PoincareBall(), TALL, poincare_ball),
-    "weight standardization": (rpx.norms.WeightStandardization(), TALL, standardization),
+    "weight standardization": (rpx.norms.WeightStandardization(axis=-1), TALL, standardization),
     "mask": (rpx.Mask(), TALL, masked),
     "global prune": (rpx.sparse.GlobalMagnitudePruning(0.5), TALL, masked),
     "cayley": (rpx.Orthogonal(), TALL, cayley),
@@ -326,7 +326,7 @@ def positive_length_tied(raw, key):
 
 ONE, TWO, TIED, VECTOR = {"a": TALL}, {"a": TALL, "c": WIDE}, {"a": TALL, "b": TALL.T}, {"w": TALL, "b": TALL[0]}
 TIE = rpx.Tie({"b": ("a", jnp.transpose)}, unequal="overwrite")
-CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16")
+CHAIN = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.2) >> rpx.quantized.Cast("bfloat16")
 
 CHAINS = {
     "noise": (rpx.VarNoise(0.075), TWO, noise),
@@ -335,13 +335,13 @@ CHAINS = {
     "split": (SPLIT, cell(), cuts),
     "pack": (PACK, cell(), joined),
     "joint norm": (JointNorm({"w": "w", "b": "b"}), VECTOR, joint_norm),
-    "weight norm >> noise": (rpx.WeightNorm() >> rpx.VarNoise(0.075), ONE, norm_noise),
+    "weight norm >> noise": (rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075), ONE, norm_noise),
     "weight norm >> noise >> dropout >> cast": (CHAIN, TWO, norm_noise_dropout_cast),
     "noise >> low rank": (rpx.VarNoise(0.075) >> rpx.LowRank(2), ONE, noise_of_factors),
-    "low rank >> weight norm": (rpx.LowRank(2) >> rpx.WeightNorm(), ONE, norm_of_product),
-    "standardization >> weight norm": (rpx.norms.WeightStandardization() >> rpx.WeightNorm(), ONE, gain),
+    "low rank >> weight norm": (rpx.LowRank(2) >> rpx.WeightNorm(axis=-1), ONE, norm_of_product),
+    "standardization >> weight norm": (rpx.norms.WeightStandardization(axis=-1) >> rpx.WeightNorm(axis=-1), ONE, gain),
     "positive >> weight norm >> tie": (
-        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> TIE,
+        rpx.Positive(where=".*/g") >> rpx.WeightNorm(axis=-1) >> TIE,
         TIED,
         positive_length_tied,
     ),

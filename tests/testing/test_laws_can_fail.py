@@ -530,7 +530,7 @@ def test_the_laws_catch_the_scale_that_starts_at_one_over_the_length(key):
         check_laws(InverseScale(), params(), key, laws=("right_inverse",))
 
 
-@pytest.mark.parametrize("p", [InverseScale() >> rpx.WeightNorm(), rpx.WeightNorm() >> InverseScale()], ids=repr)
+@pytest.mark.parametrize("p", [InverseScale() >> rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> InverseScale()], ids=repr)
 def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherever_it_stands(p, key):
     text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w at 'a.*', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):
@@ -539,4 +539,4 @@ def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherev
 
 def test_a_chain_need_not_start_where_a_start_is_in_no_image_of_the_stages_before_it(key):
     square = {"a": params()["a"][:4]}
-    check_laws(rpx.matrices.Symmetric() >> rpx.WeightNorm(), square, key, laws=("right_inverse",))
+    check_laws(rpx.matrices.Symmetric() >> rpx.WeightNorm(axis=-1), square, key, laws=("right_inverse",))

@@ -8,15 +8,18 @@ NAME = "nnx"
 
 
 def _linear(m: Any) -> dict[str, Any]:
+    """A matrix, and a bias."""
     return {"kernel": ("io", m.in_features, m.out_features), "bias": ("v", m.out_features)}
 
 
 def _linear_general(m: Any) -> dict[str, Any]:
+    """A matrix of several axes, and a bias."""
     batch = tuple(m.batch_axis.values())
     return {"kernel": ("sio", batch, m.in_features, m.out_features), "bias": ("sv", batch, m.out_features)}
 
 
 def _einsum(m: Any) -> dict[str, Any]:
+    """A factor of an einsum, if the class says of which."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
     letter_of = {(True, False): "i", (False, True): "o", (True, True): "s"}
     letters = "".join(letter_of.get((axis in data, axis in out), "") for axis in kernel)
@@ -25,29 +28,35 @@ def _einsum(m: Any) -> dict[str, Any]:
 
 
 def _window(m: Any) -> tuple[int, ...]:
+    """The lengths of the window."""
     return (m.kernel_size,) if isinstance(m.kernel_size, int) else tuple(m.kernel_size)
 
 
 def _conv(m: Any) -> dict[str, Any]:
+    """A kernel, and a bias."""
     inputs = m.in_features // m.feature_group_count
     return {"kernel": ("iio", _window(m), inputs, m.out_features), "bias": ("v", m.out_features)}
 
 
 def _conv_transpose(m: Any) -> dict[str, Any]:
+    """A kernel, and a bias."""
     plain, turned = ("iio", m.in_features, m.out_features), ("ioi", m.out_features, m.in_features)
     letters, *channels = turned if m.transpose_kernel else plain
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
 
 
 def _lora(m: Any) -> dict[str, Any]:
+    """Both factors."""
     return {"lora_a": ("io", m.in_features, None), "lora_b": ("io", None, m.out_features)}
 
 
 def _embed(m: Any) -> dict[str, Any]:
+    """A table."""
     return {"embedding": ("ro", m.num_embeddings, m.features)}
 
 
 def _norm(m: Any) -> dict[str, Any]:
+    """Scales and biases."""
     return {"scale": ("v", None), "bias": ("v", None)}
 
 

@@ -319,7 +319,6 @@ class CayleyNeumann(RowsAndColumns):
     degree: int = field(check_positive_whole, default=4)
 
     raw_values: ClassVar[Values] = {"x": main(decays=False), "base": fixed(axes=("rows", "columns"))}
-    any_matrix: ClassVar[bool] = False
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         rows = w.shape[0]
