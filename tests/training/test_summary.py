@@ -31,10 +31,11 @@ def test_the_table_has_a_line_for_each_raw_value():
     assert str(rpx.summary(P, PARAMS)).splitlines() == [
         "Freeze(where='hidden/bias') >> WeightNorm(where='hidden/kernel') >> "
         "Tie({'output/kernel': ('embed/table', jnp.transpose)}) >> VarNoise(0.1)",
-        "path           raw value         type                 free  fixed     bytes  off  stages",
+        "path           raw value         type                 free  fixed     bytes  off  stages                  axes",
         "embed/table                      float32[1024, 16]  16,384      0  64.0 KiB    -  VarNoise",
         "hidden/bias    @freeze/@fixed/w  float32[4]              0      4      16 B    -  Freeze >> VarNoise",
-        "hidden/kernel  @weight_norm/g    float32[1, 4]           4      0      16 B    -  WeightNorm >> VarNoise",
+        "hidden/kernel  @weight_norm/g    float32[1, 4]           4      0      16 B    -  WeightNorm >> VarNoise  "
+        "axis=-1 ('kernel')",
         "               @weight_norm/v    bfloat16[16, 4]        64      0     128 B",
         "output/kernel  @tie                                      0      0       0 B    -  Tie >> VarNoise",
         "steps                            int32[]                 0      1       4 B    -",
@@ -78,9 +79,9 @@ def test_parameters_that_differ_in_a_number_share_a_line_with_their_sums():
     report = rpx.summary(NORMED, transformer())
     assert str(report).splitlines() == [
         "WeightNorm(where='layers/.*kernel')",
-        "path                         raw value       type               free  fixed  bytes  off  stages",
+        "path                         raw value       type               free  fixed  bytes  off  stages      axes",
         "layers/0..1/bias                             2 x float32[4]        8      0   32 B    -",
-        "layers/0..3/mlp/0..1/kernel  @weight_norm/g  8 x float32[1, 4]    32      0  128 B    -  WeightNorm",
+        "layers/0..3/mlp/0..1/kernel  @weight_norm/g  8 x float32[1, 4]    32      0  128 B    -  WeightNorm  axis=-1 ('kernel')",
         "                             @weight_norm/v  8 x float32[4, 4]   128      0  512 B",
         "layers/2/bias                                float32[8]            8      0   32 B    -",
         "layers/3/bias                                float32[4]            4      0   16 B    -",
@@ -141,12 +142,12 @@ def test_rich_shows_the_same_table():
     assert lines == [
         "Freeze(where='hidden/bias') >> WeightNorm(where='hidden/kernel') >> "
         "Tie({'output/kernel': ('embed/table', jnp.transpose)}) >> VarNoise(0.1)",
-        "path            raw value          type                  free   fixed      bytes   off   stages",
-        "─" * 113,
+        "path            raw value          type                  free   fixed      bytes   off   stages                   axes",
+        "─" * 134,
         "embed/table                        float32[1024, 16]   16,384       0   64.0 KiB     -   VarNoise",
         "hidden/bias     @freeze/@fixed/w   float32[4]               0       4       16 B     -   Freeze >> VarNoise",
         "hidden/kernel   @weight_norm/g     float32[1, 4]            4       0       16 B     -   "
-        "WeightNorm >> VarNoise",
+        "WeightNorm >> VarNoise   axis=-1 ('kernel')",
         "@weight_norm/v     bfloat16[16, 4]         64       0      128 B",
         "output/kernel   @tie                                        0       0        0 B     -   Tie >> VarNoise",
         "steps                              int32[]                  0       1        4 B     -",
