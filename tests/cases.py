@@ -249,10 +249,7 @@ CASES = {
         >> rpx.noise.HardConcrete(0.2, axis=-1, where="conv/kernel"),
         model,
     ),
-    "noise of two kinds": (
-        rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"),
-        model,
-    ),
+    "noise of two kinds": (rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"), model),
     "quantize": (
         rpx.FakeQuantized("int8", axis=-1, where="dense/kernel")
         >> rpx.FakeQuantized("int4", block_size=4, step="learned", where="out/kernel")
@@ -278,10 +275,7 @@ CASES = {
     "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, flat),
     "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), flat),
     "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), flat),
-    "positive >> weight norm >> low rank": (
-        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK,
-        flat,
-    ),
+    "positive >> weight norm >> low rank": (rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK, flat),
     "split": (SPLIT, cell),
     "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
     "pack": (PACK, cell),

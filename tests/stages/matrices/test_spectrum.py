@@ -79,9 +79,7 @@ def started(stage, w):
         ),
         pytest.param(rpx.matrices.Invertible(), normal(3, 3), id="invertible"),
         pytest.param(
-            rpx.matrices.Invertible(eps=0.5),
-            with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)),
-            id="hardly invertible",
+            rpx.matrices.Invertible(eps=0.5), with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)), id="hardly invertible"
         ),
         pytest.param(
             rpx.matrices.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"
