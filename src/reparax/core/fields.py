@@ -116,7 +116,7 @@ class Static:
             cls.__init__ = _with_plain_values(cls.__init__)
             # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
             del cls.__setattr__, cls.__delattr__
-            for name in ("__repr__", "__eq__", "__hash__", "__getstate__", "__setstate__"):
+            for name in ("__repr__", "__eq__", "__hash__"):
                 if vars(cls).get(name) is None:
                     setattr(cls, name, getattr(super(cls, cls), name))
         jax.tree_util.register_static(cls)
@@ -161,28 +161,10 @@ class Static:
             )
         return tuple(values.values())
 
-    # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
-    def __getstate__(self) -> dict[str, Any]:
-        field_values = {
-            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
-        }
-        return name_functions({**getattr(self, "__dict__", {}), **field_values})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in as_python(find_functions(state)).items():
-            if not isinstance(getattr(type(self), name, None), property):  # older versions stored what is computed now
-                object.__setattr__(self, name, value)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        # Before 3.11.4, Python replaces the two methods above in a frozen dataclass with slots.
-        return type(self)._restored, (_state_method(type(self), "__getstate__")(self),)
-
-    @classmethod
-    def _restored(cls, state: Any) -> Any:
-        """The stage of a pickle, whose state ``__getstate__`` gave."""
-        stage = object.__new__(cls)
-        _state_method(cls, "__setstate__")(stage, state)
-        return stage
+        # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
+        arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
+        return _build, (type(self), name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
@@ -197,10 +179,9 @@ def exact_text(stage: Static) -> str:
     return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
 
 
-def _state_method(cls: type, name: str) -> Any:
-    """The method of that name, unless the module of dataclasses has put its own there."""
-    method: Any = getattr(cls, name)
-    return getattr(Static, name) if method.__module__ == "dataclasses" else method
+def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """The stage of a pickle."""
+    return cls(**find_functions(arguments))
 
 
 def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:

@@ -15,11 +15,9 @@ from jax import Array
 
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import CallName
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.checks import (
     locate_errors,
-    no_own_node_error,
     require_fit,
     require_kept,
     require_named_arrays,
@@ -28,14 +26,13 @@ from reparax.core.checks import (
     require_update,
 )
 from reparax.core.keys import split_key
-from reparax.core.leafwise import Leafwise
+from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
-from reparax.core.raw import FIXED, Flat, Leaf, Node, flatten, nest, next_number
+from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
 from reparax.core.traced import call_once_per_type
 from reparax.core.usage import takes
-from reparax.core.where import by_path
-from reparax.numerics.arithmetic import is_array, is_inexact, widened
+from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
@@ -99,15 +96,10 @@ class Perturbation(Leafwise):
         return w
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        bounds, names, leaves = list[Bound](), self._names_of(tree), tree.leaves(bases=self._takes_base)
-        if method != "init":
-            for leaf in leaves:
-                leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
-        for leaf in self._selected(method, tree, leaves):
-            place, who = leaf.place, CallName(self, method, (leaf.path,))
-            stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
-            bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
-        return bounds
+        return [
+            Bound(stage, who, {"w": leaf.place}, {"w": {"w": leaf.place}}, stacked=stacked, seed=leaf.seed)
+            for leaf, who, stage, stacked in self._arrays(method, tree)
+        ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
@@ -323,44 +315,42 @@ class Reparametrization(Leafwise):
         return rewrites(type(self), f"{verb}_leaf")
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        bounds = list[Bound]()
         if method == "init" or self._bare:
-            return self._bind_arrays(method, tree)
-        bounds, found = list[Bound](), _Found(self, method, tree)
-        for leaf in self._selected(method, found.tree, found.leaves, found.look):
-            if not isinstance(leaf.content, Node):
-                raise ValueError(
-                    f"{found.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
-                    f"once, with the whole chain, and pass `raw`."
-                )
+            for leaf, who, stage, stacked in self._arrays(method, tree):
+                values = {"w": dict.fromkeys(self.raw_values, leaf.place)} if self._bare else {"w": {}}
+                nodes = {} if self._bare else {"w": new_node(leaf.place, self.kind)}
+                number = next_number(leaf.place, self.kind)
+                bounds.append(Bound(stage, who, {"w": leaf.place}, values, nodes, stacked, leaf.seed, number))
+            return bounds
+        found = Found(self, method, tree)
+        for leaf in found.selected():
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             w = found.look(leaf, fit=True)
             with locate_errors(who):
-                stage, stacked = found.arranged(leaf.path, w, found.names[place])
+                stage, stacked = self._arranged(leaf.path, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
         return bounds
 
     def _require_own(self, tree: Flat, path: str) -> None:
-        found = _Found(self, "apply", tree)
-        for leaf in found.leaves:
+        found = Found(self, "apply", tree)
+        for leaf in found.of_nodes:
             if leaf.path == path and isinstance(leaf.content, Node):
                 found.look(leaf, fit=True)
 
-    def _bind_arrays(self, method: str, tree: Flat) -> list[Bound]:
-        """Where the stage finds arrays as the model has them."""
-        bounds, names = list[Bound](), self._names_of(tree)
-        for leaf in self._selected(method, tree, tree.leaves(bases=self._takes_base)):
-            place, w, who = leaf.place, leaf.content, CallName(self, method, (leaf.path,))
-            if isinstance(w, jax.ShapeDtypeStruct) and not self._bare:
-                raise TypeError(
-                    f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
-                )
-            stage, stacked = self._arranged_for(who, w, leaf.path, names[place])
-            values = {"w": dict.fromkeys(self.raw_values, place)} if self._bare else {"w": {}}
-            nodes = {} if self._bare else {"w": new_node(place, self.kind)}
-            number = next_number(place, self.kind)
-            bounds.append(Bound(stage, who, {"w": place}, values, nodes, stacked, leaf.seed, number))
-        return bounds
+    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+        return call_once_per_type(_mean_array, self, stacked, values)
+
+    def _require_start(self, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
+        """Requires the types of the raw values that ``init`` gives for an array.
+
+        Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
+        """
+        if not self.changes_type and not has_symbols(types.values()):
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, stacked, w, None), effective)
+                require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
@@ -368,10 +358,8 @@ class Reparametrization(Leafwise):
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         require_named_arrays(start, values, self.raw_values)
         try:
-            effective = jax.eval_shape(
-                lambda values: call_once_per_type(_mean_array, self, bound.stacked, values),
-                {name: type_of(x) for name, x in values.items()},
-            )
+            types = {name: type_of(x) for name, x in values.items()}
+            effective = jax.eval_shape(lambda values: self._effective(bound.stacked, values), types)
         except KeyError as error:
             names = ", ".join(map(repr, values))
             raise ValueError(f"{formula} reads a value {error}, but {start} returns only {names}.") from error
@@ -383,7 +371,7 @@ class Reparametrization(Leafwise):
         if self._bare:
             return {"w": _mean_array(self, bound.stacked, values["w"])}
         if key is None:
-            return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
+            return {"w": self._effective(bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
@@ -469,56 +457,6 @@ def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
     return sum_terms(self.terms_leaf(*args, **kwargs))
 
 
-class _Found:
-    """The marker dicts that a stage finds in a raw tree, each in place of its array, and all other leaves.
-
-    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
-    """
-
-    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
-        self.who, self._types = CallName(stage, method), dict[Any, Any]()
-        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
-        nodes = tree.nodes(stage.kind)
-        if not nodes:
-            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
-        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
-        of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
-        self._values: dict[Names, dict[str, Any]] = {}
-        for leaf in of_nodes:
-            with locate_errors(self.who.at(leaf.path)):
-                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
-        if not by_path(stage.where) and len(of_nodes) > 1:
-            foreign = [leaf for leaf in of_nodes if self._fails(leaf)]
-            for leaf in foreign if len(foreign) < len(of_nodes) else ():
-                leaf.content = None
-
-    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
-        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
-        if not isinstance(leaf.content, Node):
-            return type_of(leaf.content)
-        if (fit, leaf.place) in self._types:
-            return self._types[fit, leaf.place]
-        names, types = self.names[leaf.place], self._values[leaf.place]
-        group = fit, names, leaf.path if self._by_path else None, *types.items()
-        if group not in self._types:
-            with locate_errors(self.who.at(leaf.path)):
-                stage, stacked = self.arranged(leaf.path, None, names)
-                effective = _effective_type(stage, stacked, types)
-                if fit:
-                    _require_start(stage, stacked, types, effective)
-                self._types[group] = effective
-        self._types[fit, leaf.place] = self._types[group]
-        return self._types[group]
-
-    def _fails(self, leaf: Leaf) -> bool:
-        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
-        with suppress(Exception):
-            return self.look(leaf) is None
-        return True
-
-
 def rewrites(cls: type, method: str) -> bool:
     """Whether a class of stages writes a method that its base has too."""
     return sum(method in vars(base) for base in cls.__mro__) > 1
@@ -562,25 +500,6 @@ def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array],
     effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
     require_type("apply_leaf", effective, like)
     return effective
-
-
-def _effective_type(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
-    """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
-    for name, declaration in stage.raw_values.items():
-        if declaration.main and declaration.aligned and name in types:
-            return types[name]
-    return jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
-
-
-def _require_start(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
-    """Requires the types of the raw values that ``init`` gives for an array.
-
-    Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
-    """
-    if not stage.changes_type and not has_symbols(types.values()):
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            start = jax.eval_shape(lambda w: call_once_per_type(_start_values, stage, stacked, w, None), effective)
-            require_fit(types, start)
 
 
 def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:
