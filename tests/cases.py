@@ -72,6 +72,13 @@ def definite() -> dict[str, jax.Array]:
     return {**params, "square": params["square"] + 4 * jnp.eye(3)}
 
 
+def patterned() -> dict[str, jax.Array]:
+    """Square matrices, one of them definite."""
+    names = ("square", "also square", "toeplitz", "circulant")
+    k = jax.random.split(jax.random.key(9), len(names))
+    return {name: jax.random.normal(k[i], (3, 3)) for i, name in enumerate(names)} | {"small": jnp.eye(2) + 0.5}
+
+
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 
@@ -206,6 +213,14 @@ CASES = {
         >> rpx.matrices.PositiveSemidefinite(where="small")
         >> rpx.matrices.Fibration(jnp.transpose, jnp.transpose, where="wide"),
         definite,
+    ),
+    "spectra and patterns": (
+        rpx.matrices.Invertible(where="square")
+        >> rpx.matrices.PositiveDefinite("expm", where="small")
+        >> rpx.matrices.Diagonal(where="also square")
+        >> rpx.matrices.Circulant(where="circulant")
+        >> rpx.matrices.Toeplitz(where="toeplitz"),
+        patterned,
     ),
     "adapters": (
         rpx.Freeze()
