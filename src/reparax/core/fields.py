@@ -161,6 +161,22 @@ class Static:
             )
         return tuple(values.values())
 
+    @functools.cached_property
+    def _exact_text(self) -> str | None:
+        """All fields as text, which tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out.
+
+        None if formulas of equal stages may differ: a function may read values that change between calls, and a traced
+        number has no hash.
+        """
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
+        if any(callable(value) for name, value in values.items() if name != "where"):
+            return None
+        try:
+            hash(self)
+        except TypeError:
+            return None
+        return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
@@ -171,12 +187,6 @@ class Static:
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
-
-
-def exact_text(stage: Static) -> str:
-    """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
-    values = [(field.name, getattr(stage, field.name)) for field in _fields_of(stage)]
-    return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
@@ -30,9 +31,8 @@ from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
-from reparax.core.traced import call_once_per_type
 from reparax.core.usage import takes
-from reparax.numerics.arithmetic import is_inexact, widened
+from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
@@ -463,6 +463,31 @@ def rewrites(cls: type, method: str) -> bool:
 
 
 # The formulas over stacked arrays.
+
+
+def call_once_per_type(
+    function: Callable[..., Any], stage: Any, stacked: AxisNumbers, *arrays: Any, inline: bool = False
+) -> Any:
+    """``function(stage, stacked, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+
+    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    With ``inline``, for a few operations, these stand in the program by themselves.
+    """
+    tracing = stacked or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    if not tracing or stage._exact_text is None:
+        return function(stage, stacked, *arrays)
+    # The formula may tell apart what equality does not.
+    return (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+
+
+def _call(function: Callable[..., Any], stage: Any, stacked: AxisNumbers, text: str, *arrays: Any) -> Any:
+    """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
+    del text
+    return function(stage, stacked, *arrays)
+
+
+_called = jax.jit(_call, static_argnums=(0, 1, 2, 3))
+_inlined = inlined(_call, static_argnums=(0, 1, 2, 3))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
