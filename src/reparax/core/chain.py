@@ -107,8 +107,9 @@ class Parametrization(Static, ABC):
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
-        Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
-        ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
+        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy:
+        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.

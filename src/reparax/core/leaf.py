@@ -31,6 +31,7 @@ from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
+from reparax.core.unchanged import given_for_same, mark_same
 from reparax.core.usage import takes
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
@@ -477,13 +478,14 @@ def call_once_per_type(
     if not tracing or stage._exact_text is None:
         return function(stage, stacked, *arrays)
     # The formula may tell apart what equality does not.
-    return (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+    results = (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+    return given_for_same(results, *arrays)
 
 
 def _call(function: Callable[..., Any], stage: Any, stacked: AxisNumbers, text: str, *arrays: Any) -> Any:
     """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
     del text
-    return function(stage, stacked, *arrays)
+    return mark_same(partial(function, stage, stacked), *arrays)
 
 
 _called = jax.jit(_call, static_argnums=(0, 1, 2, 3))

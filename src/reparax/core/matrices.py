@@ -118,15 +118,24 @@ class RowsAndColumns(MatrixAxes):
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         def of_merged(x: Any, *further: Any) -> Any:
+            # What the formula returns unchanged is not split, if it was merged from the order that it would have.
             if isinstance(x, Mapping):
                 groups, sizes = self._read_sizes(x)
-                result = formula({name: self._merged_value(name, value, groups) for name, value in x.items()}, *further)
+                merged = {name: self._merged_value(name, value, groups) for name, value in x.items()}
+                given = {(self._order(name, groups), id(value)): x[name] for name, value in merged.items()}
             else:
                 groups = self.axes_of(x.ndim)
-                sizes = _sizes_of_groups(x, groups)
-                result = formula(merge_axes(x, *groups), *further)
+                merged, sizes = merge_axes(x, *groups), _sizes_of_groups(x, groups)
+                given = {(str((*groups[0], *groups[1])), id(merged)): x}
+            result = formula(merged, *further)
             if isinstance(result, Mapping):
-                return {name: self._split_value(name, value, groups, sizes) for name, value in result.items()}
+                keys = {name: (self._order(name, groups), id(value)) for name, value in result.items()}
+                return {
+                    name: given[key] if key in given else self._split_value(name, result[name], groups, sizes)
+                    for name, key in keys.items()
+                }
+            if (key := (str((*groups[0], *groups[1])), id(result))) in given:
+                return given[key]
             if isinstance(x, Mapping) and result.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
             return split_axes(result, groups, sizes) if result.ndim == 2 else result
@@ -159,6 +168,11 @@ class RowsAndColumns(MatrixAxes):
                 count_of_group[missing[0]] = values[name].ndim - count_of_others
         default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
         return sum(count_of_group.get(group, default) for group in axes_of_group)
+
+    def _order(self, name: str, groups: AxisGroups) -> str:
+        """The order in which the axes of a raw value are merged, if it has those of the array; else its name."""
+        value, order = value_of(self.raw_values, name), (*groups[0], *groups[1])
+        return str(order) if value.base else str((*sorted(order),)) if value.axes == ("rows", "columns") else name
 
     def _axis_sizes(self, name: str, value: Array, groups: AxisGroups) -> Sizes:
         """The sizes of each axis of a raw value; rows and columns may have several."""
