@@ -25,7 +25,8 @@ MATRICES = STACKED | {
 
 def unchanged(stage):
     """The names of the raw values of a matrix that are the matrix itself."""
-    return {name for name, x in stage.draw_leaf(MATRIX, KEY).items() if x is MATRIX}
+    start = stage.init_leaf(MATRIX, KEY) if stage._draws else stage.init_leaf(MATRIX)
+    return {name for name, x in start.items() if x is MATRIX}
 
 
 # One stage of each class that keeps the model's array.

@@ -569,8 +569,8 @@ def _ask_stage(name: str) -> Any:
 class Mean(Parametrization):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
-    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
-    write it yourself. It acts on the same arrays as the stage, and has the same raw values.
+    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`. It acts on
+    the same arrays as the stage, and has the same raw values.
 
     Args:
       stage: A stage that draws random numbers.

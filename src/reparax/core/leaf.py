@@ -53,7 +53,7 @@ class Perturbation(Leafwise):
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
     array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
     stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`per_array`.
+    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -122,9 +122,9 @@ class Reparametrization(Leafwise):
     ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. Instead
-    of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set
-    one more attribute:
+    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. If the
+    start is random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf`` a subclass may define
+    ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set one more attribute:
 
     - ``raw_values``: what each raw value is,
       ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on
@@ -159,6 +159,7 @@ class Reparametrization(Leafwise):
     """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
     ``Simplex``, which add up to 1."""
 
+    _start_takes_key: ClassVar[bool] = False
     _declares_terms: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -176,25 +177,23 @@ class Reparametrization(Leafwise):
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
+        cls._start_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
         start: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(start) and len(_required_arguments(start)) > 2:
+        if inspect.isfunction(start) and len(_required_arguments(start)) > 2 + cls._start_takes_key:
             raise TypeError(
                 f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(start))}, but is called with (self, "
-                f"w). If the start is random, define draw_leaf(self, w, key) instead."
+                f"w), or with (self, w, key) if it takes a `key`, as a random start does."
             )
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
+    def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it.
 
-        Raises:
-          TypeError: If the class defines neither this nor ``draw_leaf``.
-        """
-        raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
+        A random start also takes a ``key``, and ``init`` then needs one.
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        """``init_leaf`` for a stage with a random start: it defines this instead, and ``init`` needs a key."""
-        del key
-        return self.init_leaf(w)
+        Raises:
+          TypeError: If the class does not define it.
+        """
+        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it.")
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
@@ -302,7 +301,7 @@ class Reparametrization(Leafwise):
 
     @property
     def _draws(self) -> bool:
-        return type(self).draw_leaf is not Reparametrization.draw_leaf
+        return self._start_takes_key
 
     def _does(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
@@ -346,16 +345,16 @@ class Reparametrization(Leafwise):
                 checks.require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
+        w = arrays["w"]
         values = call_once_per_type(_start_values, self, bound.stacked, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        checks.require_named_arrays(start, values, self.raw_values)
+        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
             effective = jax.eval_shape(lambda values: self._effective(bound.stacked, values), types)
         except KeyError as error:
             names = ", ".join(map(repr, values))
-            raise ValueError(f"{formula} reads a value {error}, but {start} returns only {names}.") from error
+            raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
         if not self.changes_type:
             checks.require_type(formula, effective, w)
         return {"w": values}
@@ -499,7 +498,7 @@ def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None)
     """The raw values of an array."""
     if not stage._draws:
         return _over(stage, stacked, stage.init_leaf)(w)
-    return _over(stage, stacked, stage.draw_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
+    return _over(stage, stacked, stage.init_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
 
 
 def _keys(key: Array, w: Any, stacked: AxisNumbers) -> Array:

@@ -37,7 +37,7 @@ from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
-from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
+from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
 from reparax.core.paths import Names, type_of
 from reparax.core.raw import Flat, Leaf, Node, empty_nodes, nest
 from reparax.core.roles import Misfit
@@ -60,8 +60,8 @@ from reparax.numerics.arithmetic import is_array
 class Leafwise(Parametrization):
     """A stage that acts on arrays one by one."""
 
-    where: Where = argument(check_where, default=None, kw_only=True)
-    stacked: Axes = argument(AxesByPath(check_front_axes), default=(), kw_only=True)
+    where: Where = field(check_where, default=None, kw_only=True)
+    stacked: Axes = field(AxesByPath(check_front_axes), default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also

@@ -17,7 +17,7 @@ import jax
 from jax import Array
 
 from reparax.core.axes import Axes, AxisNumbers, check_optional_axes, list_axes
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS
@@ -30,8 +30,8 @@ Sizes = dict[str, tuple[int, ...]]  # for rows, columns, and each axis of a raw 
 class MatrixAxes(Reparametrization):
     """A stage that reads an array as a matrix; of more than two axes, the user says which are rows and columns."""
 
-    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
-    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    rows: Axes | None = field(check_optional_axes, default=None, kw_only=True)
+    columns: Axes | None = field(check_optional_axes, default=None, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})

@@ -38,9 +38,9 @@ _NAMES = {
     "axes": "roles Role check_axes axis_groups permute shrink prune_units",
     "io": "from_torch to_torch from_peft to_peft from_quantized",
     "core.stage": (
-        "Parametrization Chain from_json selected all_but Reparametrization Perturbation Mean Constraint Joint "
-        "main aux fixed argument check_number check_positive_number per_array axes_field other_axes Term Where "
-        "Axes Number PyTree"
+        "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint "
+        "main aux fixed field number_field axes_field other_axes Term Where "
+        "Axes Number"
     ),
     "models.nnx": "Parametrized Fixed",
     "models.linen": "parametrized",
