@@ -107,8 +107,9 @@ class Parametrization(Static, ABC):
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
-        Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
-        ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
+        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy:
+        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.
@@ -568,8 +569,8 @@ def _ask_stage(name: str) -> Any:
 class Mean(Parametrization):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
-    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
-    write it yourself. It acts on the same arrays as the stage, and has the same raw values.
+    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`. It acts on
+    the same arrays as the stage, and has the same raw values.
 
     Args:
       stage: A stage that draws random numbers.

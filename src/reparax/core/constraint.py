@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
 from reparax.core.calls import call_name
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
@@ -121,9 +121,9 @@ class Constraint(Reparametrization):
 
     Args:
       outside: What ``init`` does with an array outside the image. ``"nearest"`` starts at the nearest point (or the
-        point that the class defines), so the model changes; a point with zero gradient is an error. ``"project"``
-        allows even such points. ``"refuse"`` takes only points of the image with nonzero gradient. Traced arrays and
-        bounds are not checked, as with ``"project"``.
+        point that the class defines), so the model changes; a point with zero gradient is an error. ``"unchecked"``
+        allows even such points. ``"raise"`` takes only points of the image with nonzero gradient. Traced arrays and
+        bounds are not checked, as with ``"unchecked"``.
       where: As for :class:`Reparametrization`.
       stacked: As for :class:`Reparametrization`.
 
@@ -140,7 +140,7 @@ class Constraint(Reparametrization):
       False
     """
 
-    outside: str = argument(one_of("nearest", "project", "refuse"), default="nearest", kw_only=True)
+    outside: str = field(one_of("nearest", "unchecked", "raise"), default="nearest", kw_only=True)
 
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
@@ -214,7 +214,7 @@ class Constraint(Reparametrization):
 
     def _why_refused(self, w: Array) -> str | None:
         why = super()._why_refused(w) or why_infinite(w)
-        if why is not None or self.outside == "project" or not is_known(w):
+        if why is not None or self.outside == "unchecked" or not is_known(w):
             return why
         with jax.ensure_compile_time_eval():
             return self._refuse_outside(jnp.asarray(w)) or self._refuse_flat(jnp.asarray(w))
@@ -222,10 +222,11 @@ class Constraint(Reparametrization):
     def _refuse_outside(self, w: Array) -> str | None:
         """Why ``init`` refuses a known point outside of the image, or None."""
         # With a traced bound, the answer is not known.
-        if self.outside != "refuse" or not is_known(inside := self.contains(w)) or inside:
+        if self.outside != "raise" or not is_known(inside := self.contains(w)) or inside:
             return None
         return (
-            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass outside='project'."
+            "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "
+            "outside='unchecked'."
         )
 
     def _refuse_flat(self, w: Array) -> str | None:
@@ -242,5 +243,5 @@ class Constraint(Reparametrization):
         return (
             f"expected numbers that a gradient can move, got {count} of {w.size} outside the image or at its edge, "
             f"where the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
-            f"outside='project' to start there anyway."
+            f"outside='unchecked' to start there anyway."
         )

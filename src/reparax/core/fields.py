@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
@@ -29,18 +29,18 @@ from reparax.core.raw import register_kind
 from reparax.core.usage import takes
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, why_nothing
+from reparax.numerics.arguments import check_number, check_positive_number
 
 Check = Callable[[Any, str, str], Any]
 """``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
 
 
-def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field of a stage whose value is checked when the stage is built.
+def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field of a stage, whose value is checked when the stage is built.
 
     Args:
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
-        raises an error. :func:`check_number` and :func:`check_positive_number` are such checks, and also take traced
-        numbers; :func:`per_array` makes one that takes a number for each array.
+        raises an error. Default: any value is kept.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -49,17 +49,57 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
+      >>> def check_share(value, who, name):
+      ...     if isinstance(value, float) and not 0 <= value < 1:  # a traced number has no known value
+      ...         raise ValueError(f"{who} got {name}={value}, but takes a number from 0 to below 1.")
+      ...     return value
+      >>> class Shrunk(rpx.Perturbation):
+      ...     stochastic = False
+      ...     share: float = rpx.stage.field(check_share)
+      ...     def apply_leaf(self, w, key):
+      ...         return w - self.share * w
+      >>> Shrunk(1.5)
+      Traceback (most recent call last):
+        ...
+      ValueError: Shrunk got share=1.5, but takes a number from 0 to below 1.
+    """
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={field: check} if check else {})
+
+
+def number_field(
+    *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
+) -> Any:
+    """A field of a stage that holds a real number: known, traced, or for each array its own.
+
+    A known number becomes a Python float. In a formula, the field is the number for the array.
+
+    Args:
+      positive: Whether a known number must be finite and greater than 0.
+      per_array: Whether it may differ between arrays, as described at :class:`Perturbation`.
+      default: The default, which is checked too.
+      kw_only: Whether the field is given by name only.
+
+    Raises:
+      TypeError: If it is not a real number, when a stage is built; or if a dict is empty, or its keys are not regular
+        expressions.
+      ValueError: If it is not positive, but must be.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
       >>> class Tempered(rpx.Perturbation):
       ...     stochastic = False
-      ...     heat: float = rpx.stage.argument(rpx.stage.check_positive_number, default=1.0)
+      ...     heat: rpx.stage.Number = rpx.stage.number_field(positive=True, default=1.0)
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat
+      >>> Tempered({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
+      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
       >>> Tempered(-2.0)
       Traceback (most recent call last):
         ...
       ValueError: Tempered got heat=-2.0, but takes a finite number greater than 0.
     """
-    return field(default=default, kw_only=kw_only, metadata={argument: check})
+    check = check_positive_number if positive else check_number
+    return field(by_array(check) if per_array else check, default=default, kw_only=kw_only)
 
 
 def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
@@ -84,10 +124,10 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
       Array([[-1.],
              [ 1.]], dtype=float32)
     """
-    return argument(check_optional_axes, default=default, kw_only=kw_only)
+    return field(check_optional_axes, default=default, kw_only=kw_only)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field, argument, axes_field))
+@dataclass_transform(frozen_default=True, field_specifiers=(field, number_field, axes_field))
 class Static:
     """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
 
@@ -109,9 +149,7 @@ class Static:
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.
-            own_checks = {
-                field.name: field.metadata[argument] for field in _fields_of(cls) if argument in field.metadata
-            }
+            own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
             cls._checks = {**cls._checks, **own_checks}
             cls.__init__ = _with_plain_values(cls.__init__)
             # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
@@ -262,7 +300,7 @@ TYPICAL = 0.5
 class ByPath:
     """A number for each regular expression; exactly one must match an array's whole path."""
 
-    patterns: tuple[str, ...] = field(metadata={"static": True})
+    patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
@@ -300,9 +338,9 @@ class ByArray:
     """A function that returns the number for a path and an array (or its type)."""
 
     function: Callable[[str, Any], Any]
-    check: Check = field(compare=False)
-    who: str = field(compare=False)
-    name: str = field(compare=False)
+    check: Check = dataclasses.field(compare=False)
+    who: str = dataclasses.field(compare=False)
+    name: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
         return code(self.function)
@@ -319,27 +357,8 @@ class ByArray:
         return self.check(number, self.who, f"{self.name} at {path!r}")
 
 
-def per_array(check: Check) -> Check:
-    """A check that accepts what ``check`` accepts, or a number for each array, as described at :class:`Perturbation`.
-
-    In a formula, the field is the number for the array.
-
-    Args:
-      check: A check for :func:`argument`. Each number is checked separately.
-
-    Raises:
-      TypeError: From the returned check, if a dict is empty, or its keys are not regular expressions.
-
-    Example:
-      >>> import jax.numpy as jnp, reparax as rpx
-      >>> class Heated(rpx.Perturbation):
-      ...     heat: float = rpx.stage.argument(rpx.stage.per_array(rpx.stage.check_positive_number))
-      ...     stochastic = False
-      ...     def apply_leaf(self, w, key):
-      ...         return w / self.heat
-      >>> Heated({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
-      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
-    """
+def by_array(check: Check) -> Check:
+    """A check that also takes a number for each array, as described at :class:`Perturbation`."""
 
     def check_each(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):

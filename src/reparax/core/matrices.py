@@ -17,7 +17,7 @@ import jax
 from jax import Array
 
 from reparax.core.axes import Axes, AxisNumbers, check_optional_axes, list_axes
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import OUTPUTS
@@ -30,8 +30,8 @@ Sizes = tuple[int, ...]
 class MatrixAxes(Reparametrization):
     """A stage that reads an array as a matrix; of more than two axes, the user says which are rows and columns."""
 
-    rows: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
-    columns: Axes | None = argument(check_optional_axes, default=None, kw_only=True)
+    rows: Axes | None = field(check_optional_axes, default=None, kw_only=True)
+    columns: Axes | None = field(check_optional_axes, default=None, kw_only=True)
 
     min_ndim: ClassVar[int] = 2
     by_roles: ClassVar[Any] = property(lambda self: {"columns": OUTPUTS} if self.rows is None else {})
@@ -118,18 +118,27 @@ class RowsAndColumns(MatrixAxes):
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         def of_merged(x: Any, *further: Any) -> Any:
+            # What the formula returns unchanged is not split, if it was merged from the order that it would have.
             if isinstance(x, Mapping):
                 counts = self._counts(x)
                 self._require_axes(x, counts)
                 groups, sizes = self.axes_of(sum(counts.values())), self._sizes(x, counts)
                 self._require_sizes(x, counts)
-                merged_values = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
-                result = formula(merged_values, *further)
+                merged = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
+                given = {(self._order(name, groups), id(value)): x[name] for name, value in merged.items()}
             else:
                 groups = self.axes_of(x.ndim)
-                result, sizes = formula(merge_axes(x, *groups), *further), _sizes_of_groups(x, groups)
+                merged, sizes = merge_axes(x, *groups), _sizes_of_groups(x, groups)
+                given = {(str((*groups[0], *groups[1])), id(merged)): x}
+            result = formula(merged, *further)
             if isinstance(result, Mapping):
-                return {name: self._split_value(name, value, groups, sizes) for name, value in result.items()}
+                keys = {name: (self._order(name, groups), id(value)) for name, value in result.items()}
+                return {
+                    name: given[key] if key in given else self._split_value(name, result[name], groups, sizes)
+                    for name, key in keys.items()
+                }
+            if (key := (str((*groups[0], *groups[1])), id(result))) in given:
+                return given[key]
             if isinstance(x, Mapping) and result.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
             return split_axes(result, groups, sizes) if result.ndim == 2 else result
@@ -173,6 +182,11 @@ class RowsAndColumns(MatrixAxes):
     def _base(self, values: Mapping[str, Array]) -> Array | None:
         """The value that has the axes of the array itself, if there is one."""
         return next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
+
+    def _order(self, name: str, groups: AxisGroups) -> str:
+        """The order in which the axes of a raw value are merged, if it has those of the array; else its name."""
+        value, order = value_of(self.raw_values, name), (*groups[0], *groups[1])
+        return str(order) if value.base else str((*sorted(order),)) if value.axes == ("rows", "columns") else name
 
     def _axis_sizes(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
         """The sizes of each axis of a raw value; rows and columns may have several."""

@@ -87,9 +87,8 @@ FAMILIES = {
         (
             "stage",
             "reparax.core.stage",
-            "Parametrization Chain from_json selected all_but Reparametrization Perturbation Mean Constraint Joint "
-            "main aux fixed argument check_number check_positive_number per_array axes_field other_axes Term "
-            "Where Axes Number PyTree",
+            "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint "
+            "main aux fixed field number_field axes_field other_axes Term Where Axes Number",
         ),
         ("nnx", "reparax.models.nnx", "Parametrized Fixed"),
         ("linen", "reparax.models.linen", "parametrized"),

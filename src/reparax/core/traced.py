@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from reparax.core.fields import exact_text
+from reparax.core.unchanged import given_for_same, mark_same
 from reparax.numerics.arithmetic import inlined
 
 
@@ -25,13 +27,14 @@ def call_once_per_type(
     if impure or not tracing or not _is_hashable(stage):
         return function(stage, stacked, *arrays)
     # The formula may tell apart what equality does not.
-    return (_inlined if inline else _called)(function, stage, stacked, exact_text(stage), *arrays)
+    results = (_inlined if inline else _called)(function, stage, stacked, exact_text(stage), *arrays)
+    return given_for_same(results, *arrays)
 
 
 def _call(function: Callable[..., Any], stage: Any, stacked: tuple[int, ...], text: str, *arrays: Any) -> Any:
     """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
     del text
-    return function(stage, stacked, *arrays)
+    return mark_same(partial(function, stage, stacked), *arrays)
 
 
 _called = jax.jit(_call, static_argnums=(0, 1, 2, 3))
