@@ -64,7 +64,7 @@ def test_a_name_with_the_word_bias_in_it_is_that_of_a_bias(name):
     vectors, matrices = np.ones((3, 4), np.float32), np.ones((3, 4, 4), np.float32)
     params = {"cell": {name: vectors, "weight_hh": matrices, "unbiased": vectors}}
     assert rpx.decay_mask(params) == {"cell": {name: False, "weight_hh": True, "unbiased": True}}
-    assert jax.eval_shape(rpx.WeightNorm().init, params)["cell"][name].shape == (3, 4)
+    assert jax.eval_shape(rpx.WeightNorm(axis=-1).init, params)["cell"][name].shape == (3, 4)
 
 
 def test_biases_of_attention_have_two_axes_and_do_not_decay():

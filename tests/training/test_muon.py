@@ -68,7 +68,7 @@ def but(*paths):
     ("p", "expected"),
     [
         (rpx.Chain(), ALONE),
-        (rpx.WeightNorm(), {f"{path}/@weight_norm/v": each for path, each in ALONE.items()}),
+        (rpx.WeightNorm(axis=-1), {f"{path}/@weight_norm/v": each for path, each in ALONE.items()}),
         (
             rpx.LoRA(2, where="layers/query", columns=(-2, -1), stacked=0)
             >> rpx.LoRA(2, where="layers/heads", rows=(-3, -2), stacked=0),
@@ -82,7 +82,7 @@ def but(*paths):
         ),
         (rpx.Freeze(where="layers/.*"), {path: ALONE[path] for path in ("out", "one")}),
         (rpx.Gaussian(where="out"), {"out/@gaussian/mean": ((1,), (0,)), **but("out")}),
-        (rpx.norms.Sphere(where="out"), but("out")),
+        (rpx.norms.Sphere(along=-1, where="out"), but("out")),
     ],
     ids=str,
 )
@@ -108,7 +108,7 @@ def test_arrays_that_are_used_in_several_ways_or_in_part_go_to_adam():
 
 
 def test_a_step_is_that_of_each_layer_as_a_matrix_and_of_what_has_no_axes_by_adam():
-    p = rpx.WeightNorm(where="layers/heads", stacked=0)
+    p = rpx.WeightNorm(axis=-1, where="layers/heads", stacked=0)
     raw = p.init(PARAMS)
     grads = jax.tree.map(jnp.cos, raw)
     axes = muon_axes(lambda raw, x: network(p.fold(raw), x), raw, X) | {"out": None}

@@ -18,9 +18,9 @@ def normal(*shape, seed=0):
     ("p", "start"),
     [
         (rpx.Orthogonal(), np.linalg.qr(normal(5, 3))[0]),
-        (rpx.norms.MaxNorm(1.0), np.float32(0.1) * normal(5, 3)),
+        (rpx.norms.MaxNorm(1.0, axis=-1), np.float32(0.1) * normal(5, 3)),
         (rpx.LowRank(1), normal(5, 1) @ normal(1, 3, seed=1)),
-        (rpx.norms.Sphere() >> rpx.VarNoise(0.1), normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True)),
+        (rpx.norms.Sphere(along=-1) >> rpx.VarNoise(0.1), normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True)),
     ],
     ids=repr,
 )

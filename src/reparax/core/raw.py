@@ -371,15 +371,14 @@ class Flat:
         """What is known of the axes of the value at a place."""
         root = self.root(place)
         known = self.frame.known.get(root) or known_by_name(root[-1] if root else "")
-        for value in () if root == place else _values_along(place):
-            if value.aligned:
+        for node, _, declared, _ in () if root == place else _values_along(place):
+            if declared.base or (declared.main and declared.aligned):
                 continue
-            makers = [stage._own for stage in self.later if stage.kind == kind_of(value.node[-1])]
-            declared = value_of(_stage_class(value.node, len(value.node) - 1).raw_values, value.name).axes
-            if not declared or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                made_by = repr(makers[0]) if makers else repr(value.node[-1])
+            makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
+            if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
+                made_by = repr(makers[0]) if makers else repr(node[-1])
                 return Known(why=f"{made_by} makes it, whose axes are its own")
-            known = known.of_factor(declared)
+            known = known.of_factor(declared.axes)
         return known
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
