@@ -157,11 +157,11 @@ def test_an_alpha_for_each_array_is_written_by_pattern():
 
 def test_a_linear_layer_of_torch_is_no_table():
     params = {"q": {"weight": jnp.ones((6, 6))}}
-    p = rpx.Freeze() >> rpx.LoRA(2)
+    p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
     with raises(
         ValueError,
         "to_peft: PEFT has no such adapter:\n  q/weight: PEFT has adapters from inputs to outputs (rows=(1,), "
-        "columns=0), but no equivalent of LoRA(2)\nMerge it with `p.fold(raw)`.",
+        "columns=0), but no equivalent of LoRA(2, columns=-1)\nMerge it with `p.fold(raw)`.",
     ):
         rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "same"})
     tensors, _ = rpx.io.to_peft(p, zeros(p.init, params, KEY), layouts={"q/weight": "embedding"})

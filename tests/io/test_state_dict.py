@@ -308,7 +308,7 @@ def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make)
 
 @STYLES
 @pytest.mark.parametrize(
-    "p", [rpx.WeightNorm(), rpx.WeightNorm() >> rpx.SpectralNorm(columns=-1), rpx.Mask(), rpx.Freeze()], ids=repr
+    "p", [rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> rpx.SpectralNorm(columns=-1), rpx.Mask(), rpx.Freeze()], ids=repr
 )
 def test_the_values_of_a_stage_tell_a_convolution(p, style, column):
     del column
@@ -587,7 +587,7 @@ STATE = {"dense.weight_g": G, "dense.weight_v": W, "dense.bias": numbers(3)}
 LISTED = {f"dense.{PATH}original0": G, f"dense.{PATH}original1": W}
 CONV = {"conv": {"kernel": numbers(2, 2, 3, 4)}}
 UP, TRANSPOSED = {"up": {"kernel": numbers(4, 8, 6)}}, {"up/kernel": "conv_transpose"}
-CONVOLVED = rpx.SpectralNorm(input_shape=(4, 4))
+CONVOLVED = rpx.SpectralNorm(columns=-1, input_shape=(4, 4))
 CUBE = {"w": np.ones((3, 3, 2), np.float32)}
 
 

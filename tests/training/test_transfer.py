@@ -216,7 +216,7 @@ def test_a_change_by_rounding_passes_and_one_by_more_does_not(dtype, most):
 
 def test_zeros_that_stay_have_not_changed_and_zeros_that_go_have():
     params = {"w": np.zeros((2, 2), np.float32), "none": np.zeros((0, 2), np.float32)}
-    rpx.transfer(rpx.Chain(), rpx.WeightNorm(), params)
+    rpx.transfer(rpx.Chain(), rpx.WeightNorm(axis=-1), params)
     with pytest.raises(ValueError, match=r"'w' by inf\. "):
         rpx.transfer(rpx.Chain(), rpx.norms.Sphere(where="w"), params)
 
@@ -323,11 +323,11 @@ TUPLES = {
 
 @pytest.mark.parametrize("name", TUPLES)
 def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
-    old, new = rpx.WeightNorm(), rpx.Positive(where=".*/g") >> rpx.WeightNorm()
+    old, new = rpx.WeightNorm(axis=-1), rpx.Positive(where=".*/g") >> rpx.WeightNorm(axis=-1)
     raw, tx = old.init(TUPLES[name]), optax.adam(1e-3)
     kind = "Pair" if name == "named tuple" else "tuple"
     text = (
-        f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm() or contains several, as the state of an "
+        f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm(axis=-1) or contains several, as the state of an "
         f"optimizer does. Pass the raw tree as `like`: the {kind} itself, or the one that the state belongs to."
     )
     state = trained(tx, raw)
@@ -347,10 +347,10 @@ def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
 
 def test_a_tuple_of_a_chain_without_markers_is_asked_for_too_and_a_tuple_inside_is_not():
     with pytest.raises(ValueError, match="transfer cannot tell whether a tuple is a raw tree of Chain"):
-        rpx.transfer(rpx.Chain(), rpx.WeightNorm(), (K, K))
-    moved = rpx.transfer(rpx.Chain(), rpx.WeightNorm(), (K, K), like=(K, K))
-    assert_equal(moved, rpx.WeightNorm().init((K, K)))
-    old, new, params = rpx.Chain(), rpx.WeightNorm(), {"layers": (K, {"kernel": K}), "bias": K[0]}
+        rpx.transfer(rpx.Chain(), rpx.WeightNorm(axis=-1), (K, K))
+    moved = rpx.transfer(rpx.Chain(), rpx.WeightNorm(axis=-1), (K, K), like=(K, K))
+    assert_equal(moved, rpx.WeightNorm(axis=-1).init((K, K)))
+    old, new, params = rpx.Chain(), rpx.WeightNorm(axis=-1), {"layers": (K, {"kernel": K}), "bias": K[0]}
     assert_equal(rpx.transfer(old, new, params), new.init(params))
     raw = new.init(params)
     state = trained(optax.adam(1e-3), raw)
@@ -448,7 +448,7 @@ def test_unfrozen_values_start_without_momentum():
 
 
 def test_states_of_trees_with_functions():
-    old, new = rpx.WeightNorm(where="a"), rpx.WeightNorm()
+    old, new = rpx.WeightNorm(axis=-1, where="a"), rpx.WeightNorm(axis=-1)
     params = {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2)), "f": jnp.tanh}
     tx, raw = rpx.optimizer(optax.adam(1e-3)), old.init(params)
     got = rpx.transfer(old, new, tx.init(raw), like=raw)
@@ -457,7 +457,7 @@ def test_states_of_trees_with_functions():
 
 def test_random_starts_are_those_of_key_zero_and_differ_from_array_to_array():
     params = {"x": np.ones((4, 3), np.float32), "y": np.ones((4, 3), np.float32)}
-    new = rpx.LoRA(2)
+    new = rpx.LoRA(2, columns=-1)
     got = transferred(rpx.Chain(), new, params)
     assert_equal(got, init(new, params, jax.random.key(0)))
     assert not np.array_equal(got["x"]["@lora"]["a"], got["y"]["@lora"]["a"])

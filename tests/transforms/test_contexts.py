@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as Spec
 import reparax as rpx
 
 KEY = jax.random.key(0)
-LORA = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0)
+LORA = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0, columns=-1)
 
 
 def normal(*shape, seed=0):

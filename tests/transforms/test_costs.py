@@ -54,7 +54,7 @@ def scanned_by_hand(raw, x):
 
 
 NETWORKS = {
-    "unrolled": (dense, dense_by_hand, {f"w{i}": floats(256, 256) for i in range(4)}, rpx.LoRA(4)),
+    "unrolled": (dense, dense_by_hand, {f"w{i}": floats(256, 256) for i in range(4)}, rpx.LoRA(4, columns=-1)),
     "scanned": (scanned, scanned_by_hand, {"w": floats(4, 256, 256)}, rpx.LoRA(4, stacked=0)),
 }
 
@@ -286,7 +286,7 @@ def test_the_terms_are_those_of_the_formula_under_a_derivative_inside():
 
 
 def test_explain_says_where_and_why():
-    p = rpx.Freeze() >> rpx.LoRA(1)
+    p = rpx.Freeze() >> rpx.LoRA(1, columns=-1)
     names = ["folded", "free", "given", "norm"]
     raw = jax.eval_shape(p.init, {name: floats(64, 64) for name in names}, KEY)
 

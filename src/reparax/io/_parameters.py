@@ -271,4 +271,5 @@ def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
         names = wider if len(column) > 1 and exact("/".join(wider)) else names
     plain = "/".join(names)
     short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
-    return short if exact(short) else plain
+    inside = any(re.fullmatch(short, f"{path}/g") for path in paths)  # a value of another stage, such as a length
+    return short if exact(short) and not inside else plain

@@ -273,7 +273,7 @@ def keys(case: Case) -> None:
         case.require_raises(lambda: p.apply(raw), "it draws without a key")
         _require_independent(case)
     if p.stochastic and isinstance(params, dict):
-        small, large = (p.init(tree, key) for tree in (params, {**params, "a new parameter": jnp.ones((3, 3))}))
+        small, large = (p.init(tree, key) for tree in (params, {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}))
 
         def same(a: PyTree, b: PyTree) -> bool:
             return all(equal(a[name], b[name]) for name in params)

@@ -181,9 +181,9 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
       >>> p = rpx.WeightNorm() >> rpx.VarNoise(0.1)
       >>> rpx.summary(p, {"kernel": jnp.ones((64, 10)), "bias": jnp.ones(10)})
       WeightNorm() >> VarNoise(0.1)
-      path    raw value       type             free  fixed    bytes  off  stages
+      path    raw value       type             free  fixed    bytes  off  stages                  axes
       bias                    float32[10]        10      0     40 B    -  VarNoise
-      kernel  @weight_norm/g  float32[1, 10]     10      0     40 B    -  WeightNorm >> VarNoise
+      kernel  @weight_norm/g  float32[1, 10]     10      0     40 B    -  WeightNorm >> VarNoise  axis=-1 ('kernel')
               @weight_norm/v  float32[64, 10]   640      0  2.5 KiB
       total                                     660      0  2.6 KiB    -
       >>> rpx.summary(rpx.Orthogonal(), {"kernel": 2 * jnp.eye(3)}).total.off  # it starts at the identity matrix

@@ -78,7 +78,7 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.Freeze() >> rpx.LoRA(2)
+      >>> p = rpx.Freeze() >> rpx.LoRA(2, columns=-1)
       >>> raw = p.init({"up": jnp.ones((64, 64)), "down": jnp.ones((64, 64))}, jax.random.key(0))
       >>> def loss(raw, x):
       ...     w = p.apply(raw)

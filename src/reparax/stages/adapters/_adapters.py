@@ -410,7 +410,7 @@ class LoRA(RowsAndColumns):
       rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
         first axis of a matrix. Rows are the inputs of a kernel ``(in, out)``; for a weight ``(out, in)``, as in torch
         and equinox, pass ``rows=1``.
-      columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
+      columns: The column axes. Default: all axes not in ``rows``; else the outputs, as for :class:`WeightNorm`.
 
     Raises:
       TypeError: If ``rank``, ``alpha`` or ``use_rslora`` has the wrong type.

@@ -52,7 +52,8 @@ class LowRank(RowsAndColumns, Constraint):
       rows: The row axes, by number or by name, not counting ``stacked`` ones. Default: all axes not in ``columns``; the
         first axis of a matrix. An array of more than two dimensions needs ``rows``, ``columns`` or ``stacked``. If
         there are several row axes, the raw values have them too.
-      columns: The column axes. Default: all axes not in ``rows``; the last axis of a matrix.
+      columns: The column axes. Default: all axes not in ``rows``; else the outputs that the class of a layer says, or
+        the last axis of a matrix. Arrays of more axes are refused.
 
     Raises:
       TypeError: If ``rank`` has the wrong type.

@@ -43,7 +43,8 @@ class WeightNorm(Reparametrization):
       axis: The feature axes, with one norm per index: ``-1`` for a dense kernel of shape ``(in, out)`` and for a
         convolution's ``(height, width, in, out)``; ``(-2, -1)`` for the query, key and value of attention, of shape
         ``(in, heads, dim)``, and ``-1`` for its output. A tuple for several axes, None for one norm of the whole array,
-        ``"each"`` for one norm of each weight. Default: the last axis; with :meth:`~Parametrization.on`, the outputs.
+        ``"each"`` for one norm of each weight. Default: the outputs, as the class of an nnx or equinox layer
+        says them, or the name of an array ``(in, out)``, ``kernel`` or ``w``; any other array is refused.
         By number, or by name if parameters carry axis names, as with flax's ``nn.with_partitioning`` and
         ``nnx.with_partitioning``: ``"mlp"`` is the last axis of a kernel with axes ``("embed", "mlp")`` and the first
         of one with ``("mlp", "embed")``. Every stage takes such names; a parameter without the name is an error.
@@ -106,7 +107,7 @@ class WeightStandardization(Constraint):
 
     Args:
       axis: The feature axes, with one mean and one variance per index: ``-1`` for a convolution's ``(height, width, in,
-        out)``. By number or by name. Default: the last axis of a matrix; arrays of more axes are refused.
+        out)``. By number or by name. Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -178,8 +179,8 @@ class Sphere(Constraint):
     Args:
       radius: The norm :math:`r`, a number or a traced scalar.
       along: The axes along which a vector lies: ``-1`` for the rows of an embedding, ``0`` for the weights of each
-        output of a dense kernel ``(in, out)``. None for the whole array. Default: the last axis of a vector or a
-        matrix; arrays of more axes are refused.
+        output of a dense kernel ``(in, out)``. None for the whole array. Default: the only axis of a
+        vector, the inputs of each output, and the rows of a table, where they are known as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -191,7 +192,7 @@ class Sphere(Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> p = rpx.norms.Sphere()
+      >>> p = rpx.norms.Sphere(along=-1)
       >>> p.apply(p.init({"w": jnp.array([[3.0, 4.0], [0.0, 2.0]])}))["w"]
       Array([[0.6, 0.8],
              [0. , 1. ]], dtype=float32)
@@ -229,7 +230,7 @@ class MaxNorm(Constraint):
       axis: The feature axes, with one norm per index, as for :class:`WeightNorm`: ``-1`` bounds the weights of each
         output of a dense kernel ``(in, out)`` or of a convolution, ``(-2, -1)`` those of each head and dimension of an
         attention kernel ``(in, heads, dim)``, ``0`` each row of an embedding. None bounds the norm of the whole array.
-        Default: the last axis of a matrix; arrays of more axes are refused.
+        Default: the outputs, as for :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.

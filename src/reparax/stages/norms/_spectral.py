@@ -173,7 +173,7 @@ class SpectralNorm(MatrixAxes, Constraint):
       n_steps: Power iterations in each ``update``, at least 1; torch's ``n_power_iterations``.
       rows: As for :class:`LowRank`.
       columns: As for :class:`LowRank`. One axis is torch's ``dim``: 0, and 1 for transposed convolutions. With
-        ``input_shape``, the axis of outputs, the first or the last one, which is the default; its neighbour (1 or -2)
+        ``input_shape``, the axis of outputs, the first or the last one; its neighbour (1 or -2)
         is the input axis. A transposed convolution has the norm of its adjoint: use ``columns=0`` for torch's, and the
         shape of its output images as ``input_shape``.
       input_shape: The shape of a convolution's input images without channels, ``(32, 32)``. Default: plain matrices.
@@ -201,7 +201,7 @@ class SpectralNorm(MatrixAxes, Constraint):
       Array([[1. , 0. ],
              [0. , 0.5]], dtype=float32)
       >>> raw = p.update(raw)
-      >>> q = rpx.SpectralNorm(input_shape=(8, 8), padding="CIRCULAR")
+      >>> q = rpx.SpectralNorm(columns=-1, input_shape=(8, 8), padding="CIRCULAR")
       >>> q.fold(q.init({"w": jnp.full((3, 3, 1, 1), 9.0)}))["w"].sum().round(3)  # this kernel sums nine pixels
       Array(1., dtype=float32)
 

@@ -322,8 +322,7 @@ class Simplex(Constraint):
     is a density whose points of the simplex have the given prior.
 
     Args:
-      along: The axis along which the numbers sum to 1. Default: the last axis of a vector or a matrix; arrays of more
-        axes are refused.
+      along: The axis along which the numbers sum to 1. Default: as for :class:`Sphere`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating parameters of one or more dimensions.
       stacked: As for :class:`Reparametrization`; ``along`` refers to the other axes.

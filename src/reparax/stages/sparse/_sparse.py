@@ -162,8 +162,8 @@ class NByM(_Masked, Constraint):
     Args:
       n: The largest number of nonzero weights in a group.
       m: The size of a group; it must divide the length of the axis.
-      along: The axis along which groups are formed. Default: the last axis of a matrix; arrays of more axes are
-        refused.
+      along: The axis along which groups are formed. Default: the inputs, where they are known as for
+        :class:`WeightNorm`.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
         and scales.
@@ -175,7 +175,7 @@ class NByM(_Masked, Constraint):
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
-      >>> rpx.sparse.NByM(2, 4).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
+      >>> rpx.sparse.NByM(2, 4, along=-1).project(jnp.array([[5.0, -6.0, 7.0, 8.0, 0.1, 0.2, -0.3, 0.0]]))
       Array([[ 0. ,  0. ,  7. ,  8. ,  0. ,  0.2, -0.3,  0. ]], dtype=float32)
 
     References:
