@@ -78,12 +78,12 @@ class Bound:
     mean: bool = False
     formula: Any = None
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether the effective array is drawn."""
         return self.stage.stochastic and not self.mean
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         """Whether its draw depends on the array's type alone, so that several can be drawn together."""
         return self.is_random and self.stage.draws_by_type

@@ -498,7 +498,7 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
-    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
+    _usage: ClassVar[str] = "`a >> b`, or `rpx.Chain((a, b))`"
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -510,7 +510,7 @@ class Chain(Parametrization):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
                 f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
-                f"{self._instead}"
+                f"Write {self._usage}."
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
