@@ -41,14 +41,10 @@ class CallName:
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
+        parts = self.p._parts
+        text = " >> ".join(map(repr, parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
-        return f"{call_name(self.p, self.method)}{where}"
-
-
-def call_name(p: Any, method: str) -> str:
-    """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
-    text = " >> ".join(map(repr, p._parts)) or repr(p)
-    return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
+        return f"{f'({text})' if len(parts) > 1 else text}.{self.method}{where}"
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
@@ -57,7 +53,7 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
         return
     path = next(path_text(path) for path, x in items(tree) if is_reference(x))
     raise TypeError(
-        f"{call_name(p, method)} takes a tree of arrays, but got a reference whose content changes in place at "
+        f"{CallName(p, method)} takes a tree of arrays, but got a reference whose content changes in place at "
         f"{path!r}. Pass its content: `nnx.with_vars(model, hijax=False)` for nnx variables with hijax=True, or "
         f"`ref[...]`."
     )
@@ -68,7 +64,7 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
     if key is None or is_one_key(key):
         return key
     tree = "params" if method == "init" else "raw"
-    return check_key(key, call_name(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
+    return check_key(key, CallName(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 
 
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
@@ -78,7 +74,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
         return None
     if key is None:
         raise ValueError(
-            f"{call_name(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+            f"{CallName(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
             f"Pass a key, or evaluate with `p.deterministic`."
         )
     return checked_key(p, "apply", key)
@@ -128,7 +124,7 @@ def _explain_wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs:
             f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."
         )
     wrong = misfit(method, args[1:], kwargs, skip=1)
-    return None if wrong is None else f"{call_name(args[0], name)} {wrong} Write `{write}`."
+    return None if wrong is None else f"{CallName(args[0], name)} {wrong} Write `{write}`."
 
 
 OTHERS = {"rshift": ">>", "lshift": "<<", "add": "+", "or": "|", "matmul": "@", "mul": "*"}
