@@ -17,6 +17,7 @@ from jax.core import Tracer
 from reparax.core import checks
 from reparax.core.axes import AxisNumbers
 from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.calls import takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
 from reparax.core.leafwise import Found, Leafwise
@@ -24,7 +25,6 @@ from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_orig
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
 from reparax.core.unchanged import given_for_same, mark_same
-from reparax.core.usage import takes
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 

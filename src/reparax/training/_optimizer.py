@@ -18,12 +18,11 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.bound import init_all
-from reparax.core.calls import CallName, require_chains, with_any_key
+from reparax.core.calls import CallName, require_chains, shows_usage, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
 from reparax.core.raw import FIXED, is_aligned, require_no_raw
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, partition, require_tree
 
