@@ -106,7 +106,7 @@ def stage(name: str, *args: Any, **fields: Any) -> Stage:
     return name, args, fields
 
 
-INSIDE = {"outside": "project"}
+INSIDE = {"outside": "unchecked"}
 GATES = rpx.shared.Concat(("left: n h", "right: n h"), axis=1)
 BLOCK = rpx.shared.Concat(("kernel: 4 4", "bias: 4 -> 1 4"))
 STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
@@ -233,6 +233,8 @@ def build(row: Stage, selection: dict[str, Any]) -> rpx.Parametrization:
         fields = {old_names.get(argument, argument): x for argument, x in fields.items()}
         if fields.pop("use_rslora", False):
             fields["divisor"] = "sqrt"
+        if fields.get("outside") == "unchecked":
+            fields["outside"] = "project"
     return make(*args, **fields)
 
 
@@ -244,6 +246,9 @@ def with_new_names(text: str) -> str:
     for new, old in (names for of_class in ARGUMENTS.values() for names in of_class.items()):
         text = re.sub(rf'(?<=\b){old}(?==)|(?<="){old}(?=":)', new, text)
     text = text.replace("`rpx.selected`", "`rpx.stage.selected`").replace("divisor='sqrt'", "use_rslora=True")
+    text = text.replace("outside='project'", "outside='unchecked'").replace(
+        '"outside": "project"', '"outside": "unchecked"'
+    )
     return text.replace('"divisor": "sqrt"', '"use_rslora": true')
 
 

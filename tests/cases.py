@@ -127,8 +127,8 @@ SPHERES_AND_BALLS = (
     >> rpx.norms.PoincareBall(0.01, along=-1, where="conv/kernel")
 )
 MAPS = (
-    rpx.numbers.Bounded(-1, 3, outside="project", where="dense/bias")
-    >> rpx.numbers.Simplex(along=0, outside="project", where="dense/kernel")
+    rpx.numbers.Bounded(-1, 3, outside="unchecked", where="dense/bias")
+    >> rpx.numbers.Simplex(along=0, outside="unchecked", where="dense/kernel")
     >> rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh, where="out/kernel")
     >> rpx.numbers.Scale(0.5, where="conv/kernel")
 )

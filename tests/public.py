@@ -8,5 +8,5 @@ WRAPPED = tuple(names.LIBRARIES)
 FAMILIES = {family: getattr(rpx, family) for family in names.FAMILIES if family not in WRAPPED}
 TOP = {name: getattr(rpx, name) for name in names.TOP}
 PUBLIC = {name: getattr(FAMILIES[family], name) for name, family in names.family_of().items()}
-TYPES = ("Axes", "Number", "PyTree", "Where")
+TYPES = ("Axes", "Number", "Where")
 """Types in signatures."""

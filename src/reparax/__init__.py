@@ -20,7 +20,7 @@ The names that most programs use are here. Their families have more, and ``dir(r
 ``rpx.linen``       the same for flax linen: ``parametrized``
 ``rpx.equinox``     the same for equinox: ``Parametrized``
 ``rpx.haiku``       the same for haiku: ``parametrized``
-``rpx.stage``       for stages of your own: ``Reparametrization``, ``argument``, ``main``
+``rpx.stage``       for stages of your own: ``Reparametrization``, ``field``, ``main``
 ``reparax.testing``  the laws that your stages must keep; import it explicitly
 
 A family is imported when it is named; ``nnx``, ``linen``, ``equinox`` and ``haiku`` need their libraries.

@@ -72,21 +72,21 @@ def test_init_projects_or_refuses_what_lies_outside():
     np.testing.assert_allclose(projected["w"], [-1.0, 1.0], rtol=1e-6)
     with raises(
         ValueError,
-        "Centered(outside='refuse').init at 'w': expected a point of the image, got one outside. Start from "
-        "`stage.project(w)`, or pass outside='project'.",
+        "Centered(outside='raise').init at 'w': expected a point of the image, got one outside. Start from "
+        "`stage.project(w)`, or pass outside='unchecked'.",
     ):
-        Centered(outside="refuse").init(params)
-    Centered(outside="refuse").init(projected)
+        Centered(outside="raise").init(params)
+    Centered(outside="raise").init(projected)
 
 
 def test_what_is_traced_is_not_looked_at():
-    p = Centered(outside="refuse")
+    p = Centered(outside="raise")
     jax.jit(p.init)({"w": jnp.array([1.0, 3.0])})
     p.check(Centered().init({"w": jnp.array([1.0, 3.0])}), like={"w": jax.ShapeDtypeStruct((2,), jnp.float32)})
 
 
 def test_known_arrays_are_looked_at_inside_of_jit_too():
-    outside, p = {"w": jnp.array([1.0, 3.0])}, Centered(outside="refuse")
+    outside, p = {"w": jnp.array([1.0, 3.0])}, Centered(outside="raise")
     jax.jit(lambda: p.init({"w": jnp.array([-1.0, 1.0])}))()
     with pytest.raises(ValueError, match="expected a point of the image, got one outside"):
         jax.jit(lambda: p.init(outside))()
@@ -108,7 +108,7 @@ class Ramp(rpx.stage.Constraint):
 FLAT = (
     "init at 'dense/w': expected numbers that a gradient can move, got 3 of 6 outside the image or at its edge, where "
     "the map is flat. Start from numbers inside, leave the array out with `where`, or pass "
-    "outside='project' to start there anyway."
+    "outside='unchecked' to start there anyway."
 )
 
 
@@ -124,11 +124,11 @@ def test_init_refuses_what_it_would_kill():
 
 
 def test_init_kills_by_word():
-    folded = Ramp(outside="project").fold(Ramp(outside="project").init({"w": -jnp.ones((2, 3))}))
+    folded = Ramp(outside="unchecked").fold(Ramp(outside="unchecked").init({"w": -jnp.ones((2, 3))}))
     np.testing.assert_array_equal(folded["w"], np.zeros((2, 3)))
 
 
-@pytest.mark.parametrize("outside", ["nearest", "refuse"])
+@pytest.mark.parametrize("outside", ["nearest", "raise"])
 def test_of_a_traced_bound_nobody_knows_what_is_outside(outside):
     def start(low):
         return rpx.numbers.Bounded(low, 1.0, outside=outside).init({"w": np.array([-9.0, 0.5], np.float32)})

@@ -18,6 +18,7 @@ from errors import raises, table
 from public import PUBLIC
 
 import reparax as rpx
+from reparax.core.chain import Mean
 from reparax.testing import check_laws
 
 
@@ -168,7 +169,7 @@ def test_deterministic_drops_what_is_random():
 
 
 class RandomBase(rpx.Reparametrization):
-    def draw_leaf(self, w, key):
+    def init_leaf(self, w, key):
         start = jax.random.normal(key, w.shape)
         return {"x": w - start, "start": start}
 
@@ -331,7 +332,7 @@ class AddedAtRandom(Added):
         return self.apply_leaf(w, None)
 
 
-@pytest.mark.parametrize("of", [lambda **given: Added(**given), lambda **given: rpx.stage.Mean(AddedAtRandom(**given))])
+@pytest.mark.parametrize("of", [lambda **given: Added(**given), lambda **given: Mean(AddedAtRandom(**given))])
 def test_what_is_remembered_for_a_stage_is_not_taken_for_an_equal_one_with_other_values(of):
     tree = {"w": jnp.ones(2)}
     for given, expected in [({}, 1.0), ({"by": True}, 10.0), ({"unseen": 3.0}, 3.0), ({}, 1.0)]:

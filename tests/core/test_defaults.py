@@ -32,10 +32,10 @@ OF_ALL = [
     rpx.quantized.Cast("bfloat16"),
     rpx.Freeze(),
     rpx.numbers.Scale(2.0),
-    rpx.Positive(outside="project"),
+    rpx.Positive(outside="unchecked"),
     rpx.numbers.Bounded(-9.0, 9.0),
     rpx.numbers.Elementwise(jnp.sinh, jnp.arcsinh),
-    rpx.numbers.Simplex(along=-1, outside="project"),
+    rpx.numbers.Simplex(along=-1, outside="unchecked"),
     rpx.Gaussian(),
 ]
 
@@ -381,7 +381,7 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
         (rpx.norms.Sphere(), "along"),
         (rpx.norms.PoincareBall(), "along"),
         (rpx.sparse.NByM(1, 3), "along"),
-        (rpx.numbers.Simplex(outside="project"), "along"),
+        (rpx.numbers.Simplex(outside="unchecked"), "along"),
     ],
     ids=repr,
 )

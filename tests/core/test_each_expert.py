@@ -35,7 +35,7 @@ def four_bits(w):
 
 ALONE = {
     "WeightNorm": (rpx.WeightNorm(stacked=0), lambda w: w),
-    "lengths of one": (rpx.norms.Sphere(along=0, stacked=0, outside="project"), of_columns),
+    "lengths of one": (rpx.norms.Sphere(along=0, stacked=0, outside="unchecked"), of_columns),
     "SpectralNorm": (rpx.SpectralNorm(n_steps=200, stacked=0), lambda w: w / np.linalg.norm(w, 2)),
     "four bits": (rpx.Quantized("int4", axis=-1, stacked=0), four_bits),
     "half are zeros": (rpx.MagnitudePruning(0.5, stacked=0), half),

@@ -47,7 +47,7 @@ def test_an_update_draws_apart_from_the_start(key):
     class Redrawn(rpx.Reparametrization):
         raw_values = {"x": rpx.stage.main(), "drawn": rpx.stage.fixed()}
 
-        def draw_leaf(self, w, key):
+        def init_leaf(self, w, key):
             return {"x": w, "drawn": jax.random.uniform(key, w.shape)}
 
         def apply_leaf(self, values):

@@ -35,7 +35,6 @@ KINDS = {
     "MagnitudePruning": "magnitude_pruning",
     "Mask": "mask",
     "MaxNorm": "max_norm",
-    "Mean": "mean",
     "NByM": "n_by_m",
     "Orthogonal": "orthogonal",
     "Pack": "pack",

@@ -11,6 +11,7 @@ from cases import FlippedSigns
 from errors import raises, table
 
 import reparax as rpx
+from reparax.core.chain import Mean
 from reparax.testing import check_laws
 
 
@@ -49,8 +50,8 @@ def test_the_mean_stands_in_its_place_in_a_chain():
 
 def test_the_mean_is_a_value_like_any_stage():
     mean = FlippedSigns(0.25, where="w").deterministic
-    assert mean == rpx.stage.Mean(FlippedSigns(0.25, where="w")) != rpx.stage.Mean(FlippedSigns(0.5, where="w"))
-    assert hash(mean) == hash(rpx.stage.Mean(FlippedSigns(0.25, where="w")))
+    assert mean == Mean(FlippedSigns(0.25, where="w")) != Mean(FlippedSigns(0.5, where="w"))
+    assert hash(mean) == hash(Mean(FlippedSigns(0.25, where="w")))
     assert repr(mean) == "Mean(FlippedSigns(0.25, where='w'))"
     assert mean == copy.deepcopy(mean) == pickle.loads(pickle.dumps(mean)) == rpx.from_json(mean.to_json())
     assert jax.tree.leaves(mean) == []

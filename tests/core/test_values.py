@@ -21,6 +21,8 @@ from errors import raises, table
 from public import PUBLIC
 
 import reparax as rpx
+from reparax.core.chain import Mean
+from reparax.numerics.arguments import check_number
 
 MODULE = {"rpx": rpx, "jnp": jnp, "jax": jax, **PUBLIC}
 
@@ -36,24 +38,24 @@ class Jump(rpx.Perturbation):
         return w + self.by / 2
 
 
-MODULE["Jump"] = Jump
+MODULE |= {"Jump": Jump, "Mean": Mean}
 
 STAGES = {
     "AlmostOrthogonal": [
         rpx.matrices.AlmostOrthogonal(),
-        rpx.matrices.AlmostOrthogonal(1, outside="refuse", where=".*/[wk]"),
+        rpx.matrices.AlmostOrthogonal(1, outside="raise", where=".*/[wk]"),
     ],
     "BlockDiagonal": [rpx.matrices.BlockDiagonal(3, where=rpx.stage.selected({"a": {"b": True, "c": False}}))],
-    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="refuse")],
+    "Bounded": [rpx.numbers.Bounded(-1e-30, 1e30), rpx.numbers.Bounded(low=-2, high=-1, outside="raise")],
     "Cast": [rpx.quantized.Cast(jnp.float8_e4m3fn), rpx.quantized.Cast("float16", where="")],
     "CayleyNeumann": [rpx.adapters.CayleyNeumann(), rpx.adapters.CayleyNeumann(3, stacked=0)],
     "Chain": [rpx.Chain(), rpx.WeightNorm() >> rpx.Tie({"a": "b"}) >> rpx.VarNoise(0.1)],
     "Circulant": [rpx.matrices.Circulant(where="a")],
     "CudnnLSTM": [rpx.shared.CudnnLSTM(3, 2, num_layers=2, bidirectional=True, biases=0)],
     "Delta": [rpx.adapters.Delta(), rpx.adapters.Delta(strength=0.1), rpx.adapters.Delta(where=".*kernel", stacked=0)],
-    "Diagonal": [rpx.matrices.Diagonal(outside="refuse")],
+    "Diagonal": [rpx.matrices.Diagonal(outside="raise")],
     "Elementwise": [
-        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="refuse"),
+        rpx.numbers.Elementwise(jnp.tanh, jnp.arctanh, outside="raise"),
         rpx.numbers.Elementwise(jax.nn.sigmoid, jax.scipy.special.logit),
         rpx.numbers.Elementwise(jax.lax.exp, jnp.log),
     ],
@@ -83,10 +85,9 @@ STAGES = {
         rpx.MagnitudePruning((0.25, 0.5)),
     ],
     "Mask": [rpx.Mask()],
-    "Mean": [rpx.stage.Mean(Jump(0.5, where="w"))],
     "MaxNorm": [rpx.norms.MaxNorm(3, axis=None), rpx.norms.MaxNorm(1e-300, axis=("a", "b"))],
     "NByM": [rpx.sparse.NByM(0, 1, along="x"), rpx.sparse.NByM(2, 4, along=0)],
-    "Orthogonal": [rpx.Orthogonal("expm", outside="refuse")],
+    "Orthogonal": [rpx.Orthogonal("expm", outside="raise")],
     "Pack": [
         rpx.shared.Pack("haiku.lstm", where="lstm(/.*)?"),
         rpx.shared.Pack(
@@ -113,7 +114,7 @@ STAGES = {
     ],
     "Simplex": [rpx.numbers.Simplex(along="a name")],
     "Skew": [rpx.matrices.Skew()],
-    "SpecialLinear": [rpx.matrices.SpecialLinear(outside="refuse")],
+    "SpecialLinear": [rpx.matrices.SpecialLinear(outside="raise")],
     "SpecialOrthogonal": [rpx.matrices.SpecialOrthogonal("householder")],
     "SpectralNorm": [
         rpx.SpectralNorm(n_steps=3, columns=1),
@@ -138,7 +139,9 @@ STAGES = {
     "WeightStandardization": [rpx.norms.WeightStandardization(axis=(0, 1))],
 }
 
-each_stage = pytest.mark.parametrize("p", [p for each in STAGES.values() for p in each], ids=repr)
+each_stage = pytest.mark.parametrize(
+    "p", [Mean(Jump(0.5, where="w")), *(p for each in STAGES.values() for p in each)], ids=repr
+)
 
 
 def test_the_table_has_all_public_stages():
@@ -244,7 +247,7 @@ def test_numbers_of_float32_print_and_store_as_they_were_written():
 
 def test_a_float32_reads_back_to_itself():
     words = np.random.default_rng(0).integers(0, 2**32, 2000, np.uint32).view(np.float32)
-    found = [rpx.stage.check_number(x, "", "") for x in words]
+    found = [check_number(x, "", "") for x in words]
     np.testing.assert_array_equal(np.array(found).astype(np.float32), words)
     known = [x for x in words if np.isfinite(x)]
     assert [repr(x) for x in found if np.isfinite(x)] == [repr(float(str(x))) for x in known]  # as numpy prints them
@@ -478,7 +481,7 @@ def test_two_names_of_one_kind_are_told_apart():
 
 @pytest.mark.parametrize(("name", "kind"), [("Fixed", "fixed"), ("_", ""), ("__", ""), ("a.b", "a.b")])
 def test_a_name_that_is_no_kind_is_refused(name, kind):
-    with no_kind(f"kinds_c.{name}", kind, "is not a valid kind"):
+    with no_kind(f"kinds_c.{name}", kind, "is not a name without '@', '.' and '/', other than 'fixed'"):
         define(name, "kinds_c")
     assert define(name, "kinds_c", kind=f"kinds_c_{name.replace('.', '_')}")
 

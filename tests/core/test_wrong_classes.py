@@ -72,15 +72,15 @@ def test_values_without_an_entry_are_auxiliary_beside_a_main_one_and_main_otherw
     assert selected(**{"*": rpx.stage.aux(), "c": rpx.stage.main()}) == ["aux", "aux", "main"]
 
 
-def test_a_start_with_a_key_is_draw_leaf():
+def test_the_key_of_a_start_is_called_key():
     with raises(
         TypeError,
-        "KeyedStart.init_leaf takes self, w, key, but is called with (self, w). If the start is random, define "
-        "draw_leaf(self, w, key) instead.",
+        "KeyedStart.init_leaf takes self, w, rng, but is called with (self, w), or with (self, w, key) if it takes a "
+        "`key`, as a random start does.",
     ):
 
         class KeyedStart(rpx.Reparametrization):
-            def init_leaf(self, w, key):
+            def init_leaf(self, w, rng):
                 return {"x": w}
 
 
@@ -117,7 +117,7 @@ def test_the_error_names_the_method_that_gave_the_values():
     class Misnamed(rpx.Reparametrization):
         raw_values = {"base": rpx.stage.main()}
 
-        def draw_leaf(self, w, key):
+        def init_leaf(self, w, key):
             return {"bse": w}
 
         def apply_leaf(self, values):
@@ -125,8 +125,8 @@ def test_the_error_names_the_method_that_gave_the_values():
 
     with raises(
         ValueError,
-        "Misnamed().init at 'w': draw_leaf must return each value that the class declares, ('base',), but returns "
-        "('bse',). Rename or add values in draw_leaf.",
+        "Misnamed().init at 'w': init_leaf must return each value that the class declares, ('base',), but returns "
+        "('bse',). Rename or add values in init_leaf.",
     ):
         Misnamed().init({"w": jnp.ones(2)}, jax.random.key(0))
 

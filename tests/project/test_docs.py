@@ -277,6 +277,6 @@ def test_a_stage_says_what_it_raises_for_each_argument_that_it_checks(name):
     cls = PUBLIC[name]
     own = dataclasses.fields(cls) if issubclass(cls, rpx.Parametrization) and dataclasses.is_dataclass(cls) else ()
     raises = (cls.__doc__ or "").partition("Raises:\n")[2].partition("\n\n")[0]
-    checked = [field.name for field in own if rpx.stage.argument in field.metadata]
+    checked = [each.name for each in own if rpx.stage.field in each.metadata]
     shared = {"where", "stacked", "rows", "columns", "outside"}  # as Perturbation, LowRank and Constraint say
     assert [each for each in checked if each not in shared and f"``{each}``" not in raises] == []

@@ -17,7 +17,7 @@ class LoRA(rpx.Reparametrization):
     rank: int
     raw_values, min_ndim = {"w": rpx.stage.main(fixed=True), "a": rpx.stage.aux(), "b": rpx.stage.aux()}, 2
 
-    def draw_leaf(self, w, key):
+    def init_leaf(self, w, key):
         a = jax.random.normal(key, (w.shape[0], self.rank), w.dtype)
         return {"w": w, "a": a, "b": jnp.zeros((self.rank, *w.shape[1:]), w.dtype)}
 

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from reparax.core.paths import Names, has_ancestor, is_box
 from reparax.core.raw import OTHER_CHAIN, Flat, is_aligned
 from reparax.core.roles import WORDS, Numbers
+from reparax.core.unchanged import given_for_same, mark_same
 from reparax.numerics.arguments import is_whole
 
 Axis = int | str
@@ -327,7 +328,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
     """``formula``, on arrays and dicts of arrays, applied to each index of the stacked axes separately."""
     if not stacked:
         return formula
-    mapped_formula = formula
+    mapped_formula = partial(mark_same, formula)
     for _ in stacked:
         mapped_formula = jax.vmap(mapped_formula)
 
@@ -337,7 +338,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts))
+        return given_for_same(jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts)), *args)
 
     return map_over_stack
 

@@ -78,12 +78,12 @@ class Bound:
     mean: bool = False
     formula: Any = None
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether the effective array is drawn."""
         return self.stage.stochastic and not self.mean
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         """Whether its draw depends on the array's type alone, so that several can be drawn together."""
         return self.is_random and self.stage.draws_by_type
@@ -152,6 +152,10 @@ def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     key_of = dict(zip(map(id, random), drawn, strict=True))
     swaps: list[Swap] = []
     for bound in opening:
+        if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in bound.arrays.values()):
+            raise TypeError(
+                f"{bound.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
+            )
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in bound.arrays.items()}
         with locate_errors(bound.who):
             values = bound.stage._init_at(bound, arrays, key_of.get(id(bound)))

@@ -107,8 +107,9 @@ class Parametrization(Static, ABC):
     def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
-        Arrays that no stage replaces are the same objects as in ``params``, so donating the raw tree deletes them in
-        ``params`` too. If you need ``params`` later, copy: ``raw = jax.tree.map(jnp.copy, p.init(params))``.
+        Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
+        the raw tree deletes them in ``params`` too. If you need ``params`` later, copy:
+        ``raw = jax.tree.map(jnp.copy, p.init(params))``.
 
         Args:
           params: The model's parameters.
@@ -497,7 +498,7 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
-    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
+    _usage: ClassVar[str] = "`a >> b`, or `rpx.Chain((a, b))`"
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -509,7 +510,7 @@ class Chain(Parametrization):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
                 f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
-                f"{self._instead}"
+                f"Write {self._usage}."
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 
@@ -568,8 +569,8 @@ def _ask_stage(name: str) -> Any:
 class Mean(Parametrization):
     """The mean of a random stage, which replaces the stage in ``p.deterministic``.
 
-    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`; you do not
-    write it yourself. It acts on the same arrays as the stage, and has the same raw values.
+    It replaces a :class:`Perturbation` that defines ``mean_leaf``, and a random :class:`Reparametrization`. It acts on
+    the same arrays as the stage, and has the same raw values.
 
     Args:
       stage: A stage that draws random numbers.

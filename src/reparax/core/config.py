@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.core import Tracer
 
 from reparax.core.names import import_stage
 from reparax.core.paths import describe
-from reparax.core.raw import marker, registered_kind
+from reparax.core.raw import registered_kind
 from reparax.numerics.arguments import shortest, shortest_parts
 
 _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -262,8 +263,6 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
     if name not in _classes:
         raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
     cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
-    if (wrong := _explain_wrong_names(cls, arguments)) is not None:
-        raise ValueError(f"from_json cannot build {name} from {arguments}: {wrong}.")
     try:
         return cls(**arguments)
     except ValueError:
@@ -272,47 +271,24 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
         raise ValueError(f"from_json cannot build {name} from {arguments}: {str(error).rstrip('.')}.") from error
 
 
-def _explain_wrong_names(cls: Any, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the argument names; None if they fit."""
-    field_names = [field.name for field in declared_fields(cls)]
-    if unknown := [name for name in arguments if name not in field_names]:
-        return f"it takes {', '.join(field_names)}, but not {unknown[0]}"
-    missing = [name for name in field_names if name in required_arguments(cls) and name not in arguments]
-    return f"it needs {missing[0]} too" if missing else None
-
-
 def load_stages(text: str) -> list[Any]:
     """The stages that :func:`dump_stages` wrote as ``text``."""
     try:
-        match _parse(text):
-            case {"reparax": version, "stages": [*entries]} if _is_this_format(version) and all(
-                map(_is_entry, entries)
-            ):
-                return [_build_stage(entry) for entry in entries]
-            case _:
-                raise ValueError(
-                    f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}."
-                )
+        return [_build_stage(entry) for entry in _parse(text)]
     except RecursionError as error:
         raise ValueError(f"from_json got a string that is nested too deeply: {str(text)[:60]!r}.") from error
 
 
-def _is_this_format(version: Any) -> bool:
-    """Whether a version is that of this format."""
-    return not isinstance(version, bool) and version == FORMAT  # True equals 1
-
-
-def _is_entry(entry: Any) -> bool:
-    """Whether an entry names the class of a stage."""
-    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
-
-
-def _parse(text: str) -> Any:
-    """What a text says as JSON; None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, TypeError):
-        return None
+def _parse(text: str) -> list[Any]:
+    """The entries of a text, each with the name of a class."""
+    with suppress(ValueError, TypeError):
+        match json.loads(text):
+            case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
+                if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
+                    return entries
+            case _:
+                pass
+    raise ValueError(f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}.")
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
@@ -327,11 +303,25 @@ def snake_case(name: str) -> str:
 
 
 def kind_of_class(cls: type) -> str:
-    """The ``kind`` that ``cls`` defines, or the one from its name; an abstract class may have a name that is taken."""
-    if "kind" in cls.__dict__:
-        return check_kind(cls, cls.__dict__["kind"])
-    kind = derive_kind(cls)
-    return kind if is_base(cls) else _check_derived_kind(cls, kind)
+    """The ``kind`` that ``cls`` defines, or its name in snake case, with the package in front if others have that kind.
+
+    It must be a valid name that no other class has; a class may be defined again, as in a notebook. An abstract class
+    may have a name that is taken.
+    """
+    is_given = "kind" in cls.__dict__
+    kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
+    if not is_given and is_base(cls):
+        return kind
+    if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
+        why = "is not a name without '@', '.' and '/', other than 'fixed'"
+    elif (namesake := _namesake(cls, kind)) is not None:
+        why = f"is the kind of {class_name(namesake)}"
+    else:
+        return kind
+    raise ValueError(
+        f"{class_name(cls)} would have the marker {f'@{kind}'!r} in raw trees, but {kind!r} {why}. Set another kind in "
+        f'the class, `kind = "..."`.'
+    )
 
 
 def is_base(cls: type) -> bool:
@@ -347,42 +337,12 @@ def _package(cls: type) -> str:
     return cls.__module__.partition(".")[0]
 
 
-def derive_kind(cls: type) -> str:
+def _derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
     namesake, package = _namesake(cls, kind), _package(cls)
     elsewhere = namesake is not None and _package(namesake) != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
-
-
-def check_kind(cls: type, kind: object) -> str:
-    """``kind``, if it is a valid name that no other class has; a class may be defined again, as in a notebook."""
-    if not isinstance(kind, str) or not _is_name(kind):
-        raise ValueError(
-            f"{cls.__name__} got kind={kind!r}, but a kind is a name without '@', '.' and '/', and not 'fixed'."
-        )
-    if (namesake := _namesake(cls, kind)) is not None:
-        raise ValueError(
-            f"{cls.__name__} got kind={kind!r}, which is the kind of {class_name(namesake)}. Give it another `kind`."
-        )
-    return kind
-
-
-def _check_derived_kind(cls: type, kind: str) -> str:
-    """``kind``, derived from the name of ``cls``, if it is valid and no other class has it."""
-    namesake = _namesake(cls, kind)
-    if namesake is None and _is_name(kind):
-        return kind
-    why = "is not a valid kind" if namesake is None else f"is the kind of {class_name(namesake)}"
-    raise ValueError(
-        f"{class_name(cls)} would have the marker {marker(kind, 1)!r} in raw trees, but {kind!r} {why}. Set "
-        f'another kind in the class, `kind = "..."`.'
-    )
-
-
-def _is_name(kind: str) -> bool:
-    """Whether a kind has no sign that means something in a path, and is not ``fixed``."""
-    return bool(kind) and not set(kind) & set("@./") and kind != "fixed"
 
 
 def _namesake(cls: type, kind: str) -> type | None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import FrozenInstanceError, dataclass, field
+from dataclasses import FrozenInstanceError, dataclass
 from typing import Any, ClassVar, dataclass_transform
 
 import jax
@@ -26,21 +26,21 @@ from reparax.core.config import (
 )
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
-from reparax.core.usage import takes
+from reparax.core.usage import misfit, shows_usage, takes
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, why_nothing
+from reparax.numerics.arguments import check_number, check_positive_number
 
 Check = Callable[[Any, str, str], Any]
 """``check(value, who, name)`` returns the value for the field, or raises an error with the class and the field."""
 
 
-def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
-    """A field of a stage whose value is checked when the stage is built.
+def field(check: Check | None = None, *, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
+    """A field of a stage, whose value is checked when the stage is built.
 
     Args:
       check: A function of the value, the name of the class and the name of the field. It returns the value to keep, or
-        raises an error. :func:`check_number` and :func:`check_positive_number` are such checks, and also take traced
-        numbers; :func:`per_array` makes one that takes a number for each array.
+        raises an error. Default: any value is kept.
       default: The default, which is checked too.
       kw_only: Whether the field is given by name only.
 
@@ -49,17 +49,57 @@ def argument(check: Check, *, default: Any = dataclasses.MISSING, kw_only: bool 
 
     Example:
       >>> import jax.numpy as jnp, reparax as rpx
+      >>> def check_share(value, who, name):
+      ...     if isinstance(value, float) and not 0 <= value < 1:  # a traced number has no known value
+      ...         raise ValueError(f"{who} got {name}={value}, but takes a number from 0 to below 1.")
+      ...     return value
+      >>> class Shrunk(rpx.Perturbation):
+      ...     stochastic = False
+      ...     share: float = rpx.stage.field(check_share)
+      ...     def apply_leaf(self, w, key):
+      ...         return w - self.share * w
+      >>> Shrunk(1.5)
+      Traceback (most recent call last):
+        ...
+      ValueError: Shrunk got share=1.5, but takes a number from 0 to below 1.
+    """
+    return dataclasses.field(default=default, kw_only=kw_only, metadata={field: check} if check else {})
+
+
+def number_field(
+    *, positive: bool = False, per_array: bool = True, default: Any = dataclasses.MISSING, kw_only: bool = False
+) -> Any:
+    """A field of a stage that holds a real number: known, traced, or for each array its own.
+
+    A known number becomes a Python float. In a formula, the field is the number for the array.
+
+    Args:
+      positive: Whether a known number must be finite and greater than 0.
+      per_array: Whether it may differ between arrays, as described at :class:`Perturbation`.
+      default: The default, which is checked too.
+      kw_only: Whether the field is given by name only.
+
+    Raises:
+      TypeError: If it is not a real number, when a stage is built; or if a dict is empty, or its keys are not regular
+        expressions.
+      ValueError: If it is not positive, but must be.
+
+    Example:
+      >>> import jax.numpy as jnp, reparax as rpx
       >>> class Tempered(rpx.Perturbation):
       ...     stochastic = False
-      ...     heat: float = rpx.stage.argument(rpx.stage.check_positive_number, default=1.0)
+      ...     heat: rpx.stage.Number = rpx.stage.number_field(positive=True, default=1.0)
       ...     def apply_leaf(self, w, key):
       ...         return w / self.heat
+      >>> Tempered({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
+      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
       >>> Tempered(-2.0)
       Traceback (most recent call last):
         ...
       ValueError: Tempered got heat=-2.0, but takes a finite number greater than 0.
     """
-    return field(default=default, kw_only=kw_only, metadata={argument: check})
+    check = check_positive_number if positive else check_number
+    return field(by_array(check) if per_array else check, default=default, kw_only=kw_only)
 
 
 def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> Any:
@@ -84,10 +124,10 @@ def axes_field(*, default: Any = dataclasses.MISSING, kw_only: bool = False) -> 
       Array([[-1.],
              [ 1.]], dtype=float32)
     """
-    return argument(check_optional_axes, default=default, kw_only=kw_only)
+    return field(check_optional_axes, default=default, kw_only=kw_only)
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(field, argument, axes_field))
+@dataclass_transform(frozen_default=True, field_specifiers=(field, number_field, axes_field))
 class Static:
     """Turns subclasses of :class:`Parametrization` into such values, without a decorator."""
 
@@ -98,6 +138,8 @@ class Static:
     """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
     names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
     _checks: ClassVar[Mapping[str, Check]] = {}
+    _usage: ClassVar[str] = ""
+    """How to build one, if not as the fields say."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,14 +151,12 @@ class Static:
             cls.kind = kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.
-            own_checks = {
-                field.name: field.metadata[argument] for field in _fields_of(cls) if argument in field.metadata
-            }
+            own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
             cls._checks = {**cls._checks, **own_checks}
             cls.__init__ = _with_plain_values(cls.__init__)
             # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
             del cls.__setattr__, cls.__delattr__
-            for name in ("__repr__", "__eq__", "__hash__", "__getstate__", "__setstate__"):
+            for name in ("__repr__", "__eq__", "__hash__"):
                 if vars(cls).get(name) is None:
                     setattr(cls, name, getattr(super(cls, cls), name))
         jax.tree_util.register_static(cls)
@@ -161,28 +201,26 @@ class Static:
             )
         return tuple(values.values())
 
-    # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
-    def __getstate__(self) -> dict[str, Any]:
-        field_values = {
-            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
-        }
-        return name_functions({**getattr(self, "__dict__", {}), **field_values})
+    @functools.cached_property
+    def _exact_text(self) -> str | None:
+        """All fields as text, which tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out.
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in as_python(find_functions(state)).items():
-            if not isinstance(getattr(type(self), name, None), property):  # older versions stored what is computed now
-                object.__setattr__(self, name, value)
+        None if formulas of equal stages may differ: a function may read values that change between calls, and a traced
+        number has no hash.
+        """
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
+        if any(callable(value) for name, value in values.items() if name != "where"):
+            return None
+        try:
+            hash(self)
+        except TypeError:
+            return None
+        return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Before 3.11.4, Python replaces the two methods above in a frozen dataclass with slots.
-        return type(self)._restored, (_state_method(type(self), "__getstate__")(self),)
-
-    @classmethod
-    def _restored(cls, state: Any) -> Any:
-        """The stage of a pickle, whose state ``__getstate__`` gave."""
-        stage = object.__new__(cls)
-        _state_method(cls, "__setstate__")(stage, state)
-        return stage
+        # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
+        arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
+        return _build, (type(self), name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
@@ -191,16 +229,9 @@ class Static:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
 
 
-def exact_text(stage: Static) -> str:
-    """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
-    values = [(field.name, getattr(stage, field.name)) for field in _fields_of(stage)]
-    return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
-
-
-def _state_method(cls: type, name: str) -> Any:
-    """The method of that name, unless the module of dataclasses has put its own there."""
-    method: Any = getattr(cls, name)
-    return getattr(Static, name) if method.__module__ == "dataclasses" else method
+def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """The stage of a pickle."""
+    return cls(**find_functions(arguments))
 
 
 def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
@@ -213,42 +244,25 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        _require_arguments(type(self), args, kwargs)
         init(self, *as_python(args), **as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
-        field_values = {
-            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
-        }
-        for name, value in as_python(field_values).items():
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
+        for name, value in as_python(values).items():
             object.__setattr__(self, name, value)
 
-    return initialize
+    return shows_usage(initialize, _explain_wrong_arguments)
 
 
-def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown and missing arguments, and those by position that must have their names."""
-    positional = [field for field in _fields_of(cls) if field.init and not field.kw_only]
-    if len(args) > len(positional):
-        names = ", ".join(f"{field.name}=" for field in declared_fields(cls) if field.kw_only)
-        advice = f"Write the others by name: {names}." if names else getattr(cls, "_instead", "It has no others.")
-        raise TypeError(
-            f"{cls.__name__} takes {len(positional)} of its arguments by position, but got {len(args)}. {advice}"
-        )
-    all_names = [field.name for field in declared_fields(cls) if field.init]
-    if unknown := [name for name in kwargs if name not in {field.name for field in _fields_of(cls) if field.init}]:
-        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], all_names)}")
-    names_given = {*(field.name for field in positional[: len(args)]), *kwargs}
-    if missing := [
-        field.name
-        for field in _fields_of(cls)
-        if field.init and field.name not in names_given and _has_no_default(field)
-    ]:
-        raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field must be given."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a class, of which the first is an object; None if they fit it."""
+    cls: Any = type(args[0])
+    if (wrong := misfit(init, args[1:], kwargs, skip=1)) is None:
+        return None
+    default_of = {field.name: field.default for field in declared_fields(cls) if field.init}
+    if unknown := [name for name in kwargs if name not in default_of]:
+        return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*default_of])}"
+    texts = ", ".join(name if x is dataclasses.MISSING else f"{name}={code(x)}" for name, x in default_of.items())
+    return f"{cls.__name__} {wrong} Write {cls._usage or f'`{cls.__name__}({texts})`'}."
 
 
 def _refuse_init(cls: type) -> None:
@@ -281,7 +295,7 @@ TYPICAL = 0.5
 class ByPath:
     """A number for each regular expression; exactly one must match an array's whole path."""
 
-    patterns: tuple[str, ...] = field(metadata={"static": True})
+    patterns: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     numbers: tuple[Any, ...]
 
     def __post_init__(self) -> None:
@@ -319,9 +333,9 @@ class ByArray:
     """A function that returns the number for a path and an array (or its type)."""
 
     function: Callable[[str, Any], Any]
-    check: Check = field(compare=False)
-    who: str = field(compare=False)
-    name: str = field(compare=False)
+    check: Check = dataclasses.field(compare=False)
+    who: str = dataclasses.field(compare=False)
+    name: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
         return code(self.function)
@@ -338,27 +352,8 @@ class ByArray:
         return self.check(number, self.who, f"{self.name} at {path!r}")
 
 
-def per_array(check: Check) -> Check:
-    """A check that accepts what ``check`` accepts, or a number for each array, as described at :class:`Perturbation`.
-
-    In a formula, the field is the number for the array.
-
-    Args:
-      check: A check for :func:`argument`. Each number is checked separately.
-
-    Raises:
-      TypeError: From the returned check, if a dict is empty, or its keys are not regular expressions.
-
-    Example:
-      >>> import jax.numpy as jnp, reparax as rpx
-      >>> class Heated(rpx.Perturbation):
-      ...     heat: float = rpx.stage.argument(rpx.stage.per_array(rpx.stage.check_positive_number))
-      ...     stochastic = False
-      ...     def apply_leaf(self, w, key):
-      ...         return w / self.heat
-      >>> Heated({"out/.*": 2.0}).apply({"in": {"w": jnp.ones(1)}, "out": {"w": jnp.ones(1)}})
-      {'in': {'w': Array([1.], dtype=float32)}, 'out': {'w': Array([0.5], dtype=float32)}}
-    """
+def by_array(check: Check) -> Check:
+    """A check that also takes a number for each array, as described at :class:`Perturbation`."""
 
     def check_each(value: Any, who: str, name: str) -> Any:
         if isinstance(value, ByArray):

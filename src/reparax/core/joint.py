@@ -13,23 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes import Axes, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core import checks
+from reparax.core.axes import Axes, AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import CallName
-from reparax.core.checks import (
-    Leaves,
-    locate_errors,
-    no_own_node_error,
-    require_fit,
-    require_names,
-    require_number,
-    require_start,
-    require_update,
-)
 from reparax.core.config import code
-from reparax.core.leafwise import Leafwise
+from reparax.core.leafwise import Found, Leafwise
 from reparax.core.paths import Names, path_text, type_of
-from reparax.core.raw import Flat, Leaf, Node, nest
+from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.roles import Misfit, Role
 from reparax.core.where import check_where, why_nothing
 
@@ -112,19 +103,19 @@ class Joint(Leafwise):
             object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
-    def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
+    def init_leaves(self, arrays: dict[str, Array]) -> checks.Leaves:
         """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
 
     @abstractmethod
-    def apply_leaves(self, values: Leaves) -> dict[str, Array]:
+    def apply_leaves(self, values: checks.Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def update_leaves(self, values: Leaves) -> Leaves:
+    def update_leaves(self, values: checks.Leaves) -> checks.Leaves:
         """For each name the fixed values that change in one training step."""
         del values
         return {}
 
-    def penalty_leaves(self, values: Leaves) -> Array:
+    def penalty_leaves(self, values: checks.Leaves) -> Array:
         """The penalty: a scalar."""
         del values
         return jnp.zeros(())
@@ -133,70 +124,40 @@ class Joint(Leafwise):
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes, model = CallName(self, method), dict[Names, Node](), tree
-        if method not in ("init", "with_axes"):
-            nodes = tree.nodes(self.kind)
-            if not nodes:
-                raise no_own_node_error(str(who), self.kind, nest(tree))
-            model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        leaves, names, bounds = model.leaves(), self._names_of(model), list[Bound]()
-        if self.arrays is None:
-            groups = [{path_text(leaf.place): leaf for leaf in self._chosen(method, model, leaves, tree)}]
+        who, bounds = CallName(self, method), list[Bound]()
+        if method == "init":
+            names, of_model = self._names_of(tree), tree.leaves()
+            leaves = of_model if self.arrays else [leaf for leaf, *_ in self._arrays(method, tree)]
         else:
-            groups = self._groups(who, [leaf for leaf in leaves if leaf.visible and self._takes(method, leaf)])
+            found = Found(self, method, tree)
+            names, leaves = found.names, found.of_nodes if self.arrays else found.selected()
+        groups = self._groups(who, leaves) if self.arrays else [{path_text(leaf.place): leaf for leaf in leaves}]
         for group in groups:
             who_here = who.at(*(leaf.path for leaf in group.values())) if self.arrays else who
-            for leaf in group.values() if nodes else ():
-                with locate_errors(who_here if self.arrays else who.at(leaf.path)):
-                    self._require_values(tree.values_of(nodes[leaf.place]))
-            with locate_errors(who_here):
+            with checks.locate_errors(who_here):
                 stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
                 if method == "init":
                     _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
             places = {name: leaf.place for name, leaf in group.items()}
-            values = {name: nodes[place].values if nodes else {} for name, place in places.items()}
+            nodes = {name: leaf.content for name, leaf in group.items() if isinstance(leaf.content, Node)}
+            values = {name: nodes[name].values if nodes else {} for name in places}
             marked = {
-                name: (*place, nodes[place].mark) if nodes else new_node(place, self.kind)
+                name: (*place, nodes[name].mark) if nodes else new_node(place, self.kind)
                 for name, place in places.items()
             }
+            for name, leaf in group.items() if nodes and not self.arrays else ():
+                with checks.locate_errors(who.at(leaf.path)):
+                    self._require_all(values[name])
             bounds.append(Bound(self, who_here, places, values, marked, stacked))
         return bounds
 
-    def _takes(self, method: str, leaf: Leaf) -> bool:
-        """Whether a leaf is an array that the model has, or in ``apply`` one that the stage made."""
-        return leaf.is_there if method in ("init", "with_axes") else isinstance(leaf.content, Node)
+    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+        return self.apply_leaves({"w": dict(values)})["w"]
 
-    def _chosen(self, method: str, model: Flat, leaves: Sequence[Leaf], tree: Flat) -> list[Leaf]:
-        """The leaves that ``where`` selects, each checked for the stage."""
-
-        def look(leaf: Leaf) -> Any:
-            if not isinstance(leaf.content, Node):
-                return leaf.content if method == "init" else type_of(leaf.content)
-            values = tree.values_of(leaf.content)
-            main = next(
-                (name for name, declared in self.raw_values.items() if declared.main and declared.aligned), None
-            )
-            if main in values:
-                return type_of(values[main])
-            types = {name: type_of(x) for name, x in values.items()}
-            return jax.eval_shape(self.apply_leaves, {"w": types})["w"]
-
-        chosen = self._selected(method, model, leaves, look)
-        for leaf in chosen:
-            who = CallName(self, method, (leaf.path,))
-            if method == "init":
-                self._arranged_for(who, leaf.content, leaf.path, None)
-            elif not isinstance(leaf.content, Node):
-                raise ValueError(
-                    f"{CallName(self, method)} selects {leaf.path!r}, which never went through init. Call `raw = "
-                    f"p.init(params)` once, with the whole chain, and pass `raw`."
-                )
-        return chosen
-
-    def _require_values(self, values: Mapping[str, Any]) -> None:
-        """Requires each declared value of one array, if each array has all of them."""
+    def _require_all(self, values: Mapping[str, Any]) -> None:
+        """Requires each declared value of one array, as each array has all of them without ``arrays``."""
         required = [name for name, declaration in self.raw_values.items() if not declaration.optional]
-        if self.arrays is None and (lacking := sorted(set(required) - values.keys())):
+        if lacking := sorted(set(required) - values.keys()):
             raise KeyError(lacking[0])
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
@@ -205,7 +166,7 @@ class Joint(Leafwise):
             values = map_stacked(bound.stacked, self.init_leaves)(dict(arrays))
             formulas, shared = ("init_leaves", "apply_leaves"), self.arrays is not None
             apply = map_stacked(bound.stacked, self.apply_leaves)
-            require_start(self, apply, formulas, values, arrays, is_shared=shared)
+            checks.require_start(self, apply, formulas, values, arrays, is_shared=shared)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
@@ -221,17 +182,17 @@ class Joint(Leafwise):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 expected = jax.eval_shape(init, {name: type_of(w) for name, w in effective.items()})
                 for name, of_one in values.items():
-                    require_fit(of_one, expected[name])
+                    checks.require_fit(of_one, expected[name])
         return effective
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         del grads, key
 
-        def update(values: Leaves) -> Leaves:
+        def update(values: checks.Leaves) -> checks.Leaves:
             new_values = self.update_leaves(values)
-            require_names("update_leaves", "the new values of", new_values, values)
+            checks.require_names("update_leaves", "the new values of", new_values, values)
             for name, new_values_of_one in new_values.items():
-                require_update("update_leaves", self, values[name], new_values_of_one)
+                checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
         return map_stacked(bound.stacked, update)({name: dict(of_one) for name, of_one in values.items()})
@@ -240,9 +201,9 @@ class Joint(Leafwise):
         if formula != "penalty":
             return jnp.zeros(())
 
-        def penalty(values: Leaves) -> Array:
+        def penalty(values: checks.Leaves) -> Array:
             number = self.penalty_leaves(values)
-            require_number("penalty_leaves", number)
+            checks.require_number("penalty_leaves", number)
             return number
 
         return map_stacked(bound.stacked, penalty)({name: dict(of_one) for name, of_one in values.items()})
@@ -250,12 +211,10 @@ class Joint(Leafwise):
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         if self.arrays is None or not are_words(self.stacked):
             return [self]
-        groups = self._groups(
-            CallName(self, "with_axes"), [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there]
-        )
+        groups = self._groups(CallName(self, "with_axes"), tree.leaves())
         members = [leaf for group in groups for leaf in group.values()]
         stacked = {leaf.path: roles[leaf.place].stacked if leaf.place in roles else () for leaf in members}
-        with locate_errors(CallName(self, "with_axes")):
+        with checks.locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
@@ -270,6 +229,7 @@ class Joint(Leafwise):
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
         """For each group of captured texts, the leaf of each name."""
+        leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
         groups: dict[tuple[Any, ...], dict[str, Leaf]] = {}
         name_of_place: dict[Names, str] = {}
         for name, expression in self.arrays:

@@ -12,30 +12,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
+from reparax.core import checks
 from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import CallName
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.checks import (
-    locate_errors,
-    no_own_node_error,
-    require_fit,
-    require_kept,
-    require_named_arrays,
-    require_number,
-    require_type,
-    require_update,
-)
 from reparax.core.keys import split_key
-from reparax.core.leafwise import Leafwise
+from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
-from reparax.core.raw import FIXED, Flat, Leaf, Node, flatten, nest, next_number
-from reparax.core.traced import call_once_per_type
+from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
+from reparax.core.unchanged import given_for_same, mark_same
 from reparax.core.usage import takes
-from reparax.core.where import by_path
-from reparax.numerics.arithmetic import is_array, is_inexact, widened
+from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
@@ -63,7 +53,7 @@ class Perturbation(Leafwise):
     If a stage takes a strength, such as a std, a rate, a factor, an alpha or a sparsity, you can give one for each
     array: a dict of regular expressions that must match the whole path, ``VarNoise({"decoder/.*": 0.075})``, where the
     stage does not act on arrays that no expression matches; or a function ``(path, array) -> number``, which may look
-    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`per_array`.
+    at the array's shape and dtype. A field of your own stage takes these if you declare it with :func:`number_field`.
 
     Example:
       >>> import jax, jax.numpy as jnp, reparax as rpx
@@ -99,21 +89,16 @@ class Perturbation(Leafwise):
         return w
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        bounds, names, leaves = list[Bound](), self._names_of(tree), tree.leaves(bases=self._takes_base)
-        if method != "init":
-            for leaf in leaves:
-                leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
-        for leaf in self._selected(method, tree, leaves):
-            place, who = leaf.place, CallName(self, method, (leaf.path,))
-            stage, stacked = self._arranged_for(who, leaf.content, leaf.path, names[place])
-            bounds.append(Bound(stage, who, {"w": place}, {"w": {"w": place}}, stacked=stacked, seed=leaf.seed))
-        return bounds
+        return [
+            Bound(stage, who, {"w": leaf.place}, {"w": {"w": leaf.place}}, stacked=stacked, seed=leaf.seed)
+            for leaf, who, stage, stacked in self._arrays(method, tree)
+        ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
         effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
         if not self.changes_type:
-            require_type(method, effective, w)
+            checks.require_type(method, effective, w)
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
@@ -137,9 +122,9 @@ class Reparametrization(Leafwise):
     ``right_inverse`` as ``init_leaf`` and ``forward`` as ``apply_leaf``.
 
     A subclass defines ``init_leaf(w) -> {name: value}`` and ``apply_leaf(values) -> w``, with
-    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. Instead
-    of ``apply_leaf`` it may define ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set
-    one more attribute:
+    ``apply_leaf(init_leaf(w)) == w`` for every ``w`` in the image, the arrays that ``apply_leaf`` can return. If the
+    start is random, ``init_leaf(w, key)`` takes a key too. Instead of ``apply_leaf`` a subclass may define
+    ``terms_leaf(values)``, a list of :class:`Term` whose sum is the array. It may set one more attribute:
 
     - ``raw_values``: what each raw value is,
       ``{"v": rpx.stage.main(aligned=True), "g": rpx.stage.aux(), "mask": rpx.stage.fixed()}``. Earlier stages act on
@@ -174,6 +159,7 @@ class Reparametrization(Leafwise):
     """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
     ``Simplex``, which add up to 1."""
 
+    _start_takes_key: ClassVar[bool] = False
     _declares_terms: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -191,25 +177,23 @@ class Reparametrization(Leafwise):
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
+        cls._start_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
         start: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(start) and len(_required_arguments(start)) > 2:
+        if inspect.isfunction(start) and len(_required_arguments(start)) > 2 + cls._start_takes_key:
             raise TypeError(
                 f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(start))}, but is called with (self, "
-                f"w). If the start is random, define draw_leaf(self, w, key) instead."
+                f"w), or with (self, w, key) if it takes a `key`, as a random start does."
             )
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
+    def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it.
 
-        Raises:
-          TypeError: If the class defines neither this nor ``draw_leaf``.
-        """
-        raise TypeError(f"{type(self).__name__} defines neither init_leaf(w) nor draw_leaf(w, key). Define one.")
+        A random start also takes a ``key``, and ``init`` then needs one.
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        """``init_leaf`` for a stage with a random start: it defines this instead, and ``init`` needs a key."""
-        del key
-        return self.init_leaf(w)
+        Raises:
+          TypeError: If the class does not define it.
+        """
+        raise TypeError(f"{type(self).__name__} defines no init_leaf(w). Define it.")
 
     @abstractmethod
     def apply_leaf(self, *args: Any, **kwargs: Any) -> Array:
@@ -317,73 +301,69 @@ class Reparametrization(Leafwise):
 
     @property
     def _draws(self) -> bool:
-        return type(self).draw_leaf is not Reparametrization.draw_leaf
+        return self._start_takes_key
 
     def _does(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        bounds = list[Bound]()
         if method == "init" or self._bare:
-            return self._bind_arrays(method, tree)
-        bounds, found = list[Bound](), _Found(self, method, tree)
-        for leaf in self._selected(method, found.tree, found.leaves, found.look):
-            if not isinstance(leaf.content, Node):
-                raise ValueError(
-                    f"{found.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
-                    f"once, with the whole chain, and pass `raw`."
-                )
+            for leaf, who, stage, stacked in self._arrays(method, tree):
+                values = {"w": dict.fromkeys(self.raw_values, leaf.place)} if self._bare else {"w": {}}
+                nodes = {} if self._bare else {"w": new_node(leaf.place, self.kind)}
+                number = next_number(leaf.place, self.kind)
+                bounds.append(Bound(stage, who, {"w": leaf.place}, values, nodes, stacked, leaf.seed, number))
+            return bounds
+        found = Found(self, method, tree)
+        for leaf in found.selected():
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             w = found.look(leaf, fit=True)
-            with locate_errors(who):
-                stage, stacked = found.arranged(leaf.path, w, found.names[place])
+            with checks.locate_errors(who):
+                stage, stacked = self._arranged(leaf.path, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
         return bounds
 
     def _require_own(self, tree: Flat, path: str) -> None:
-        found = _Found(self, "apply", tree)
-        for leaf in found.leaves:
+        found = Found(self, "apply", tree)
+        for leaf in found.of_nodes:
             if leaf.path == path and isinstance(leaf.content, Node):
                 found.look(leaf, fit=True)
 
-    def _bind_arrays(self, method: str, tree: Flat) -> list[Bound]:
-        """Where the stage finds arrays as the model has them."""
-        bounds, names = list[Bound](), self._names_of(tree)
-        for leaf in self._selected(method, tree, tree.leaves(bases=self._takes_base)):
-            place, w, who = leaf.place, leaf.content, CallName(self, method, (leaf.path,))
-            if isinstance(w, jax.ShapeDtypeStruct) and not self._bare:
-                raise TypeError(
-                    f"{who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
-                )
-            stage, stacked = self._arranged_for(who, w, leaf.path, names[place])
-            values = {"w": dict.fromkeys(self.raw_values, place)} if self._bare else {"w": {}}
-            nodes = {} if self._bare else {"w": new_node(place, self.kind)}
-            number = next_number(place, self.kind)
-            bounds.append(Bound(stage, who, {"w": place}, values, nodes, stacked, leaf.seed, number))
-        return bounds
+    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+        return call_once_per_type(_mean_array, self, stacked, values)
+
+    def _require_start(self, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
+        """Requires the types of the raw values that ``init`` gives for an array.
+
+        Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
+        """
+        if not self.changes_type and not has_symbols(types.values()):
+            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+                start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, stacked, w, None), effective)
+                checks.require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
-        w, start = arrays["w"], "draw_leaf" if self._draws else "init_leaf"
+        w = arrays["w"]
         values = call_once_per_type(_start_values, self, bound.stacked, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        require_named_arrays(start, values, self.raw_values)
+        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
-            effective = jax.eval_shape(
-                lambda values: call_once_per_type(_mean_array, self, bound.stacked, values),
-                {name: type_of(x) for name, x in values.items()},
-            )
+            types = {name: type_of(x) for name, x in values.items()}
+            effective = jax.eval_shape(lambda values: self._effective(bound.stacked, values), types)
         except KeyError as error:
             names = ", ".join(map(repr, values))
-            raise ValueError(f"{formula} reads a value {error}, but {start} returns only {names}.") from error
+            raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
         if not self.changes_type:
-            require_type(formula, effective, w)
+            checks.require_type(formula, effective, w)
         return {"w": values}
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         if self._bare:
             return {"w": _mean_array(self, bound.stacked, values["w"])}
         if key is None:
-            return {"w": call_once_per_type(_mean_array, self, bound.stacked, values["w"])}
+            return {"w": self._effective(bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
@@ -391,7 +371,7 @@ class Reparametrization(Leafwise):
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
             new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
-            require_update("update_leaf", self, values_of_one, new_values)
+            checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
         return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
@@ -399,7 +379,7 @@ class Reparametrization(Leafwise):
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
-            require_kept("update_base_leaf", self, values_of_one, new_values)
+            checks.require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
         return {"w": bound.over(rebase_one)(values["w"])}
@@ -409,7 +389,7 @@ class Reparametrization(Leafwise):
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
             number = getattr(self, f"{formula}_leaf")(values_of_one)
-            require_number(f"{formula}_leaf", number)
+            checks.require_number(f"{formula}_leaf", number)
             return number
 
         return bound.over(number_of_one)(wide)
@@ -469,62 +449,38 @@ def _apply_terms(self: Reparametrization, *args: Any, **kwargs: Any) -> Array:
     return sum_terms(self.terms_leaf(*args, **kwargs))
 
 
-class _Found:
-    """The marker dicts that a stage finds in a raw tree, each in place of its array, and all other leaves.
-
-    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
-    """
-
-    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
-        self.who, self._types = CallName(stage, method), dict[Any, Any]()
-        self._by_path, self.arranged = bool(stage._by_path), stage._arranger
-        nodes = tree.nodes(stage.kind)
-        if not nodes:
-            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
-        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
-        of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
-        self._values: dict[Names, dict[str, Any]] = {}
-        for leaf in of_nodes:
-            with locate_errors(self.who.at(leaf.path)):
-                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
-        if not by_path(stage.where) and len(of_nodes) > 1:
-            foreign = [leaf for leaf in of_nodes if self._fails(leaf)]
-            for leaf in foreign if len(foreign) < len(of_nodes) else ():
-                leaf.content = None
-
-    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
-        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
-        if not isinstance(leaf.content, Node):
-            return type_of(leaf.content)
-        if (fit, leaf.place) in self._types:
-            return self._types[fit, leaf.place]
-        names, types = self.names[leaf.place], self._values[leaf.place]
-        group = fit, names, leaf.path if self._by_path else None, *types.items()
-        if group not in self._types:
-            with locate_errors(self.who.at(leaf.path)):
-                stage, stacked = self.arranged(leaf.path, None, names)
-                effective = _effective_type(stage, stacked, types)
-                if fit:
-                    _require_start(stage, stacked, types, effective)
-                self._types[group] = effective
-        self._types[fit, leaf.place] = self._types[group]
-        return self._types[group]
-
-    def _fails(self, leaf: Leaf) -> bool:
-        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
-        with suppress(Exception):
-            return self.look(leaf) is None
-        return True
-
-
 def rewrites(cls: type, method: str) -> bool:
     """Whether a class of stages writes a method that its base has too."""
     return sum(method in vars(base) for base in cls.__mro__) > 1
 
 
 # The formulas over stacked arrays.
+
+
+def call_once_per_type(
+    function: Callable[..., Any], stage: Any, stacked: AxisNumbers, *arrays: Any, inline: bool = False
+) -> Any:
+    """``function(stage, stacked, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+
+    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    With ``inline``, for a few operations, these stand in the program by themselves.
+    """
+    tracing = stacked or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    if not tracing or stage._exact_text is None:
+        return function(stage, stacked, *arrays)
+    # The formula may tell apart what equality does not.
+    results = (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+    return given_for_same(results, *arrays)
+
+
+def _call(function: Callable[..., Any], stage: Any, stacked: AxisNumbers, text: str, *arrays: Any) -> Any:
+    """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
+    del text
+    return mark_same(partial(function, stage, stacked), *arrays)
+
+
+_called = jax.jit(_call, static_argnums=(0, 1, 2, 3))
+_inlined = inlined(_call, static_argnums=(0, 1, 2, 3))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
@@ -542,7 +498,7 @@ def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None)
     """The raw values of an array."""
     if not stage._draws:
         return _over(stage, stacked, stage.init_leaf)(w)
-    return _over(stage, stacked, stage.draw_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
+    return _over(stage, stacked, stage.init_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
 
 
 def _keys(key: Array, w: Any, stacked: AxisNumbers) -> Array:
@@ -560,27 +516,8 @@ def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array],
     """The random array of raw values."""
     like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
     effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
-    require_type("apply_leaf", effective, like)
+    checks.require_type("apply_leaf", effective, like)
     return effective
-
-
-def _effective_type(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
-    """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
-    for name, declaration in stage.raw_values.items():
-        if declaration.main and declaration.aligned and name in types:
-            return types[name]
-    return jax.eval_shape(lambda values: call_once_per_type(_mean_array, stage, stacked, values), dict(types))
-
-
-def _require_start(stage: Any, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
-    """Requires the types of the raw values that ``init`` gives for an array.
-
-    Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
-    """
-    if not stage.changes_type and not has_symbols(types.values()):
-        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-            start = jax.eval_shape(lambda w: call_once_per_type(_start_values, stage, stacked, w, None), effective)
-            require_fit(types, start)
 
 
 def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import jax
@@ -34,15 +36,16 @@ from reparax.core.axes import (
 from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
-from reparax.core.checks import locate_errors
-from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, argument, without_unmatched
-from reparax.core.paths import Names
-from reparax.core.raw import Flat, Leaf, empty_nodes, nest
+from reparax.core.checks import locate_errors, no_own_node_error
+from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
+from reparax.core.paths import Names, type_of
+from reparax.core.raw import Flat, Leaf, Node, empty_nodes, nest
 from reparax.core.roles import Misfit
 from reparax.core.where import (
     AllBut,
     Selected,
     Where,
+    by_path,
     check_where,
     choose,
     chose_nothing_error,
@@ -57,8 +60,8 @@ from reparax.numerics.arithmetic import is_array
 class Leafwise(Parametrization):
     """A stage that acts on arrays one by one."""
 
-    where: Where = argument(check_where, default=None, kw_only=True)
-    stacked: Axes = argument(AxesByPath(check_front_axes), default=(), kw_only=True)
+    where: Where = field(check_where, default=None, kw_only=True)
+    stacked: Axes = field(AxesByPath(check_front_axes), default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 0
     """The fewest dimensions of arrays that the stage acts on by default. If this is two or more, the default also
@@ -137,58 +140,64 @@ class Leafwise(Parametrization):
         """This stage for what ``_on_one`` gives the formula."""
         return self
 
-    @property
+    @cached_property
     def _varied(self) -> dict[str, ByPath | ByArray]:
-        """The fields whose number differs from array to array."""
-        field_values = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in self._all_axis_fields
-        }
-        return {name: value for name, value in field_values.items() if isinstance(value, ByPath | ByArray)}
+        """The fields that differ from array to array: numbers, and axes by path."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
-    @property
+    @cached_property
     def _by_path(self) -> dict[str, ByPath]:
-        """The fields of axes that differ from array to array."""
-        axes_of_field = {name: getattr(self, name) for name in self._all_axis_fields}
-        return {name: value for name, value in axes_of_field.items() if isinstance(value, ByPath)}
+        """Those of them that hold axes."""
+        axes = {name: self._varied.get(name) for name in (*self._axis_fields, "stacked")}
+        return {name: value for name, value in axes.items() if isinstance(value, ByPath)}
 
-    @property
-    def _all_axis_fields(self) -> tuple[str, ...]:
-        """The names of the fields of axes, with that of stacked ones."""
-        return (*self._axis_fields, "stacked")
+    @cached_property
+    def _asks_names(self) -> bool:
+        """Whether any axis is given by name."""
+        axes_of_fields = [getattr(self, name) for name in (*self._axis_fields, "stacked")]
+        return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
+
+    @cached_property
+    def _same_at_all(self) -> tuple[Self, AxisNumbers] | None:
+        """What :meth:`_arranged` returns for each array, if it is the same for all."""
+        return None if self._varied or self._asks_names else (self, find_axes(self.stacked, None))
 
     def for_array(self, path: str, w: Any) -> Self:
-        """This stage with the numbers for one array; functions of the array get its shape and dtype."""
-        if not (varying_fields := self._varied):
-            return self
+        """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in varying_fields.items()})
+        return replace(self, **{name: value.at(path, like) for name, value in self._varied.items()})
 
     def at_path(self, path: str) -> Self | None:
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not (by_path := self._by_path):
-            return self
-        if not all(axes.matching(path) for axes in by_path.values()):
+        if not all(axes.matching(path) for axes in self._by_path.values()):
             return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in by_path.items()})
-
-    @property
-    def _named_axes(self) -> dict[str, Any]:
-        """The fields that give axes by name."""
-        axes = {name: getattr(self, name) for name in self._axis_fields}
-        return {name: field_axes for name, field_axes in axes.items() if has_names(field_axes)}
-
-    @property
-    def _asks_names(self) -> bool:
-        """Whether any axis is given by name."""
-        axes_of_fields = [getattr(self, name) for name in self._all_axis_fields]
-        return any(
-            map(has_names, (axes for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,))))
-        )
+        return replace(self, **{name: axes.at(path, None) for name, axes in self._by_path.items()})
 
     # Which leaves the stage acts on.
 
     @abstractmethod
     def bind(self, method: str, tree: Flat) -> list[Bound]: ...
+
+    def _arrays(self, method: str, tree: Flat) -> Iterator[tuple[Leaf, CallName, Self, AxisNumbers]]:
+        """The arrays of the tree that the stage takes, and the stage as it acts on each; but for ``init``, by types."""
+        names, leaves = self._names_of(tree), tree.leaves(bases=self._takes_base)
+        for leaf in leaves if method != "init" else ():
+            leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
+        for leaf in self._selected(method, tree, leaves):
+            who = CallName(self, method, (leaf.path,))
+            yield leaf, who, *self._arranged_for(who, leaf.content, leaf.path, names[leaf.place])
+
+    def _effective_type(self, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
+        """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
+        for name, declaration in self.raw_values.items():
+            if declaration.main and declaration.aligned and name in types:
+                return types[name]
+        return jax.eval_shape(lambda values: self._effective(stacked, values), dict(types))
+
+    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+        """The array of raw values, without randomness."""
+        raise NotImplementedError
 
     def _selected(
         self,
@@ -213,7 +222,7 @@ class Leafwise(Parametrization):
             # After a stage that changes types, the effective array does not show the type of the model's.
             if not (is_array(leaf.content) or not self.changes_type):
                 return True
-            if (stage := self.at_path(leaf.path)) is None:
+            if (stage := self.at_path(leaf.path) if self._by_path else self) is None:
                 return False
             w = look(leaf)
             with locate_errors(who.at(leaf.path)):
@@ -225,8 +234,7 @@ class Leafwise(Parametrization):
         chosen = choose(who, where, leaves, by_default, look)
         if not chosen and not self._may_choose_nothing(leaves):
             raise chose_nothing_error(who, where, leaves, self.stacked)
-        if by_path := self._varied | self._by_path:
-            chosen = without_unmatched(who, by_path, chosen)
+        chosen = without_unmatched(who, self._varied, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
             require_axes(who, "stacked", self.stacked, [names[leaf.place] for leaf in chosen])
@@ -241,29 +249,25 @@ class Leafwise(Parametrization):
         """The axis names of each array, if this stage needs any."""
         return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
 
-    @property
-    def _arranger(self) -> Callable[[str, Any, AxisNames | None], tuple[Self, AxisNumbers]]:
-        """:meth:`_arranged`, found out once for arrays on which the stage is the same."""
-        if self._varied or self._by_path or self._asks_names:
-            return self._arranged
-        stacked = find_axes(self.stacked, None)
-        return lambda path, w, names: (self, stacked)
-
     def _arranged(self, path: str, w: Any, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
         """This stage with the numbers and axes of one array, and its stacked axes; if ``w`` is None, typical numbers.
 
         Shapes and dtypes do not depend on the numbers. Names of stacked axes that an array does not have are ignored.
         """
-        if (stage := self.at_path(path)) is None:
-            name, value = next((name, x) for name, x in self._by_path.items() if not x.matching(path))
+        if self._same_at_all is not None:
+            return self._same_at_all
+        if lost := [name for name, axes in self._by_path.items() if not axes.matching(path)]:
+            name, value = lost[0], self._by_path[lost[0]]
             raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
-        if self._varied:
-            stage = replace(stage, **dict.fromkeys(self._varied, TYPICAL)) if w is None else stage.for_array(path, w)
+        numbers = self._varied.keys() - self._by_path.keys()
+        typical = replace(self, **dict.fromkeys(numbers, TYPICAL)) if w is None else self
+        stage = typical.for_array(path, w)
         stacked = find_axes(stage.stacked, names)
-        if stage._named_axes or has_names(stage.stacked):
+        named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
+        if named or has_names(stage.stacked):
             others = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-            numbers: dict[str, Any] = {name: number_axes(axes, others) for name, axes in stage._named_axes.items()}
-            stage = replace(stage, **numbers, stacked=stacked)
+            by_number: dict[str, Any] = {name: number_axes(axes, others) for name, axes in named.items()}
+            stage = replace(stage, **by_number, stacked=stacked)
         return stage, stacked
 
     def _arranged_for(self, who: CallName, w: Any, path: str, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
@@ -287,3 +291,61 @@ class Leafwise(Parametrization):
 
     def _misfits(self, tree: Flat, roles: Roles) -> Iterable[Misfit]:
         return misfits(self, tree, roles)
+
+
+class Found:
+    """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
+
+    Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
+    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
+    """
+
+    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
+        self._stage, self.who, self._types = stage, CallName(stage, method), dict[Any, Any]()
+        nodes = tree.nodes(stage.kind)
+        if not nodes:
+            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
+        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
+        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
+        self.of_nodes, self._values = (
+            [leaf for leaf in self.leaves if isinstance(leaf.content, Node)],
+            dict[Names, Any](),
+        )
+        for leaf in self.of_nodes:
+            with locate_errors(self.who.at(leaf.path)):
+                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
+        if not by_path(stage.where) and len(self.of_nodes) > 1:
+            foreign = [leaf for leaf in self.of_nodes if self._fails(leaf)]
+            for leaf in foreign if len(foreign) < len(self.of_nodes) else ():
+                leaf.content = None
+
+    def selected(self) -> list[Leaf]:
+        """The leaves that the stage selects, each with a marker dict."""
+        chosen = self._stage._selected(self.who.method, self.tree, self.leaves, self.look)
+        for leaf in chosen:
+            if not isinstance(leaf.content, Node):
+                raise ValueError(
+                    f"{self.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
+                    f"once, with the whole chain, and pass `raw`."
+                )
+        return chosen
+
+    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
+        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
+        if not isinstance(leaf.content, Node):
+            return type_of(leaf.content)
+        names, types = self.names[leaf.place], self._values[leaf.place]
+        group = fit, names, leaf.path if self._stage._by_path else None, *types.items()
+        if group not in self._types:
+            with locate_errors(self.who.at(leaf.path)):
+                stage, stacked = self._stage._arranged(leaf.path, None, names)
+                self._types[group] = effective = stage._effective_type(stacked, types)
+                if fit:
+                    stage._require_start(stacked, types, effective)
+        return self._types[group]
+
+    def _fails(self, leaf: Leaf) -> bool:
+        """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
+        with suppress(Exception):
+            return self.look(leaf) is None
+        return True

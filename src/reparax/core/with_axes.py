@@ -123,7 +123,7 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """The stage for these places alone."""
-    paths, fields_by_path = [leaf.path for leaf in leaves], (stage._varied | stage._by_path).items()
+    paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
 

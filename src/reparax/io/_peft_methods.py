@@ -72,7 +72,7 @@ def _read_loha(given: Given) -> Adapted:
     """An elementwise product of two low-rank differences."""
     target, rank = given.target, given.rank
     inputs = math.prod(target.shape) // max(target.outputs, 1)
-    outside = "project" if rank > min(target.outputs, inputs) else "nearest"  # PEFT's usual 8 on a narrow layer
+    outside = "unchecked" if rank > min(target.outputs, inputs) else "nearest"  # PEFT's usual 8 on a narrow layer
     low = LowRank(rank, outside=outside, **target.sides)
     values = given.values(_loha_parts(target, rank))
     return Adapted((low, Hadamard(), Scale(given.alpha / rank), Delta()), values)

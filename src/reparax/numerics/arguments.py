@@ -22,30 +22,7 @@ def describe_argument(value: Any) -> str:
 
 
 def check_number(value: Any, who: str, name: str) -> Any:
-    """A float if the value is known, otherwise the traced scalar: a number may change during training.
-
-    Build your own checks for :func:`argument` on it, and compare only known numbers.
-
-    Args:
-      value: The value that a stage was given.
-      who: The name of the class, for errors.
-      name: The name of the field, for errors.
-
-    Raises:
-      TypeError: If it is not a real number.
-
-    Example:
-      >>> import reparax as rpx
-      >>> def check_rate(value, who, name):
-      ...     rate = rpx.stage.check_number(value, who, name)
-      ...     if isinstance(rate, float) and not 0 <= rate < 1:  # refuses nan too
-      ...         raise ValueError(f"{who} got {name}={rate}, but takes a number from 0 to below 1.")
-      ...     return rate
-      >>> check_rate(1.5, "SignFlip", "rate")
-      Traceback (most recent call last):
-        ...
-      ValueError: SignFlip got rate=1.5, but takes a number from 0 to below 1.
-    """
+    """A float if the value is known, otherwise the traced scalar: a number may change during training."""
     if type(value) in (int, float) or isinstance(value, np.integer):
         return float(value)
     if isinstance(value, np.floating):
@@ -74,22 +51,7 @@ def check_known_number(value: Any, who: str, name: str) -> float:
 
 
 def check_positive_number(value: Any, who: str, name: str) -> Any:
-    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known.
-
-    Args:
-      value: The value that a stage was given.
-      who: The name of the class, for errors.
-      name: The name of the field, for errors.
-
-    Raises:
-      TypeError: If it is not a real number.
-      ValueError: If it is known, and zero, negative, infinite or not a number.
-
-    Example:
-      >>> import reparax as rpx
-      >>> rpx.stage.check_positive_number(2, "Tempered", "heat")
-      2.0
-    """
+    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known."""
     number = check_number(value, who, name)
     if isinstance(number, float) and not 0 < number < float("inf"):
         raise ValueError(f"{who} got {name}={number}, but takes a finite number greater than 0.")

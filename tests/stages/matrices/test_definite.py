@@ -171,11 +171,11 @@ def test_a_matrix_without_positive_eigenvalues_would_never_train():
             ValueError,
             "PositiveSemidefinite(stacked=0).init at 'w': expected numbers that a gradient can move, got 9 of "
             "9 outside the image or at its edge, where the map is flat. Start from numbers inside, leave "
-            "the array out with `where`, or pass outside='project' to start there anyway. The array is one of those "
+            "the array out with `where`, or pass outside='unchecked' to start there anyway. The array is one of those "
             "along stacked=0.",
         ):
             rpx.matrices.PositiveSemidefinite(stacked=0).init(params)
-        p = rpx.matrices.PositiveSemidefinite(outside="project", stacked=0)
+        p = rpx.matrices.PositiveSemidefinite(outside="unchecked", stacked=0)
         np.testing.assert_allclose(fold(p, init(p, params))["w"], [np.eye(3), np.zeros((3, 3))], atol=1e-6)
 
 

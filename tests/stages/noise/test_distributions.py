@@ -10,6 +10,7 @@ from grids import mostly_thorough
 from scipy import integrate, stats
 
 import reparax as rpx
+from reparax.core.chain import Mean
 
 KEYS = jax.random.split(jax.random.key(0), 4000)
 
@@ -305,7 +306,7 @@ def test_a_random_stage_that_says_no_mean_is_told_so():
 
 def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     p = rpx.Gaussian() >> rpx.VarNoise(0.1)
-    assert p.deterministic == rpx.stage.Mean(rpx.Gaussian())
+    assert p.deterministic == Mean(rpx.Gaussian())
     raw = init(p, {"w": normal(3)})
     p.deterministic.check(raw, like={"w": normal(3)})
     q = rpx.noise.VariationalDropout(std=0.1)

@@ -80,7 +80,7 @@ def test_bounded_is_the_logistic_function_between_the_bounds(low, high):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16], ids=["float32", "float16", "bfloat16"])
 def test_bounded_starts_at_the_bound_from_beyond_it_by_word(dtype):
-    p = rpx.numbers.Bounded(-1, 3, outside="project")
+    p = rpx.numbers.Bounded(-1, 3, outside="unchecked")
     got = projected(p, np.array([-1, 3, -50, 50], dtype))
     np.testing.assert_allclose(np.asarray(got, float), [-1, 3, -1, 3], atol=8 * float(jnp.finfo(dtype).eps))
     assert np.isfinite(started(p, np.array([-1, 3, -1, 3], dtype)).astype(float)).all()
@@ -198,10 +198,10 @@ def test_init_refuses_numbers_that_would_never_train(p, w, flat):
         ValueError,
         f"{p!r}.init at 'layer/w': expected numbers that a gradient can move, got {flat} of {w.size} outside the image "
         f"or at its edge, where the map is flat. Start from numbers inside, leave the array out with "
-        f"`where`, or pass outside='project' to start there anyway.",
+        f"`where`, or pass outside='unchecked' to start there anyway.",
     ):
         p.init({"layer": {"w": w}})
-    by_word = dataclasses.replace(p, outside="project")
+    by_word = dataclasses.replace(p, outside="unchecked")
     raw = init(by_word, {"w": w})
     slopes = np.abs(pulled(by_word, raw, np.arange(1, w.size + 1, dtype=np.float32))[f"@{p.kind}"]["x"])
     # Those that are refused come first, and are flat to within rounding; no other is.

@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.axes import Axes, Axis, check_axis, check_features, count_from_front, other_axes, position
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field
 from reparax.core.leaf import Reparametrization
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.roles import INPUTS
@@ -66,8 +66,8 @@ class Delta(Reparametrization):
       Networks*, 2018.
     """
 
-    strength: Number = argument(
-        per_array(_STRENGTH),
+    strength: Number = field(
+        by_array(_STRENGTH),
         default=0.0,
         kw_only=True,
     )
@@ -153,7 +153,7 @@ class Gain(Reparametrization):
       Susskind, *Stabilizing Transformer Training by Preventing Attention Entropy Collapse*, 2023.
     """
 
-    axis: Axes | None = argument(check_features, default=None, kw_only=True)
+    axis: Axes | None = field(check_features, default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
@@ -204,8 +204,8 @@ class TrainableSlices(Reparametrization):
              [5., 6.]], dtype=float32)
     """
 
-    indices: tuple[int, ...] = argument(_check_indices)
-    axis: Axis = argument(check_axis, default=0, kw_only=True)
+    indices: tuple[int, ...] = field(_check_indices)
+    axis: Axis = field(check_axis, default=0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2
@@ -260,8 +260,8 @@ class Rotated(RowsAndColumns):
       Finetuning*, 2023.
     """
 
-    num_blocks: int = argument(check_positive_whole)
-    block_share: bool = argument(check_flag, default=False, kw_only=True)
+    num_blocks: int = field(check_positive_whole)
+    block_share: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"r": main(decays=False), "w": fixed(base=True)}
 
@@ -314,7 +314,7 @@ class CayleyNeumann(RowsAndColumns):
       Qiu, Liu, Feng, Weller and Schölkopf, *Orthogonal Finetuning Made Scalable*, 2025.
     """
 
-    degree: int = argument(check_positive_whole, default=4)
+    degree: int = field(check_positive_whole, default=4)
 
     raw_values: ClassVar[Values] = {"x": main(decays=False), "base": fixed(axes=("rows", "columns"))}
 
@@ -430,10 +430,10 @@ class LoRA(RowsAndColumns):
       2023.
     """
 
-    rank: int = argument(check_positive_whole)
-    alpha: Number = argument(per_array(optional(check_number)), default=None)
-    use_rslora: bool = argument(check_flag, default=False, kw_only=True)
-    init_weights: str = argument(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
+    rank: int = field(check_positive_whole)
+    alpha: Number = field(by_array(optional(check_number)), default=None)
+    use_rslora: bool = field(check_flag, default=False, kw_only=True)
+    init_weights: str = field(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),
@@ -457,7 +457,7 @@ class LoRA(RowsAndColumns):
     def random_init(self) -> bool:
         return self.init_weights in DRAWN
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         x = widened(w)
         if self.init_weights in DRAWN:
             a = DRAWN[self.init_weights](x, self.rank, key).astype(w.dtype)
@@ -514,9 +514,9 @@ class VeRA(RowsAndColumns):
       Kopiczko, Blankevoort and Asano, *VeRA: Vector-based Random Matrix Adaptation*, 2024.
     """
 
-    rank: int = argument(check_positive_whole)
-    d_initial: float = argument(check_known_number, default=0.1)
-    seed: int = argument(check_whole, default=0, kw_only=True)
+    rank: int = field(check_positive_whole)
+    d_initial: float = field(check_known_number, default=0.1)
+    seed: int = field(check_whole, default=0, kw_only=True)
 
     kind: ClassVar[str] = "vera"
     raw_values: ClassVar[Values] = {"d": main(), "b": main(axes=("columns",)), "w": fixed(base=True)}

@@ -10,7 +10,7 @@ from jax import Array
 from jax.scipy.linalg import expm
 
 from reparax.core.constraint import Constraint
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import one_of
@@ -62,7 +62,7 @@ _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 class _Orthonormal(RowsAndColumns, Constraint):
     """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
 
-    map: str = argument(one_of("cayley", "expm", "householder"), default="cayley")
+    map: str = field(one_of("cayley", "expm", "householder"), default="cayley")
 
     raw_values: ClassVar[Values] = {
         "x": main(decays=False, axes=("rows", "columns")),

@@ -6,7 +6,6 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import field
 from typing import Any, ClassVar
 
 import jax
@@ -15,7 +14,7 @@ from jax import Array
 from jax.scipy.linalg import expm
 
 from reparax.core.constraint import Constraint, is_near
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, main
@@ -306,7 +305,7 @@ class BlockDiagonal(RowsAndColumns, Constraint):
              [0., 0., 1., 1.]], dtype=float32)
     """
 
-    num_blocks: int = argument(check_positive_whole)
+    num_blocks: int = field(check_positive_whole)
 
     raw_values: ClassVar[Values] = {"x": main()}
 
@@ -356,8 +355,8 @@ class Fibration(Reparametrization):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    project: Callable[[Array], Array] = argument(check_function)
-    embed: Callable[[Array], Array] = argument(check_function)
+    project: Callable[[Array], Array] = field(check_function)
+    embed: Callable[[Array], Array] = field(check_function)
 
     raw_values: ClassVar[Values] = {"x": main(decays=False)}
 
@@ -450,7 +449,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
       Pinheiro and Bates, *Unconstrained Parametrizations for Variance-Covariance Matrices*, 1996.
     """
 
-    map: str = argument(one_of("cholesky", "expm"), default="cholesky")
+    map: str = field(one_of("cholesky", "expm"), default="cholesky")
 
     raw_values: ClassVar[Values] = {"x": main(decays=False)}
     dtypes: ClassVar[Any] = jnp.floating
@@ -483,7 +482,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
         return jnp.sum(jnp.log(2.0) + powers * jnp.log(lower) + jax.nn.log_sigmoid(diagonal))
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
         values, vectors = definite_eigen(x)  # not through raw values, whose rounding should not count
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
@@ -492,8 +491,8 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         values, _ = eigen(widened(x))
         return inside & jnp.all(values[..., 0] > resolution(x, values[..., -1]) / 2)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        return self.project(PositiveSemidefinite().sample(key, shape, dtype))
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.project_leaf(PositiveSemidefinite().sample_leaf(key, shape, dtype))
 
 
 class PositiveSemidefinite(RowsAndColumns, Constraint):
@@ -503,7 +502,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
     at the nearest such matrix, with the ``rank`` largest eigenvalues and zero for negative ones. Columns of eigenvalue
     zero start with a tiny norm, below rounding in W, so that they can train. A matrix without positive eigenvalues is
     an error: the nearest point is zero, where the gradient is zero, and it would never train. With
-    ``outside="project"`` it starts there. Samples are Wishart matrices with mean I.
+    ``outside="unchecked"`` it starts there. Samples are Wishart matrices with mean I.
 
     Args:
       rank: Largest rank of the effective matrix, between 1 and n; None for n.
@@ -528,7 +527,7 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
       programming algorithm for solving semidefinite programs via low-rank factorization*, 2003.
     """
 
-    rank: int | None = argument(optional(check_whole), default=None)
+    rank: int | None = field(optional(check_whole), default=None)
 
     raw_values: ClassVar[Values] = {"x": main(axes=("rows", "rank"))}
     square: ClassVar[bool] = True
@@ -552,6 +551,6 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
         x = widened(values["x"])
         return product(x, adjoint(x)).astype(values["x"].dtype)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         rank = self.rank or shape[-1]
         return self.apply_leaf({"x": jax.random.normal(key, (*shape[:-1], rank), dtype) / math.sqrt(rank)})

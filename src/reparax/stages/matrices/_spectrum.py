@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.constraint import Constraint, is_near
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole, check_two, check_whole, number_that
@@ -43,7 +43,7 @@ class LowRank(RowsAndColumns, Constraint):
     Half-precision matrices are computed in float32.
 
     Args:
-      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="project"`` it may be
+      rank: Largest rank of the effective matrix, between 1 and ``min(n, m)``. With ``outside="unchecked"`` it may be
         larger, as for adapters of PEFT on narrow layers: the additional columns of ``u`` start at zero.
       outside: As for :class:`Constraint`.
       where: Which arrays to act on. Default: floating or complex parameters of two or more dimensions, except biases
@@ -72,28 +72,27 @@ class LowRank(RowsAndColumns, Constraint):
       Eckart and Young, *The approximation of one matrix by another of lower rank*, 1936.
     """
 
-    rank: int = argument(check_positive_whole)
+    rank: int = field(check_positive_whole)
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
 
     transposes: ClassVar[bool] = True
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return rank_error(self.rank, w) if self.outside != "project" or 0 in w.shape else None
+        return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         u, v = _nearest_factors(widened(w), self.rank)
-        return {"u": u.astype(w.dtype), "v": v.astype(w.dtype)}
+        u, v = u.astype(w.dtype), v.astype(w.dtype)
+        if key is not None:
+            rows = (v.ndim - 1,)
+            noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
+            v = jnp.where(is_zero(v, rows), noise, v)
+        return {"u": u, "v": v}
 
     @property
     def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        values = self.init_leaf(w)
-        v, rows = values["v"], (values["v"].ndim - 1,)
-        noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
-        return {**values, "v": jnp.where(is_zero(v, rows), noise, v)}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
@@ -142,20 +141,17 @@ class Kronecker(RowsAndColumns, Constraint):
       Van Loan and Pitsianis, *Approximation with Kronecker Products*, 1993.
     """
 
-    shape: tuple[int, int] = argument(check_two)
+    shape: tuple[int, int] = field(check_two)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return why_not_divisible(self.shape, w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w)))
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w), key))
 
     @property
     def random_init(self) -> bool:
         return False  # only rows of zeros are drawn
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._reshape_factors(w, LowRank(1).draw_leaf(self._rearrange(w), key))
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]
@@ -235,10 +231,10 @@ _EPS = number_that(lambda eps: 0 <= eps < math.inf, "takes a finite bound that i
 class _BoundedBelow(_SingularValues):
     r"""Singular values above ``eps``: :math:`f(s) = \epsilon + log(1 + e^s)`."""
 
-    eps: float = argument(_EPS, default=1e-6, kw_only=True)
+    eps: float = field(_EPS, default=1e-6, kw_only=True)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        inside = super().contains(w, tolerance)
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
+        inside = super().contains_leaf(w, tolerance)
         if tolerance is not None:
             return inside
         x, rank = widened(jnp.asarray(w)), self.rank_of(w)
@@ -286,7 +282,7 @@ class FixedRank(_BoundedBelow):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    rank: int = argument(check_whole)
+    rank: int = field(check_whole)
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w)
@@ -360,7 +356,7 @@ class SpecialLinear(_SingularValues):
     def left_vectors(self, u: Array, vh: Array) -> Array:
         return without_reflection(u, vh)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether the determinant is 1, up to rounding.
 
         Args:
@@ -369,13 +365,13 @@ class SpecialLinear(_SingularValues):
             machine epsilon, as rounding of the entries moves the determinant by that much.
         """
         if tolerance is not None:
-            return super().contains(w, tolerance)
+            return super().contains_leaf(w, tolerance)
         singular = jnp.linalg.svd(widened(w), compute_uv=False)
         least, largest = singular[..., -1], singular[..., 0]
         invertible = least > resolution(w, largest)
         condition = jnp.where(invertible, largest / jnp.where(invertible, least, largest), jnp.zeros_like(least))
         units = float(jnp.finfo(w.dtype).eps) * (10 * w.shape[-1] + condition)
-        return is_near(w, self.project(w), units)
+        return is_near(w, self.project_leaf(w), units)
 
     def spectrum(self, s: Array) -> Array:
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))
@@ -421,7 +417,7 @@ class AlmostOrthogonal(_SingularValues):
       Lezcano-Casado, *Geometric Optimisation on Manifolds with Applications to Deep Learning*, 2021.
     """
 
-    radius: float = argument(_RADIUS, default=0.1)
+    radius: float = field(_RADIUS, default=0.1)
 
     def spectrum(self, s: Array) -> Array:
         return 1 + self.radius * jnp.sin(s)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from reparax.core import random
 from reparax.core.axes import EACH, Axes, check_slices, other_axes
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field, number_field
 from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
@@ -79,10 +79,10 @@ class Gaussian(Reparametrization):
       Wierstra, *Weight Uncertainty in Neural Networks*, 2015; Fortunato et al., *Noisy Networks for Exploration*, 2018.
     """
 
-    std: Number = argument(per_array(check_positive_number), default=0.01)
-    prior: Number = argument(per_array(check_positive_number), default=1.0)
-    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
-    noise: str = argument(one_of("independent", "factorized"), default="independent", kw_only=True)
+    std: Number = number_field(positive=True, default=0.01)
+    prior: Number = number_field(positive=True, default=1.0)
+    axis: Axes = field(check_slices, default=EACH, kw_only=True)
+    noise: str = field(one_of("independent", "factorized"), default="independent", kw_only=True)
 
     stochastic: ClassVar[bool] = True
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}
@@ -359,8 +359,8 @@ class VariationalDropout(Reparametrization):
       Ashukha and Vetrov, *Variational Dropout Sparsifies Deep Neural Networks*, 2017.
     """
 
-    std: Number = argument(per_array(check_positive_number), default=0.01)
-    threshold: float = argument(check_known_number, default=3.0, kw_only=True)
+    std: Number = number_field(positive=True, default=0.01)
+    threshold: float = field(check_known_number, default=3.0, kw_only=True)
 
     stochastic: ClassVar[bool] = True
     dtypes: ClassVar[Any] = jnp.floating
@@ -453,8 +453,8 @@ class HardConcrete(Reparametrization):
       Louizos, Welling and Kingma, *Learning Sparse Neural Networks through L0 Regularization*, 2018.
     """
 
-    rate: Number = argument(per_array(_RATE), default=0.1)
-    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
+    rate: Number = field(by_array(_RATE), default=0.1)
+    axis: Axes = field(check_slices, default=EACH, kw_only=True)
 
     stochastic: ClassVar[bool] = True
     min_ndim: ClassVar[int] = 2

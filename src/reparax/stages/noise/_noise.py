@@ -13,7 +13,7 @@ from jax import Array
 
 from reparax.core import random
 from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field
 from reparax.core.leaf import Perturbation
 from reparax.numerics.arguments import number_that, one_of, optional
 from reparax.numerics.arithmetic import scalar, widened
@@ -97,9 +97,9 @@ class VarNoise(_Drawn):
       Graves, *Practical Variational Inference for Neural Networks*, 2011.
     """
 
-    std: Number = argument(per_array(number_that(math.isfinite, "a standard deviation is a finite number.")))
-    relative: str | None = argument(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
-    axis: Axes | None = argument(check_features, default=None, kw_only=True)
+    std: Number = field(by_array(number_that(math.isfinite, "a standard deviation is a finite number.")))
+    relative: str | None = field(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
+    axis: Axes | None = field(check_features, default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)
     elementwise: ClassVar[Any] = property(lambda self: self.relative is None)
@@ -172,8 +172,8 @@ class WeightDropout(_Drawn):
       weights, as in AWD-LSTM: Merity, Keskar and Socher, *Regularizing and Optimizing LSTM Language Models*, 2017.
     """
 
-    rate: Number = argument(per_array(_RATE))
-    broadcast_dims: Axes = argument(check_axes, default=(), kw_only=True)
+    rate: Number = field(by_array(_RATE))
+    broadcast_dims: Axes = field(check_axes, default=(), kw_only=True)
 
     min_ndim: ClassVar[int] = 2
     elementwise: ClassVar[Any] = property(lambda self: self.broadcast_dims == ())

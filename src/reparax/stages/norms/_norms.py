@@ -11,11 +11,11 @@ from jax import Array
 
 from reparax.core.axes import LAST, Axes, check_along, check_channels, count_from_front, last_to_number, other_axes
 from reparax.core.constraint import Constraint
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, field, number_field
 from reparax.core.leaf import Reparametrization
 from reparax.core.roles import OUTPUTS, VECTORS
 from reparax.core.values import Values, aux, main
-from reparax.numerics.arguments import check_flag, check_positive_number
+from reparax.numerics.arguments import check_flag
 from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
 
@@ -72,8 +72,8 @@ class WeightNorm(Reparametrization):
       Weight-Decomposed Low-Rank Adaptation*, 2024.
     """
 
-    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
-    detach: bool = argument(check_flag, default=False, kw_only=True)
+    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
+    detach: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
     min_ndim: ClassVar[int] = 2
@@ -130,7 +130,7 @@ class WeightStandardization(Constraint):
       2021.
     """
 
-    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
+    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
@@ -199,8 +199,8 @@ class Sphere(Constraint):
       Absil, Mahony and Sepulchre, *Optimization Algorithms on Matrix Manifolds*, 2008.
     """
 
-    radius: Number = argument(per_array(check_positive_number), default=1.0)
-    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
+    radius: Number = number_field(positive=True, default=1.0)
+    along: Axes | None = field(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True, decays=False)}
     min_ndim: ClassVar[int] = 2
@@ -250,8 +250,8 @@ class MaxNorm(Constraint):
       co-adaptation of feature detectors*, 2012.
     """
 
-    max_norm: Number = argument(per_array(check_positive_number))
-    axis: Axes | None = argument(check_channels, default=LAST, kw_only=True)
+    max_norm: Number = number_field(positive=True)
+    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
@@ -309,8 +309,8 @@ class PoincareBall(Constraint):
       Nagano, Yamaguchi, Fujita and Koyama, *A Wrapped Normal Distribution on Hyperbolic Space*, 2019.
     """
 
-    curvature: Number = argument(per_array(check_positive_number), default=1.0)
-    along: Axes | None = argument(check_along, default=LAST, kw_only=True)
+    curvature: Number = number_field(positive=True, default=1.0)
+    along: Axes | None = field(check_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
     min_ndim: ClassVar[int] = 2
@@ -333,11 +333,11 @@ class PoincareBall(Constraint):
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
         return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
         return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
 
     def _length(self, w: Array) -> Array:

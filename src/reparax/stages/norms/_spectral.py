@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from reparax.core.axes import list_axes
 from reparax.core.constraint import Constraint
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.matrices import MatrixAxes, merge_axes
 from reparax.core.values import Values, fixed, main
 from reparax.numerics.arguments import check_positive_whole, is_whole, optional
@@ -211,12 +211,12 @@ class SpectralNorm(MatrixAxes, Constraint):
       Continuity*, 2021.
     """
 
-    n_steps: int = argument(check_positive_whole, default=1)
-    input_shape: tuple[int, ...] | None = argument(optional(check_input_shape), default=None, kw_only=True)
-    strides: Sizes = argument(check_sizes, default=1, kw_only=True)
-    padding: Padding = argument(check_padding, default="SAME", kw_only=True)
-    kernel_dilation: Sizes = argument(check_sizes, default=1, kw_only=True)
-    feature_group_count: int = argument(check_positive_whole, default=1, kw_only=True)
+    n_steps: int = field(check_positive_whole, default=1)
+    input_shape: tuple[int, ...] | None = field(optional(check_input_shape), default=None, kw_only=True)
+    strides: Sizes = field(check_sizes, default=1, kw_only=True)
+    padding: Padding = field(check_padding, default="SAME", kw_only=True)
+    kernel_dilation: Sizes = field(check_sizes, default=1, kw_only=True)
+    feature_group_count: int = field(check_positive_whole, default=1, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
@@ -258,7 +258,7 @@ class SpectralNorm(MatrixAxes, Constraint):
     def random_init(self) -> bool:
         return False  # any start of the iteration leads to the same vectors
 
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)
         start = matrix.shape[:1] if self._convolution is None else self._convolution.start(matrix).shape
         u, v = _iterate(matrix, _as_unit(jax.random.normal(key, start, matrix.dtype)), 15, self._convolution)
@@ -270,7 +270,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         sigma = jnp.vdot(_times_adjoint(self._matrix(x), u, self._convolution), v, precision="highest").real
         return (x * inverse(sigma).astype(x.dtype)).astype(w.dtype)
 
-    def project(self, w: Array) -> Array:
+    def project_leaf(self, w: Array) -> Array:
         x = widened(jnp.asarray(w))
         matrix = self._matrix(x)
         if self._convolution is None:

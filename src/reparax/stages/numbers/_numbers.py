@@ -14,11 +14,11 @@ from jax import Array
 
 from reparax.core.axes import LAST, Axis, check_one_along, position
 from reparax.core.constraint import Constraint, is_known
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field, number_field
 from reparax.core.leaf import Reparametrization
 from reparax.core.roles import VECTORS
 from reparax.core.values import Values, main
-from reparax.numerics.arguments import check_function, check_number, number_that, one_of
+from reparax.numerics.arguments import check_function, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
 
 Function = Callable[[Array], Array]
@@ -55,7 +55,7 @@ class _Map(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return self._forward(widened(values["x"])).astype(values["x"].dtype)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"x": jax.random.normal(key, shape, dtype)})
 
 
@@ -71,8 +71,8 @@ class Positive(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = w + \log(1 - e^{-w})`, :math:`\log w` or
     :math:`\sqrt w`; it is exact for positive ``w`` up to the rounding of ``x``. Numbers that are not positive are an
-    error: they would start next to zero, where each map is flat, and never train. With ``outside="project"`` they start
-    there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
+    error: they would start next to zero, where each map is flat, and never train. With ``outside="unchecked"`` they
+    start there, at the smallest number that the dtype's arithmetic distinguishes from zero. Half-precision arrays are
     computed in float32.
 
     Args:
@@ -97,7 +97,7 @@ class Positive(_Map):
       Dugas, Bengio, Bélisle, Nadeau and Garcia, *Incorporating Second-Order Functional Knowledge*, 2001.
     """
 
-    map: str = argument(one_of("softplus", "exp", "square"), default="softplus")
+    map: str = field(one_of("softplus", "exp", "square"), default="softplus")
 
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -107,7 +107,7 @@ class Positive(_Map):
     def flat_leaf(self, w: Array) -> Array:
         return widened(w) < _least_number(w)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
         x = widened(jnp.asarray(w))
         if tolerance is None:
@@ -135,7 +135,7 @@ class Bounded(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives the logit :math:`x = \log((w - a) / (b - w))`; it is exact
     between the bounds, up to the rounding of ``b - a``. Numbers at a bound or beyond are an error: the map is flat
-    there, and they would never train. With ``outside="project"`` they start next to the bound. Half-precision arrays
+    there, and they would never train. With ``outside="unchecked"`` they start next to the bound. Half-precision arrays
     are computed in float32.
 
     Args:
@@ -162,8 +162,8 @@ class Bounded(_Map):
       Stan Development Team, *Stan Reference Manual*, constraint transforms, lower and upper bounded scalar.
     """
 
-    low: Number = argument(check_number)
-    high: Number = argument(check_number)
+    low: Number = number_field(per_array=False)
+    high: Number = number_field(per_array=False)
 
     dtypes: ClassVar[Any] = jnp.floating
 
@@ -173,7 +173,7 @@ class Bounded(_Map):
         if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
             raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all numbers lie between the bounds, up to rounding.
 
         Args:
@@ -214,7 +214,7 @@ class Elementwise(_Map):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = f^{-1}(w)`; it is exact if ``inverse`` is a right
     inverse of ``forward``. Numbers that ``inverse`` maps to infinity, or to a point where the derivative of ``forward``
-    is 0, would never train: they are an error unless ``outside="project"``. Half-precision arrays are passed as
+    is 0, would never train: they are an error unless ``outside="unchecked"``. Half-precision arrays are passed as
     float32.
 
     Args:
@@ -237,8 +237,8 @@ class Elementwise(_Map):
       {'w': {'@elementwise': {'x': Array([0.        , 0.54930615], dtype=float32)}}}
     """
 
-    forward: Function = argument(check_function)
-    inverse: Function = argument(check_function)
+    forward: Function = field(check_function)
+    inverse: Function = field(check_function)
 
     def _why_refused(self, w: Array) -> str | None:
         why = super()._why_refused(w)  # first, as `refuse_leaf` would come before the error for NaN in `w` itself
@@ -289,7 +289,7 @@ class Scale(Reparametrization):
       Yang, Hu, Babuschkin, Sidor, Liu, Farhi, Ryder, Pachocki, Chen and Gao, *Tensor Programs V*, 2022.
     """
 
-    factor: Number = argument(per_array(_FACTOR))
+    factor: Number = field(by_array(_FACTOR))
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True)}
     elementwise: ClassVar[Any] = True
@@ -313,7 +313,7 @@ class Simplex(Constraint):
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives :math:`x = \log w`; it is exact if ``w`` is positive and sums to
     1, and otherwise starts at the nearest point of the simplex. Zeros in that point are an error: the map is flat
-    there, and they would never train. With ``outside="project"`` they start next to zero. Samples are uniform.
+    there, and they would never train. With ``outside="unchecked"`` they start next to zero. Samples are uniform.
     Half-precision arrays are computed in float32.
 
     The model does not depend on :math:`r = \log \sum e^x`, so no data would hold samples of raw values in that
@@ -344,7 +344,7 @@ class Simplex(Constraint):
       Dimensions*, 2008.
     """
 
-    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
+    along: Axis = field(check_one_along, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True, decays=False)}
     overcomplete: ClassVar[bool] = True
@@ -368,7 +368,7 @@ class Simplex(Constraint):
         unread = jax.nn.logsumexp(x, axis=axis)
         return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from reparax.core.axes import Axes, check_features, other_axes
 from reparax.core.constraint import is_known
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
@@ -108,12 +108,12 @@ def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
 class Scaled(Reparametrization):
     """The base of both stages: decides which entries share a scale, and how a scale is found and stored."""
 
-    format: str = argument(one_of(*FORMATS))
-    axis: Axes | None = argument(check_features, default=None, kw_only=True)
-    block_size: int | tuple[int, ...] | None = argument(optional(_check_block), default=None, kw_only=True)
-    double_quant: bool = argument(check_flag, default=False, kw_only=True)
-    calibration_method: str = argument(one_of("absmax", "rms", "fixed"), default="absmax", kw_only=True)
-    calibration_scale: float = argument(
+    format: str = field(one_of(*FORMATS))
+    axis: Axes | None = field(check_features, default=None, kw_only=True)
+    block_size: int | tuple[int, ...] | None = field(optional(_check_block), default=None, kw_only=True)
+    double_quant: bool = field(check_flag, default=False, kw_only=True)
+    calibration_method: str = field(one_of("absmax", "rms", "fixed"), default="absmax", kw_only=True)
+    calibration_scale: float = field(
         number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
         default=1.0,
         kw_only=True,
@@ -450,8 +450,8 @@ class Quantized(Scaled):
       2022.
     """
 
-    rounding: str = argument(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
-    desc_act: bool = argument(check_flag, default=False, kw_only=True)
+    rounding: str = field(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+    desc_act: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
     _takes_base: ClassVar[bool] = True
@@ -467,10 +467,7 @@ class Quantized(Scaled):
     def _why_refused(self, w: Array) -> str | None:
         return super()._why_refused(w) or self._scale_range_error(w)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self.draw_leaf(w, None)
-
-    def draw_leaf(self, w: Array, key: Array | None) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         codes, values = self._codes_and_scales(w, key)
         block_axis = self._block_axis(w)
         order = {"order": jnp.arange(w.shape[block_axis], dtype=jnp.int32)} if self.desc_act else {}
@@ -572,8 +569,8 @@ class FakeQuantized(Scaled):
       Dong, Wang, Xue and Wei, *The Era of 1-bit LLMs*, 2024.
     """
 
-    format: str = argument(one_of(*FORMATS, "ternary"))
-    step: str = argument(one_of("absmax", "learned"), default="absmax", kw_only=True)
+    format: str = field(one_of(*FORMATS, "ternary"))
+    step: str = field(one_of("absmax", "learned"), default="absmax", kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main()}
     straight_through: ClassVar[bool] = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.config import changed_arguments
-from reparax.core.fields import argument
+from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, describe
 from reparax.core.raw import OTHER_CHAIN, Flat, Node, nest
@@ -334,11 +333,11 @@ class CudnnLSTM(Reparametrization):
       Appleyard, Kociský and Blunsom, *Optimizing Performance of Recurrent Neural Networks on GPUs*, 2016.
     """
 
-    input_size: int = argument(check_whole)
-    hidden_size: int = argument(check_whole)
-    num_layers: int = argument(check_whole, default=1, kw_only=True)
+    input_size: int = field(check_whole)
+    hidden_size: int = field(check_whole)
+    num_layers: int = field(check_whole, default=1, kw_only=True)
     bidirectional: bool = field(default=False, kw_only=True)
-    biases: int = argument(check_whole, default=2, kw_only=True)
+    biases: int = field(check_whole, default=2, kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
     dtypes: ClassVar[Any] = jnp.floating

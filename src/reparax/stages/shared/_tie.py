@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
 import jax
@@ -18,9 +17,11 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
 from reparax.core.config import code
+from reparax.core.fields import field
 from reparax.core.paths import Names, describe
 from reparax.core.raw import Flat, Leaf, Node
 from reparax.core.where import matches, nearest
+from reparax.numerics.arguments import one_of
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
@@ -66,14 +67,13 @@ class Tie(Parametrization):
     """
 
     ties: Any
-    unequal: str = field(default="raise", kw_only=True)
+    unequal: str = field(one_of("raise", "overwrite"), default="raise", kw_only=True)
 
     def __post_init__(self) -> None:
         ties = _parse_ties(self.ties)
         _require_no_loop("Tie", {target: source for target, source, _ in ties})
         object.__setattr__(self, "ties", ties)
-        if self.unequal not in ("raise", "overwrite"):
-            raise ValueError(f"Tie takes 'raise' or 'overwrite' as unequal, but got {self.unequal!r}.")
+        super().__post_init__()
 
     def __repr__(self) -> str:
         def value(source: str, transform: Transform | None) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import field
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -26,7 +26,7 @@ from reparax.core.axes import (
 )
 from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
-from reparax.core.fields import Number, argument, per_array
+from reparax.core.fields import Number, by_array, field
 from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import Flat, Leaf
@@ -183,9 +183,9 @@ class NByM(_Masked, Constraint):
       Scratch*, 2021.
     """
 
-    n: int = argument(check_whole)
-    m: int = argument(check_whole)
-    along: Axis = argument(check_one_along, default=LAST, kw_only=True)
+    n: int = field(check_whole)
+    m: int = field(check_whole)
+    along: Axis = field(check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": INPUTS}
 
@@ -310,9 +310,9 @@ def count_error(stage: Pruning, size: int) -> str | None:
 class _Prune(_Masked, Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
-    sparsity: Number = argument(optional(per_array(check_shares)), default=None)
-    axis: Axes = argument(check_slices, default=EACH, kw_only=True)
-    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+    sparsity: Number = field(optional(by_array(check_shares)), default=None)
+    axis: Axes = field(check_slices, default=EACH, kw_only=True)
+    count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -374,7 +374,7 @@ class MagnitudePruning(_Prune):
       Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model compression*, 2017.
     """
 
-    ord: float = argument(_ORDER, default=2.0, kw_only=True)
+    ord: float = field(_ORDER, default=2.0, kw_only=True)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return self._masking(w, _slice_scores(w, self.axis, self.ord))
@@ -416,10 +416,9 @@ class RandomPruning(_Prune):
       Liu, Chen, Chen, Shen, Mocanu, Wang and Pechenizkiy, *The Unreasonable Effectiveness of Random Pruning*, 2022.
     """
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, _slice_scores(w, self.axis, 2.0))
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        if key is None:
+            return self._masking(w, _slice_scores(w, self.axis, 2.0))
         return self._masking(w, _random_scores(_slice_scores(w, self.axis, math.inf), key))
 
 
@@ -445,13 +444,13 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 class _Regrow(_Masked, Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
-    sparsity: Number = argument(optional(per_array(check_shares)), default=None)
-    drop_fraction: Number = argument(
-        per_array(_FRACTION),
+    sparsity: Number = field(optional(by_array(check_shares)), default=None)
+    drop_fraction: Number = field(
+        by_array(_FRACTION),
         default=0.3,
         kw_only=True,
     )
-    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+    count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     moves_weights: ClassVar[bool] = True
 
@@ -462,11 +461,9 @@ class _Regrow(_Masked, Constraint):
     def refuse_leaf(self, w: Array) -> str | None:
         return count_error(self, w.size)
 
-    def init_leaf(self, w: Array) -> dict[str, Array]:
-        return self._masking(w, jnp.abs(widened(w)))
-
-    def draw_leaf(self, w: Array, key: Array) -> dict[str, Array]:
-        return self._masking(w, _random_scores(jnp.abs(widened(w)), key))
+    def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
+        sizes = jnp.abs(widened(w))
+        return self._masking(w, sizes if key is None else _random_scores(sizes, key))
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the weights with the largest scores stay."""
@@ -605,9 +602,9 @@ class GlobalMagnitudePruning(Joint):
       Han, Pool, Tran and Dally, *Learning both Weights and Connections for Efficient Neural Networks*, 2015.
     """
 
-    arrays: None = field(default=None, init=False, repr=False)
-    sparsity: Number = argument(optional(check_shares), default=None)
-    count: int | None = argument(optional(check_count), default=None, kw_only=True)
+    arrays: None = dataclasses.field(default=None, init=False, repr=False)
+    sparsity: Number = field(optional(check_shares), default=None)
+    count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
     min_ndim: ClassVar[int] = 2

@@ -1,0 +1,111 @@
+"""What a formula returns unchanged is the same array: no transform and no arrangement of axes copies it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES
+
+import reparax as rpx
+from reparax.core.matrices import RowsAndColumns
+
+KEY = jax.random.key(0)
+MATRIX = jax.random.normal(KEY, (8, 4))
+STACK = jnp.stack([MATRIX, -MATRIX, 2 * MATRIX])
+
+STACKED = {"stacked=0": ({"stacked": 0}, STACK), "stacked=1": ({"stacked": 1}, jnp.moveaxis(STACK, 0, 1))}
+MATRICES = STACKED | {
+    "columns of heads": ({"rows": 0, "columns": (1, 2)}, MATRIX.reshape(8, 2, 2)),
+    "columns first": ({"rows": 1, "columns": 0}, MATRIX.T),
+    "heads": ({"rows": 1, "columns": (0, 2)}, MATRIX.T.reshape(2, 8, 2)),
+    "stacked heads": ({"rows": 1, "columns": (0, 2), "stacked": 1}, jnp.moveaxis(STACK, 0, -1).reshape(2, 3, 8, 2)),
+}
+
+
+def unchanged(stage):
+    """The names of the raw values of a matrix that are the matrix itself."""
+    start = stage.init_leaf(MATRIX, KEY) if stage._draws else stage.init_leaf(MATRIX)
+    return {name for name, x in start.items() if x is MATRIX}
+
+
+# One stage of each class that keeps the model's array.
+STAGES = {
+    type(stage).__name__: replace(stage, where=".*", stacked=())
+    for p, _ in CASES.values()
+    for stage in p
+    if isinstance(stage, rpx.Reparametrization) and not stage._bare and stage._why_refused(MATRIX) is None
+}
+KEEPING = {name: stage for name, stage in STAGES.items() if unchanged(stage)}
+
+
+def arrangements(stage):
+    return MATRICES if hasattr(stage, "rows") else STACKED
+
+
+def raw_value(raw, name):
+    (node,) = raw["w"].values()
+    return node[name] if name in node else node["@fixed"][name]
+
+
+def test_most_stages_with_a_base_or_a_mask_keep_it():
+    assert {"LoRA", "Delta", "Gain", "Mask", "SpectralNorm", "VeRA"} <= KEEPING.keys()
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_program_of_init_returns_what_the_formula_does_not_change(name):
+    stage = KEEPING[name]
+    for arranged, w in [({}, MATRIX), *arrangements(stage).values()]:
+        program, raw = jax.make_jaxpr(replace(stage, **arranged).init, return_shape=True)({"w": w}, KEY)
+        outputs = jax.tree.unflatten(jax.tree.structure(raw), program.jaxpr.outvars)
+        for value in unchanged(stage):
+            is_turned = arranged.get("rows") == 1 and stage.raw_values[value].axes == ("rows", "columns")
+            assert (raw_value(outputs, value) is program.jaxpr.invars[0]) is not is_turned
+
+
+@pytest.mark.parametrize("arranged", MATRICES)
+def test_without_jit_the_base_of_an_adapter_is_the_models_array(arranged):
+    axes, w = MATRICES[arranged]
+    for p in (rpx.LoRA(2, **axes), rpx.Freeze() >> rpx.LoRA(2, **axes)):
+        (base,) = [x for x in jax.tree.leaves(p.init({"w": w}, KEY)) if x.size == w.size]
+        assert base is w
+
+
+class Kept(RowsAndColumns):
+    """An array that no formula changes, beside a value of other axes."""
+
+    raw_values = {"w": rpx.stage.fixed(base=True), "x": rpx.stage.main(axes=("rows", "columns"))}
+
+    def init_leaf(self, w):
+        return {"w": w, "x": w}
+
+    def apply_leaf(self, values):
+        return values["w"]
+
+    def update_leaf(self, values):
+        return {"w": values["w"]}
+
+
+@pytest.mark.parametrize("arranged", MATRICES)
+def test_every_method_passes_on_what_its_formula_does(arranged):
+    axes, w = MATRICES[arranged]
+    p = Kept(**axes)
+    raw = p.init({"w": w})
+    values = [raw_value(raw, name) for name in ("w", "x")]
+    assert values[0] is w
+    assert p.apply(raw)["w"] is w
+    for later in (p.update(raw), p.update_base(raw)):
+        assert all(raw_value(later, name) is x for name, x in zip(("w", "x"), values, strict=True))
+
+
+def test_the_same_array_with_other_axes_is_not_the_same():
+    raw = Kept(rows=1, columns=0).init({"w": MATRIX.T})
+    assert raw_value(raw, "x").tolist() == MATRIX.tolist()
+    assert raw_value(raw, "w").tolist() == MATRIX.T.tolist()
+
+
+def test_a_donated_base_is_not_copied():
+    params = {name: w for name, (_, w) in MATRICES.items()}
+    p = rpx.Chain(tuple(rpx.LoRA(2, **axes, where=name) for name, (axes, _) in MATRICES.items()))
+    program = jax.jit(p.init, donate_argnums=0).lower(params, KEY).compile()
+    assert program.memory_analysis().alias_size_in_bytes == sum(w.nbytes for w in params.values())
