@@ -23,7 +23,11 @@ class Theirs(rf.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.lstm, self.last = rf.Linear(FEATURES, HIDDEN), rf.LSTM(HIDDEN, HIDDEN), rf.Linear(HIDDEN, WORDS)
+        self.first, self.lstm, self.last = (
+            rf.Linear(FEATURES, HIDDEN),
+            rf.LSTM(HIDDEN, HIDDEN),
+            rf.Linear(HIDDEN, WORDS),
+        )
 
     def __call__(self, x):
         start = self.lstm.default_initial_state(batch_dims=[BATCH])

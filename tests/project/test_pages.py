@@ -31,7 +31,13 @@ def module(path: str):
 
 WORDS = module("words.py")
 PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
-LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((DOCS / "notebooks").glob("*.md")), *(DOCS / f"{page}.md" for page in PAGES), *sorted((DOCS / "api").glob("*.md"))]
+LINKED = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((DOCS / "notebooks").glob("*.md")),
+    *(DOCS / f"{page}.md" for page in PAGES),
+    *sorted((DOCS / "api").glob("*.md")),
+]
 RESULTS = Results.newest()
 
 
@@ -71,7 +77,9 @@ def run(page: str, names: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("index", "measurements", "architecture", "gallery")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ("index", "measurements", "architecture", "gallery")]
+)
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page}
@@ -175,7 +183,9 @@ def test_a_smaller_network():
     assert max(max(cell["apart"]) for cell in cells.values()) < 1e-5
     before, after = (100 * mean(cell["right"]) for cell in (whole, half))
     took = mean(half["time beside masks"])
-    told = f"loses from {before:.1f} to {after:.1f} % of accuracy after 100 steps of tuning, and a step takes {took:.2f}"
+    told = (
+        f"loses from {before:.1f} to {after:.1f} % of accuracy after 100 steps of tuning, and a step takes {took:.2f}"
+    )
     assert told in said("docs/selecting.md")
 
 
@@ -196,5 +206,3 @@ def test_costs_of_experts():
                 numbers = " | ".join(f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in medians)
                 row = f"| {rows}, {unit} {device} | {numbers} |"
                 assert row in text or f"| the same {device} | {numbers} |" in text or name == "w[expert]"
-
-
