@@ -1,4 +1,4 @@
-"""Sphinx: pages in Markdown, a gallery of notebooks that run when the pages are built, and docstrings of the package."""
+"""Sphinx: pages in Markdown, notebooks that run when the pages are built, and docstrings of the package."""
 
 import itertools
 import os

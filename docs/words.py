@@ -1,4 +1,4 @@
-"""How many words each page has, and how many it may have. Run: python docs/words.py"""
+"""How many words each page has, and how many it may have; run: python docs/words.py."""
 
 import re
 from pathlib import Path

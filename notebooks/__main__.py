@@ -29,8 +29,8 @@ PACKAGES = re.compile(r"[^\s\"']*/(?:site-packages|src)/")
 INDEX = """\
 # Notebooks
 
-Each runs alone in Jupyter, from this folder or on Colab, and its outputs are stored with it. They are the gallery of the
-documentation. `make notebooks` writes them, and this list.
+Each runs alone in Jupyter, from this folder or on Colab, and its outputs are stored with it. They are the gallery of
+the documentation. `make notebooks` writes them, and this list.
 """
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 

@@ -161,7 +161,8 @@ def verdict(found: Found) -> str:
     beaten = [each for each in others if difference(weights, found[names[each]]["test"]).word == "lower"]
     rest = [f"{each} ({_mean(found, names, each)})" for each in others if each not in beaten]
     return (
-        f"Dropping hidden-to-hidden weights ({_mean(found, names, WEIGHTS)} bits per character) is better than dropping "
+        f"Dropping hidden-to-hidden weights ({_mean(found, names, WEIGHTS)} bits per character) is better than "
+        "dropping "
         + (" and than dropping ".join(beaten) or "none of the rest")
         + (f"; no significant difference from dropping {' or '.join(rest)}." if rest else ".")
     )

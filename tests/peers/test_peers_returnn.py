@@ -97,7 +97,10 @@ def test_a_model_that_returnn_trained_computes_the_same_here_and_after_training_
     np.testing.assert_allclose(apply(params), expected, atol=1e-5)
 
     p = rpx.VarNoise(0.05)
-    loss = lambda params, key: jnp.mean(apply(p.apply(params, key)) ** 2)
+
+    def loss(params, key):
+        return jnp.mean(apply(p.apply(params, key)) ** 2)
+
     for key in jax.random.split(jax.random.key(0), 3):
         params = jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, key))
     state = written(params)
@@ -112,7 +115,7 @@ def theirs(change, n):
     layer = rf.Linear(Dim(20, name="in"), Dim(30, name="out"))
     layer.weight.raw_tensor.data = torch.tensor(WEIGHT)
     change(layer)
-    with rf.get_run_ctx().train_flag_ctx(True):
+    with rf.get_run_ctx().train_flag_ctx(train_flag=True):
         return np.stack([layer.weight.copy_transpose(layer.weight.dims).raw_tensor.detach().numpy() for _ in range(n)])
 
 

@@ -1,7 +1,6 @@
 """Every Python block of the README runs, and the API pages have every name. `make notebooks` runs the gallery."""
 
 import dataclasses
-import doctest
 import inspect
 import re
 import tomllib
@@ -12,20 +11,16 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from flax import nnx
-from grids import mostly_thorough
-from jax.sharding import PartitionSpec
 from one_array import normal
-from public import FAMILIES, PUBLIC, TOP, TYPES
+from public import FAMILIES, PUBLIC, TYPES
 
 import reparax as rpx
 from benchmarks.common.shown import Results
 from benchmarks.evidence.record import found
 from benchmarks.evidence.summary import NONE, difference
-from benchmarks.evidence.weight_noise import NOISE, NORM, PLAIN, chosen, reported, verdict
+from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported
 from reparax.core.names import FAMILIES as TABLE
 from reparax.testing import check_laws
 

@@ -1,4 +1,4 @@
-"""Pages: their code runs, their tables and charts are those of the results, their links lead to files, they are short."""
+"""Pages: their code runs, tables and charts are those of the results, links lead to files, and they are short."""
 
 import doctest
 import importlib.util
