@@ -26,7 +26,7 @@ from reparax.core.bound import (
 )
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
-    call_name,
+    CallName,
     checked_key,
     needed_key,
     other_than_stages_error,
@@ -122,12 +122,12 @@ class Parametrization(Static, ABC):
         """
         if key is None and self.random_init:
             raise ValueError(
-                f"{call_name(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"{CallName(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
-        require_no_raw(call_name(self, "init"), params, advice)
+        require_no_raw(CallName(self, "init"), params, advice)
         typed_key = checked_key(self, "init", jax.random.key(0) if key is None else key)
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
@@ -173,7 +173,7 @@ class Parametrization(Static, ABC):
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        tree = update_all(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        tree = update_all(CallName(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -271,7 +271,7 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).raw_paths({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        require_no_raw(call_name(self, "raw_paths"), params, "Pass `params`.")
+        require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
         for _, bounds in reversed(provenance_of(self, raw).bindings):
@@ -310,7 +310,7 @@ class Parametrization(Static, ABC):
             new = stage._own._with_axes(tree, known)
             return new if stage._own is stage else [part.deterministic for part in new]
 
-        return compose(tuple(visit_with_roles(call_name(self, "with_axes"), self._parts, roles, numbered)))
+        return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -434,7 +434,7 @@ class Parametrization(Static, ABC):
           ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
             dtype or stage.
         """
-        require_no_differences(call_name(self, "check"), raw, like, with_any_key(self.init))
+        require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
 
     @verb
     def shardings(
@@ -467,7 +467,7 @@ class Parametrization(Static, ABC):
         """
         follow = functools.partial(follow_axes, self._parts)
         return shardings_of_raw(
-            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
+            CallName(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
         )
 
 
