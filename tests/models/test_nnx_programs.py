@@ -41,6 +41,32 @@ class Block(nnx.Module):
     def grow(self) -> None:
         self.extra = nnx.Param(jnp.ones(3))
 
+    def restore(self) -> None:
+        nnx.update(self.linear, {"kernel": ZEROS})
+
+    def restore_by_state(self) -> None:
+        nnx.update(self, jax.tree.map(jnp.zeros_like, nnx.state(self.linear)))
+
+    def restore_in_jit(self) -> None:
+        nnx.jit(lambda linear: nnx.update(linear, nnx.state(linear)))(self.linear)
+
+    def replace(self) -> None:
+        self.linear.kernel.set_raw_value(ZEROS)
+
+    def learn(self) -> None:
+        optimizer = nnx.Optimizer(self.linear, optax.sgd(0.1), wrt=nnx.Param)
+        optimizer.update(self.linear, nnx.grad(lambda linear: linear(X).sum())(self.linear))
+
+    def transformed(self, x: Array) -> Array:
+        """The layer in transforms that return what they took, and with other values that it does not hold."""
+        y = nnx.jit(lambda linear, x: nnx.remat(lambda linear, x: linear(x))(linear, x))(self.linear, x)
+        y = nnx.scan(lambda linear, x: (linear, linear(x)), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(
+            self.linear, y[None]
+        )[1][0]
+        graph, state = nnx.split(self.linear)
+        grads = nnx.grad(lambda linear: (linear(x) ** 2).sum())(self.linear)
+        return y + nnx.merge(graph, jax.tree.map(lambda w, g: w - g / 8, state, grads))(x)
+
     def swap(self) -> None:
         self.linear = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
 
@@ -201,6 +227,11 @@ AS_PLAIN: dict[str, Program] = {
     "eval of a part": then_call(lambda model: model.norm.eval()),
     "set_attributes of a part": then_call(lambda model: model.first.set_attributes(calls=3, raise_if_not_found=False)),
     "what a call records": popped,
+    "transforms in a call": lambda model: model.first.transformed(X),
+    "transforms in a jitted call": lambda model: nnx.jit(lambda model: model.first.transformed(X))(model),
+    "transforms in a gradient": lambda model: nnx.value_and_grad(lambda model: model.first.transformed(X).sum())(model)[
+        0
+    ],
     "a jitted call": lambda model: [nnx.jit(lambda model: model(X))(model) for _ in range(2)],
     "a jitted part and its cache": remembered,
     "jit that sets a counter": then_call(nnx.jit(lambda model: setattr(model.first, "calls", 4))),
@@ -238,6 +269,12 @@ REFUSED: dict[str, Program] = {
     "a part in another model": lambda model: nnx.Sequential(model.first, nnx.relu),
     "a call that sets a weight": lambda model: model.halve(),
     "a call of a part that sets a weight": lambda model: model.first.decay(),
+    "a call that updates a part": lambda model: model.first.restore(),
+    "a call that updates itself by a state": lambda model: model.first.restore_by_state(),
+    "a call that updates in jit": lambda model: model.first.restore_in_jit(),
+    "a jitted call that updates a part": lambda model: nnx.jit(lambda model: model.first.restore())(model),
+    "a call that sets a raw value": lambda model: model.first.replace(),
+    "a call that trains": lambda model: model.first.learn(),
     "a call that makes a weight": lambda model: model.first.grow(),
     "a call that makes a layer": lambda model: model.first.swap(),
     "a jitted call that sets a weight": lambda model: nnx.jit(lambda model: model.halve())(model),

@@ -13,10 +13,7 @@ from one_array import normal
 
 import reparax as rpx
 
-PARAMS = {
-    "a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)},
-    "b": {"kernel": normal(5, 4, seed=2)},
-}
+PARAMS = {"a": {"kernel": normal(5, 4, seed=1), "bias": np.ones(4, np.float32)}, "b": {"kernel": normal(5, 4, seed=2)}}
 
 
 def moved(raw):

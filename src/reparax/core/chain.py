@@ -26,7 +26,7 @@ from reparax.core.bound import (
 )
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
-    call_name,
+    CallName,
     checked_key,
     needed_key,
     other_than_stages_error,
@@ -126,7 +126,7 @@ class Parametrization(Static, ABC):
         typed_key = self._start_key("init", key)
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
-        require_no_raw(call_name(self, "init"), params, advice)
+        require_no_raw(CallName(self, "init"), params, advice)
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
@@ -134,7 +134,7 @@ class Parametrization(Static, ABC):
         """The key of a start, which may be missing if nothing depends on it."""
         if key is None and self.random_init:
             raise ValueError(
-                f"{call_name(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
         return checked_key(self, method, jax.random.key(0) if key is None else key)
@@ -164,7 +164,7 @@ class Parametrization(Static, ABC):
         require_no_references(self, "apply", raw)
         if upto is not None and (not is_whole(upto) or upto not in range(len(self) + 1)):
             raise ValueError(
-                f"{call_name(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
+                f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
         stages = self._parts[:upto]
@@ -248,7 +248,7 @@ class Parametrization(Static, ABC):
         """
         keys = Keys(checked_key(self, "update", key))
         slopes = None if grads is None else gather_boxes(grads)
-        tree = update_all(call_name(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        tree = update_all(CallName(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -346,7 +346,7 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).raw_paths({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        require_no_raw(call_name(self, "raw_paths"), params, "Pass `params`.")
+        require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
         for _, bounds in reversed(provenance_of(self, raw).bindings):
@@ -385,7 +385,7 @@ class Parametrization(Static, ABC):
             new = stage._own._with_axes(tree, known)
             return new if stage._own is stage else [part.deterministic for part in new]
 
-        return compose(tuple(visit_with_roles(call_name(self, "with_axes"), self._parts, roles, numbered)))
+        return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -528,11 +528,11 @@ class Parametrization(Static, ABC):
           An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or ...
         """
         if like is None and since is None:
-            raise TypeError(f"{call_name(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
+            raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
         if like is not None:
-            require_no_differences(call_name(self, "check"), raw, like, with_any_key(self.init))
+            require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
         if since is not None:
-            require_unmoved(call_name(self, "check"), self._parts, gather_boxes(raw), gather_boxes(since))
+            require_unmoved(CallName(self, "check"), self._parts, gather_boxes(raw), gather_boxes(since))
 
     @verb
     def shardings(
@@ -565,7 +565,7 @@ class Parametrization(Static, ABC):
         """
         follow = functools.partial(follow_axes, self._parts)
         return shardings_of_raw(
-            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
+            CallName(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
         )
 
 
@@ -596,7 +596,7 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
-    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
+    _usage: ClassVar[str] = "`a >> b`, or `rpx.Chain((a, b))`"
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -608,7 +608,7 @@ class Chain(Parametrization):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
                 f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
-                f"{self._instead}"
+                f"Write {self._usage}."
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 

@@ -25,6 +25,7 @@ from reparax.core.axes import (
     find_axes,
     has_names,
     last_to_number,
+    map_stacked,
     names_of_places,
     number_axes,
     one_stacked,
@@ -134,6 +135,10 @@ class Leafwise(Parametrization):
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula as one on an array without stacked axes, and on its raw values."""
         return formula
+
+    def _over(self, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula on one array, applied to each of the stacked arrays."""
+        return map_stacked(stacked, self._on_one(formula))
 
     @property
     def _alone(self) -> Self:
@@ -304,7 +309,7 @@ class Found:
         self._stage, self.who, self._types = stage, CallName(stage, method), dict[Any, Any]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
-            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
+            raise no_own_node_error(self.who, stage.kind, nest(tree))
         self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
         self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
         self.of_nodes, self._values = (

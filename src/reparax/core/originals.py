@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax.core.bound import Bound, Stages, init_bound, provenance_of, types_of
-from reparax.core.calls import call_name
+from reparax.core.calls import CallName
 from reparax.core.checks import locate_errors
 from reparax.core.keys import Keys
 from reparax.core.paths import PyTree, describe, path_text, types_of_result
@@ -60,7 +60,7 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree:
     """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
-    who, provenance, flat = call_name(p, "set"), provenance_of(p, raw), flatten(raw)
+    who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
     if (place := provenance.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
     types = provenance.effective

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from typing import Any, ClassVar, Literal
 
@@ -168,7 +169,7 @@ class Parametrized(nnx.Module):
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
         """
-        return self._rebuilt_effective({})
+        return self._rebuilt_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
         """The plain model, without noise; it shares no variables with this one."""
@@ -196,13 +197,14 @@ class Parametrized(nnx.Module):
                 if isinstance(variable, kind) and jax.tree.leaves(value):
                     variable[...] = value[...]
 
-    def _rebuilt_effective(self, done: Done) -> Any:
-        """The model of one draw; ``done`` takes what was made of each node."""
+    def _rebuilt_effective(self, done: Done, shown: Callable[[Any], Any]) -> Any:
+        """The model of one draw, with its variables as ``shown``; ``done`` takes what was made of each node."""
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
             raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
-        return _rebuilt(self.raw, _outputs(lambda tree: p.apply(tree, key), self.raw), done)
+        made = _outputs(lambda tree: p.apply(tree, key), self.raw)
+        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in made.items()}, done)
 
     def _attribute(self, owner: Any, held: Any, name: str) -> Any:
         """An attribute of a module ``held`` of the raw model, for ``owner``."""
@@ -231,10 +233,7 @@ class Parametrized(nnx.Module):
     def _run(self, held: Any, fun: Callable[[Any], Any]) -> Any:
         """``fun`` of the effective module of ``held``, where the raw model keeps what it sets."""
         done: Done = {}
-        self._rebuilt_effective(done)
-        for old, new in done.values():
-            if new is not old and _is_variable(new):
-                new.set_metadata(on_set_value=_refuse_value)
+        self._rebuilt_effective(done, _for_reading)
         result = fun(done[id(held)][1])
         _keep_changes(done)
         shown = {id(new): old for old, new in done.values() if new is not old}
@@ -242,9 +241,7 @@ class Parametrized(nnx.Module):
         def show(x: Any) -> Any:
             if id(x) not in shown or not (isinstance(x, nnx.Pytree) or _is_variable(x)):
                 return x
-            if isinstance(x, nnx.Pytree):
-                return _Part(self, shown[id(x)])
-            return _for_reading(type(x)).from_metadata(value_in(x), x.get_metadata())
+            return _Part(self, shown[id(x)]) if isinstance(x, nnx.Pytree) else x
 
         result = list(result) if isinstance(result, ItemsView | ValuesView) else result
         parts = jax.tree.leaves(result, is_leaf=_is_node)
@@ -298,14 +295,6 @@ def _refuse_part(part: _Part) -> Any:
 jax.tree_util.register_pytree_node(_Part, _refuse_part, _Part)
 
 
-def _refuse_value(variable: Any, *_: Any) -> Any:
-    """What nnx calls when the value of an effective parameter is set."""
-    raise ValueError(
-        f"{_WHO} made this {type(variable).__name__} from its raw values for reading, so what is set in it is lost. "
-        "Set raw values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then."
-    )
-
-
 def _refuse_parameters(name: str, value: Any) -> None:
     """Refuses an attribute with parameters."""
     raise ValueError(
@@ -315,10 +304,33 @@ def _refuse_parameters(name: str, value: Any) -> None:
     )
 
 
+def _for_reading(variable: Any) -> Any:
+    """An effective parameter that nobody can set; of other nodes, the node."""
+    if not _is_variable(variable):
+        return variable
+    return _type_for_reading(type(variable)).from_metadata(value_in(variable), variable.get_metadata())
+
+
 @functools.cache
-def _for_reading(kind: type[Any]) -> type[Any]:
-    """Variables of this kind that nobody can set."""
-    return type(kind.__name__, (kind,), {"__setattr__": _refuse_value, "copy_from": _refuse_value})
+def _type_for_reading(kind: type[Any]) -> type[Any]:
+    """Variables of this kind that only a transform of nnx sets, as it returns what it took."""
+
+    def refuse(variable: Any, *_: Any) -> Any:
+        raise ValueError(
+            f"{_WHO} made this {kind.__name__} from its raw values for reading, so what is set in it is lost. Set raw "
+            "values, in `model.raw`; for weights of the plain model, set them in it, and wrap it then."
+        )
+
+    def set_attribute(variable: Any, name: str, value: Any) -> None:
+        frame = inspect.currentframe()
+        frame = frame and frame.f_back
+        while frame and (module := frame.f_globals["__name__"]).startswith(("flax.", "jax.")):
+            if module.startswith("flax.nnx.transforms."):
+                return kind.__setattr__(variable, name, value)
+            frame = frame.f_back
+        return refuse(variable)
+
+    return type(kind.__name__, (kind,), {"__setattr__": set_attribute, "copy_from": refuse})
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:

@@ -235,10 +235,7 @@ def test_the_divergence_of_variational_dropout_is_near_the_integral():
 # Gates. ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rate", "axis"),
-    [(0.1, "each"), (0.5, 0), pytest.param(0.3, -1, marks=pytest.mark.thorough)],
-)
+@pytest.mark.parametrize(("rate", "axis"), [(0.1, "each"), (0.5, 0), pytest.param(0.3, -1, marks=pytest.mark.thorough)])
 def test_gates_are_zero_as_often_as_they_say_and_have_their_mean(rate, axis):
     p = rpx.noise.HardConcrete(rate, axis=axis)
     raw = init(p, {"w": np.ones((4, 3), np.float32)})

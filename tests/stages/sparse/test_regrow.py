@@ -225,10 +225,7 @@ def test_errors():
         p.update(raw, grads={"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)})
     with raises(ValueError, f"{who} expected a gradient of shape (2, 2) at 'w', but got 1.0. {whole}"):
         p.update(raw, grads={"w": 1.0, "b": np.ones(2, np.float32)})
-    with raises(
-        ValueError,
-        f"{who} expected a real gradient at 'w', got one of dtype complex64. Take its real part.",
-    ):
+    with raises(ValueError, f"{who} expected a real gradient at 'w', got one of dtype complex64. Take its real part."):
         p.update(raw, grads={"w": np.ones((2, 2), np.complex64), "b": np.ones(2, np.float32)})
     behind = rpx.WeightNorm() >> p
     with raises(
