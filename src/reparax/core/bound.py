@@ -42,7 +42,8 @@ from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_ine
 RawValues = Mapping[str, Mapping[str, Any]]
 """For each array of a binding, by the name that the formulas use, its raw values by their names."""
 Stages = Sequence[Any]
-CONVERT = "Convert it with `rpx.transfer(old, new, raw)`."
+UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,15 +466,15 @@ def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
     return Provenance(flatten(raw), bindings, types)
 
 
-def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
-    """Requires that no stage's values are left after all stages of ``p``.
+def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
+    """Requires that no stage's values are left after all stages of ``p`` but the ``later`` ones.
 
     Raises:
       ValueError: If some are: ``p`` did not make the raw tree.
     """
     for place in tree.arrays:
         n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
-        if n is None:
+        if n is None or kind_of(place[n]) in {stage.kind for stage in later}:
             continue
         path, mark = path_text(place[:n]), place[n]
         if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
@@ -483,4 +484,4 @@ def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
                 f"{CallName(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                 f"or an older version of reparax made it. {otherwise}"
             )
-        raise ValueError(f"{CallName(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        raise ValueError(f"{CallName(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
