@@ -12,7 +12,6 @@ from networks import KEY, NETWORKS, normal
 import reparax as rpx
 
 
-
 class Heads(nnx.Module):
     """Attention, a sum by its letters, a table, an adapter, and norms."""
 

@@ -363,7 +363,9 @@ def assert_same_but(paths: list[str], got: Any, want: Any) -> None:
 def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: str) -> None:
     w = np.linspace(-1, 1, 36, dtype=np.float32).reshape(6, 6)
     first, last = (replace(stage, **{name: axis}) for axis in (-2, -1))
-    of_inputs, of_outputs = (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
+    of_inputs, of_outputs = (
+        (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
+    )
     text = (
         f"{stage!r}.init at 'key/table of mine': the axes of shape (6, 6) are not known: {NAMES}. Write {of_inputs!r} for "
         f"(in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"

@@ -19,7 +19,10 @@ def near(x, y, tolerance=1e-5):
 STAGES = {
     "sphere": (rpx.norms.Sphere(along=-1, where="sphere"), lambda w: near(np.linalg.norm(w, axis=-1), 1)),
     "max_norm": (rpx.norms.MaxNorm(0.5, axis=-1, where="max_norm"), lambda w: np.linalg.norm(w, axis=0) <= 0.5 + 1e-6),
-    "poincare_ball": (rpx.norms.PoincareBall(4.0, along=-1, where="poincare_ball"), lambda w: np.linalg.norm(w, axis=-1) < 0.5),
+    "poincare_ball": (
+        rpx.norms.PoincareBall(4.0, along=-1, where="poincare_ball"),
+        lambda w: np.linalg.norm(w, axis=-1) < 0.5,
+    ),
     "standardization": (
         rpx.norms.WeightStandardization(axis=-1, where="standardization"),
         lambda w: near(w.mean(0), 0) and near(w.std(0), 1),

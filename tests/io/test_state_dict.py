@@ -308,7 +308,9 @@ def test_a_tensor_with_all_axes_of_a_kernel_is_that_of_a_convolution(name, make)
 
 @STYLES
 @pytest.mark.parametrize(
-    "p", [rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> rpx.SpectralNorm(columns=-1), rpx.Mask(), rpx.Freeze()], ids=repr
+    "p",
+    [rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> rpx.SpectralNorm(columns=-1), rpx.Mask(), rpx.Freeze()],
+    ids=repr,
 )
 def test_the_values_of_a_stage_tell_a_convolution(p, style, column):
     del column

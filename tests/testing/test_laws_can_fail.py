@@ -530,7 +530,9 @@ def test_the_laws_catch_the_scale_that_starts_at_one_over_the_length(key):
         check_laws(InverseScale(), params(), key, laws=("right_inverse",))
 
 
-@pytest.mark.parametrize("p", [InverseScale() >> rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> InverseScale()], ids=repr)
+@pytest.mark.parametrize(
+    "p", [InverseScale() >> rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> InverseScale()], ids=repr
+)
 def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherever_it_stands(p, key):
     text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w at 'a.*', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):

@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 import reparax as rpx
 from reparax.core.paths import items, path_text
 
-PAGE = (Path(__file__).parents[2] / "docs" / "notebooks" / "recipes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 RECIPE = {"jax": jax, "rpx": rpx, "MuonDimensionNumbers": MuonDimensionNumbers}
 exec(re.findall(r"^def muon_axes.*?(?=\n\n\n)", PAGE, re.DOTALL | re.MULTILINE)[0], RECIPE)
 muon_axes = RECIPE["muon_axes"]

@@ -20,7 +20,10 @@ def normal(*shape, seed=0):
         (rpx.Orthogonal(), np.linalg.qr(normal(5, 3))[0]),
         (rpx.norms.MaxNorm(1.0, axis=-1), np.float32(0.1) * normal(5, 3)),
         (rpx.LowRank(1), normal(5, 1) @ normal(1, 3, seed=1)),
-        (rpx.norms.Sphere(along=-1) >> rpx.VarNoise(0.1), normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True)),
+        (
+            rpx.norms.Sphere(along=-1) >> rpx.VarNoise(0.1),
+            normal(5, 3) / np.linalg.norm(normal(5, 3), axis=-1, keepdims=True),
+        ),
     ],
     ids=repr,
 )

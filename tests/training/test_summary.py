@@ -142,7 +142,8 @@ def test_rich_shows_the_same_table():
     assert lines == [
         "Freeze(where='hidden/bias') >> WeightNorm(where='hidden/kernel') >> "
         "Tie({'output/kernel': ('embed/table', jnp.transpose)}) >> VarNoise(0.1)",
-        "path            raw value          type                  free   fixed      bytes   off   stages                   axes",
+        "path            raw value          type                  free   fixed      bytes   off   "
+        "stages                   axes",
         "─" * 134,
         "embed/table                        float32[1024, 16]   16,384       0   64.0 KiB     -   VarNoise",
         "hidden/bias     @freeze/@fixed/w   float32[4]               0       4       16 B     -   Freeze >> VarNoise",

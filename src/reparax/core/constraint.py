@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
-from reparax.core.calls import call_name
+from reparax.core.axes import find_axes, one_stacked
+from reparax.core.calls import CallName
 from reparax.core.fields import field
-from reparax.core.keys import split_key
+from reparax.core.keys import keys_of_stack
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.numerics.arguments import one_of
@@ -109,14 +109,14 @@ class Constraint(Reparametrization):
         """
         if self._varied:
             raise ValueError(
-                f"{self!r} has different numbers for different arrays, so it has no single image. "
-                f"Use a stage with one number, or `stage.for_array(path, w)`."
+                f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
+                f"`stage.for_array(path, w)`."
             )
         stacked = find_axes(self.stacked, None)
         for_one = replace(self, stacked=()) if stacked else self
         if why := for_one._axes_error(one_stacked(w, stacked)):
-            raise ValueError(f"{call_name(for_one, method)}: {why}")
-        return map_stacked(stacked, self._on_one(functools.partial(formula, for_one._alone)))(w, *further)
+            raise ValueError(f"{CallName(for_one, method)}: {why}")
+        return self._over(stacked, functools.partial(formula, for_one._alone))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
@@ -131,7 +131,7 @@ class Constraint(Reparametrization):
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         return self._on_each("project", lambda stage, w: stage.project_leaf(w), _as_floating(w))
 
@@ -144,7 +144,7 @@ class Constraint(Reparametrization):
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), _as_floating(w)))
 
@@ -157,10 +157,10 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
+          ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
         like, stacked = jnp.zeros(shape, dtype), find_axes(self.stacked, None)  # only its shape is read
-        keys = split_key(key, stacked_sizes(like, stacked)) if stacked else key
+        keys = keys_of_stack(key, like, stacked)
         return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:

@@ -59,7 +59,11 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
         return stage
     known, stacked = leaf.known, find_axes(stage.stacked, names)
     n_own = w.ndim - len(stacked)
-    if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not (known.is_class and known.axes)):
+    if (
+        n_own < 2
+        or stacked_axes_error(w, stacked)
+        or (n_own == 2 and stage.any_matrix and not (known.is_class and known.axes))
+    ):
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
     try:
         role = known.role(w.shape, w.dtype, stacked)
@@ -92,7 +96,13 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
     if not used and not stage.any_matrix:
         return ""
     unset = unset_fields(stage)
-    source = "given" if by_roles.keys() - unset.keys() or not by_roles else known.source if unset.keys() & used.keys() else "a matrix"
+    source = (
+        "given"
+        if by_roles.keys() - unset.keys() or not by_roles
+        else known.source
+        if unset.keys() & used.keys()
+        else "a matrix"
+    )
     stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
     shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
     return f"{shown} ({source if known.is_class or source in ('given', 'a matrix') else repr(source)})"

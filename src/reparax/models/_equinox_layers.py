@@ -31,6 +31,7 @@ def _embedding(m: Any) -> dict[str, Any]:
 
 def _cell(gates: int) -> Any:
     """Matrices of all gates, and biases."""
+
     def arrays_of(m: Any) -> dict[str, Any]:
         """What the cell holds."""
         width = gates * m.hidden_size

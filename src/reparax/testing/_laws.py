@@ -104,7 +104,8 @@ def check_laws(
     Example:
       >>> import jax, reparax as rpx
       >>> from reparax.testing import check_laws
-      >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), {"w": jax.random.normal(jax.random.key(1), (4, 3))})
+      >>> params = {"w": jax.random.normal(jax.random.key(1), (4, 3))}
+      >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), params, laws=("right_inverse", "mean", "update"))
     """
     require_chains("testing.check_laws(p, params)", p)
     names = LAWS if laws is None else [laws] if isinstance(laws, str) else list(laws)
@@ -273,7 +274,9 @@ def keys(case: Case) -> None:
         case.require_raises(lambda: p.apply(raw), "it draws without a key")
         _require_independent(case)
     if p.stochastic and isinstance(params, dict):
-        small, large = (p.init(tree, key) for tree in (params, {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}))
+        small, large = (
+            p.init(tree, key) for tree in (params, {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}})
+        )
 
         def same(a: PyTree, b: PyTree) -> bool:
             return all(equal(a[name], b[name]) for name in params)

@@ -9,13 +9,12 @@ from itertools import groupby
 from typing import Any
 
 from reparax.core.bound import Provenance, provenance_of
-from reparax.core.calls import require_chains, with_any_key
+from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.known import axes_in_words
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
@@ -56,7 +55,9 @@ class Row:
     def times(self, line: Line, off: float | None) -> Row:
         """The sums over all parameters that share a line, and the largest ``off`` of them."""
         n, type = line.count, f"{line.times}{self.type}".rstrip()
-        return Row(line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes)
+        return Row(
+            line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:

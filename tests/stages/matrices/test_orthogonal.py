@@ -203,7 +203,12 @@ def test_rebase_of_singular_values_moves_both_bases_and_keeps_the_matrix():
 
 
 def test_rebase_in_a_chain_leaves_noise_and_other_stages_alone():
-    p = rpx.VarNoise(0.5) >> rpx.Orthogonal(where="w") >> rpx.WeightNorm(where="w") >> rpx.WeightNorm(axis=-1, where="v")
+    p = (
+        rpx.VarNoise(0.5)
+        >> rpx.Orthogonal(where="w")
+        >> rpx.WeightNorm(where="w")
+        >> rpx.WeightNorm(axis=-1, where="v")
+    )
     raw = init(p, {"w": normal(3, 2, dtype=np.float32), "v": np.ones((2, 2), np.float32)})
     raw["w"]["@weight_norm"]["v"]["@orthogonal"]["x"] += 0.3
     moved = p.update_base(raw)

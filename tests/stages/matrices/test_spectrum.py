@@ -178,6 +178,7 @@ def test_singular_values_that_were_cut_off_to_the_edge_still_train(size):
     assert np.abs(np.asarray(slopes["@almost_orthogonal"]["s"])).min() > 1e-4
 
 
+@pytest.mark.thorough
 def test_the_sign_of_the_determinant_stays():
     p = rpx.matrices.Invertible()
     w = normal(3, 3, dtype=np.float32)

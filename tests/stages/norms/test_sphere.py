@@ -78,7 +78,9 @@ def test_sphere_divides_by_the_length_along_its_axes(along, axes):
 
 
 def test_sphere_takes_a_vector_of_zeros_to_equal_numbers():
-    np.testing.assert_allclose(projected(rpx.norms.Sphere(along=-1), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5))
+    np.testing.assert_allclose(
+        projected(rpx.norms.Sphere(along=-1), np.zeros((2, 4), np.float32)), np.full((2, 4), 0.5)
+    )
 
 
 def test_samples_of_the_sphere_are_uniform(key):
@@ -123,7 +125,9 @@ def test_max_norm_lets_weights_that_have_left_the_ball_become_shorter():
     target = np.array([[0.3], [0.4]], np.float32)
 
     def step(_, raw):
-        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.norms.MaxNorm(1.0, axis=-1).apply(raw)["w"] - target)))(raw)
+        slopes = jax.grad(lambda raw: jnp.sum(jnp.square(rpx.norms.MaxNorm(1.0, axis=-1).apply(raw)["w"] - target)))(
+            raw
+        )
         return jax.tree.map(lambda x, slope: x - 0.1 * slope, raw, slopes)
 
     raw = {"w": {"@max_norm": {"v": 1.1 * target / 0.5}}}
@@ -255,7 +259,9 @@ def test_a_traced_radius_compiles_once_and_has_a_gradient():
     @jax.jit
     @chex.assert_max_traces(n=1)
     def slope(radius, v):
-        return jax.grad(lambda r: jnp.sum(rpx.norms.Sphere(radius=r, along=-1).apply({"w": {"@sphere": {"v": v}}})["w"]))(radius)
+        return jax.grad(
+            lambda r: jnp.sum(rpx.norms.Sphere(radius=r, along=-1).apply({"w": {"@sphere": {"v": v}}})["w"])
+        )(radius)
 
     v = normal(2, 3)
     expected = np.sum(v / length(v, -1))

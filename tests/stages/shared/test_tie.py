@@ -86,7 +86,9 @@ def test_noise_behind_a_tie_is_drawn_for_each_use():
     assert (noise["output"]["kernel"] != source.T).all()
 
 
-@pytest.mark.parametrize("stage", mostly_thorough([rpx.LowRank(1), rpx.WeightNorm(axis=-1)], rpx.WeightNorm(axis=-1)), ids=repr)
+@pytest.mark.parametrize(
+    "stage", mostly_thorough([rpx.LowRank(1), rpx.WeightNorm(axis=-1)], rpx.WeightNorm(axis=-1)), ids=repr
+)
 def test_a_tie_shares_what_exists_only_as_the_result_of_a_stage(stage):
     w = normal(4, 1) * normal(1, 3, seed=1)
     p = stage >> rpx.Tie({"out": ("in", jnp.transpose)})
