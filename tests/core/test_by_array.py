@@ -94,10 +94,10 @@ def test_numbers_over_the_whole_tree_as_they_were_written_before_are_read():
 
 def test_a_raw_tree_whose_biases_were_taken_is_refused_and_can_be_carried_over():
     params = {"query": {"kernel": normal(4, 2, 3), "bias": np.full((2, 3), 0.5, np.float32)}}
-    old, new = rpx.WeightNorm(where=lambda path, w: w.ndim >= 2), rpx.WeightNorm()
+    old, new = rpx.WeightNorm(axis=-1, where=lambda path, w: w.ndim >= 2), rpx.WeightNorm(axis=-1)
     raw = jax.jit(old.init)(params)
     text = (
-        "WeightNorm().apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
+        "WeightNorm(axis=-1).apply does not select 'query/bias', where the raw tree holds '@weight_norm': another "
         "chain or an older version of reparax made it. Convert it with `rpx.transfer(old, new, raw)`. For what stage "
         "k of a longer chain reads, call its `apply(raw, key, upto=k)`."
     )
@@ -185,7 +185,8 @@ def test_each_pruning_counts_all_entries(kind):
 @pytest.mark.parametrize(
     "stage",
     mostly_thorough(
-        [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5), rpx.WeightNorm()], rpx.WeightNorm()
+        [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5), rpx.WeightNorm(axis=-1)],
+        rpx.WeightNorm(axis=-1),
     ),
     ids=repr,
 )

@@ -318,7 +318,7 @@ def test_a_configuration_is_written_as_this_text_and_read_from_it(stages, p):
 # ---- what is said of a text that is no configuration, and of a wrong tree
 
 STAGE = '{"reparax": 1, "stages": [%s]}'
-CHECKED = rpx.WeightNorm() >> rpx.Freeze(where="emb/.*")
+CHECKED = rpx.WeightNorm(axis=-1) >> rpx.Freeze(where="emb/.*")
 LIKE = {"enc": {"kernel": KERNEL, "bias": np.ones(3, np.float32)}, "emb": {"table": KERNEL.T}}
 ONE = {"w": KERNEL}
 

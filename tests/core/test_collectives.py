@@ -49,15 +49,17 @@ def test_weight_norm_adds_sums_of_the_size_of_g_where_the_summed_axis_is_cut():
     # Two sums of squares forward, in two ranges, and again in the backward pass, which keeps no lengths; there one more
     # for the gradients of both raw values. Sums that do not wait for one another are one exchange.
     of_g = ("all-reduce", "f32[24]")
-    assert collectives(rpx.WeightNorm(), TENSOR_PARALLEL, loss) - collectives(rpx.Chain(), TENSOR_PARALLEL, loss) == {
-        of_g: 2
+    assert collectives(rpx.WeightNorm(axis=-1), TENSOR_PARALLEL, loss) - collectives(
+        rpx.Chain(), TENSOR_PARALLEL, loss
+    ) == {of_g: 2}
+    assert collectives(rpx.WeightNorm(axis=-1), TENSOR_PARALLEL) - collectives(rpx.Chain(), TENSOR_PARALLEL) == {
+        of_g: 5
     }
-    assert collectives(rpx.WeightNorm(), TENSOR_PARALLEL) - collectives(rpx.Chain(), TENSOR_PARALLEL) == {of_g: 5}
 
 
 def test_weight_norm_with_noise_and_dropout_adds_what_weight_norm_adds():
-    chain = rpx.WeightNorm() >> NOISE
-    assert collectives(chain, TENSOR_PARALLEL) == collectives(rpx.WeightNorm(), TENSOR_PARALLEL)
+    chain = rpx.WeightNorm(axis=-1) >> NOISE
+    assert collectives(chain, TENSOR_PARALLEL) == collectives(rpx.WeightNorm(axis=-1), TENSOR_PARALLEL)
     added = collectives(chain, FULLY_SHARDED) - collectives(rpx.Chain(), FULLY_SHARDED)
     assert {array for _, array in added} == {"f32[8]", "f32[12]"}  # 32 lengths on 4 devices, 24 on 2
     assert {kind for kind, _ in added} == {"all-reduce"}

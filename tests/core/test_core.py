@@ -90,7 +90,7 @@ def test_a_chain_is_the_composition_of_its_stages():
 
 def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     params = model()
-    base = rpx.WeightNorm()
+    base = rpx.WeightNorm(axis=-1)
     noisy = rpx.VarNoise(0.3, where=".*kernel") >> base >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5)
     a, b = (jax.jit(p.init)(params) for p in (base, noisy))
     assert jax.tree.structure(a) == jax.tree.structure(b)

@@ -367,12 +367,15 @@ def test_an_axis_that_nobody_named_is_that_of_vectors_alone(stage: Any, name: st
         (first, last) if name == "along" and type(stage) is not rpx.norms.PoincareBall else (last, first)
     )
     text = (
-        f"{stage!r}.init at 'key/table of mine': the axes of shape (6, 6) are not known: {NAMES}. Write {of_inputs!r} for "
-        f"(in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"
+        f"{stage!r}.init at 'key/table of mine': the axes of shape (6, 6) are not known: {NAMES}. Write {of_inputs!r} "
+        f"for (in, out); or {of_outputs!r} for (out, in), as in torch and equinox. {OTHERWISE}"
     )
     with raises(ValueError, text):
         stage.init({"key": {"table of mine": w}})
-    text = f"expected a vector, as no {name} is given, got shape (6, 6). Write {name}=-1 for the last axis, or the one that you mean."
+    text = (
+        f"expected a vector, as no {name} is given, got shape (6, 6). Write {name}=-1 for the last axis, or the one "
+        f"that you mean."
+    )
     for method in (stage.project, stage.contains):
         with raises(ValueError, f"{stage!r}.{method.__name__}: {text}"):
             method(w)

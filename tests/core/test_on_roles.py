@@ -135,7 +135,8 @@ def test_functions_among_the_leaves_of_a_model_have_no_roles():
     assert (rpx.LoRA(1) >> rpx.WeightNorm()).with_axes(model) == q  # its classes say the same
     with raises(
         TypeError,
-        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but got "
+        "WeightNorm().with_axes takes what `rpx.roles(loss, params, batch)` returns, or a model of nnx or equinox, but "
+        "got "
         "a tree with str at 'w'.",
     ):
         rpx.WeightNorm().with_axes({"w": "outputs"})

@@ -88,10 +88,12 @@ def test_the_summary_says_how_far_each_start_is_and_the_largest_distance():
         "Orthogonal(where='layers/[^2]/kernel')",
         "path                raw value                type               free  fixed  bytes   off  stages      axes",
         "bias                                         float32[3]            3      0   12 B     -",
-        "layers/0..1/kernel  @orthogonal/@fixed/base  2 x float32[2, 2]     0      8   32 B   0.5  Orthogonal  rows=0, columns=1 (a matrix)",
+        "layers/0..1/kernel  @orthogonal/@fixed/base  2 x float32[2, 2]     0      8   32 B   0.5  Orthogonal"
+        "  rows=0, columns=1 (a matrix)",
         "                    @orthogonal/x            2 x float32[2, 2]     8      0   32 B",
         "layers/2/kernel                              float32[2, 2]         4      0   16 B     -",
-        "layers/3/kernel     @orthogonal/@fixed/base  float32[2, 2]         0      4   16 B  0.75  Orthogonal  rows=0, columns=1 (a matrix)",
+        "layers/3/kernel     @orthogonal/@fixed/base  float32[2, 2]         0      4   16 B  0.75  Orthogonal"
+        "  rows=0, columns=1 (a matrix)",
         "                    @orthogonal/x            float32[2, 2]         4      0   16 B",
         "total                                                             19     12  124 B  0.75",
     ]

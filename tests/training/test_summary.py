@@ -31,7 +31,8 @@ def test_the_table_has_a_line_for_each_raw_value():
     assert str(rpx.summary(P, PARAMS)).splitlines() == [
         "Freeze(where='hidden/bias') >> WeightNorm(where='hidden/kernel') >> "
         "Tie({'output/kernel': ('embed/table', jnp.transpose)}) >> VarNoise(0.1)",
-        "path           raw value         type                 free  fixed     bytes  off  stages                  axes",
+        "path           raw value         type                 free  fixed     bytes  off  stages            "
+        "      axes",
         "embed/table                      float32[1024, 16]  16,384      0  64.0 KiB    -  VarNoise",
         "hidden/bias    @freeze/@fixed/w  float32[4]              0      4      16 B    -  Freeze >> VarNoise",
         "hidden/kernel  @weight_norm/g    float32[1, 4]           4      0      16 B    -  WeightNorm >> VarNoise  "
@@ -81,7 +82,8 @@ def test_parameters_that_differ_in_a_number_share_a_line_with_their_sums():
         "WeightNorm(where='layers/.*kernel')",
         "path                         raw value       type               free  fixed  bytes  off  stages      axes",
         "layers/0..1/bias                             2 x float32[4]        8      0   32 B    -",
-        "layers/0..3/mlp/0..1/kernel  @weight_norm/g  8 x float32[1, 4]    32      0  128 B    -  WeightNorm  axis=-1 ('kernel')",
+        "layers/0..3/mlp/0..1/kernel  @weight_norm/g  8 x float32[1, 4]    32      0  128 B    -  WeightNorm "
+        " axis=-1 ('kernel')",
         "                             @weight_norm/v  8 x float32[4, 4]   128      0  512 B",
         "layers/2/bias                                float32[8]            8      0   32 B    -",
         "layers/3/bias                                float32[4]            4      0   16 B    -",

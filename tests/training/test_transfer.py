@@ -311,8 +311,8 @@ def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
     raw, tx = old.init(TUPLES[name]), optax.adam(1e-3)
     kind = "Pair" if name == "named tuple" else "tuple"
     text = (
-        f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm(axis=-1) or contains several, as the state of "
-        f"an optimizer does. Pass the raw tree as `like`: the {kind} itself, or the one that the state belongs to."
+        f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm(axis=-1) or contains several, as the state "
+        f"of an optimizer does. Pass the raw tree as `like`: the {kind} itself, or the one that the state belongs to."
     )
     state = trained(tx, raw)
     for tree in (raw, state):

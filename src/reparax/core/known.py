@@ -96,29 +96,25 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
     if not used and not stage.any_matrix:
         return ""
     unset = unset_fields(stage)
-    source = (
-        "given"
-        if by_roles.keys() - unset.keys() or not by_roles
-        else known.source
-        if unset.keys() & used.keys()
-        else "a matrix"
-    )
+    if by_roles.keys() - unset.keys() or not by_roles:
+        source = "given"
+    elif unset.keys() & used.keys():
+        source = known.source if known.is_class else repr(known.source)
+    else:
+        source = "a matrix"
     stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
     shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
-    return f"{shown} ({source if known.is_class or source in ('given', 'a matrix') else repr(source)})"
+    return f"{shown} ({source})"
 
 
 def _why_not_stacked(leaf: Leaf, w: Any, role: Role) -> str:
     """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
-    front = w.shape[: w.ndim - len(leaf.known.axes)]
-    for number, n in leaf.known.beside if leaf.tree is not None else ():
-        place = leaf.tree.frame.places[number]
-        other = leaf.tree.arrays.get(place)
-        if is_array(other) and other.shape[: other.ndim - n] != front:
-            return (
-                f"{leaf.known.source} has stacked axes of sizes {front} there, but {other.shape[: other.ndim - n]} at "
-                f"{place[-1]!r}"
-            )
+    front, tree = w.shape[: w.ndim - len(leaf.known.axes)], leaf.tree
+    for number, n in leaf.known.beside if tree is not None else ():
+        place = tree.frame.places[number] if tree is not None else ()
+        other = None if tree is None else tree.arrays.get(place)
+        if other is not None and is_array(other) and (stack := other.shape[: other.ndim - n]) != front:
+            return f"{leaf.known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
     return ""
 
 

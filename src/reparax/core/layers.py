@@ -1,12 +1,13 @@
 """What is known of the axes of an array before any program runs: by the class of the layer that holds it, or by name.
 
-Each axis has a letter: ``i`` for inputs, ``o`` for outputs, ``s`` for stacked ones, ``r`` for the rows of a table that is
-looked up, ``v`` for those of a bias, a scale or a table of a norm, which no product contracts.
+Each axis has a letter: ``i`` for inputs, ``o`` for outputs, ``s`` for stacked ones, ``r`` for the rows of a table that
+is looked up, ``v`` for those of a bias or a scale, which no product contracts.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from reparax.core.names import layers_of_library
-from reparax.core.roles import LOOKUP, Numbers, Role, Use
+from reparax.core.roles import LOOKUP, PRODUCT, Numbers, Role, Use
 
 Spec = tuple[Any, ...]
 """The letters of an array of a layer, and a size for each, or a tuple of the sizes of several axes."""
@@ -82,8 +83,7 @@ class Known:
         """The role of an array whose ``own`` axes have the letters, and whose axes ``front`` are stacked."""
         of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
         inputs, stacks = tuple(sorted(of["i"] + of["r"])), tuple(sorted((*front, *of["s"])))
-        how = {"how": LOOKUP} if self.is_table else {}
-        uses = (Use(inputs, of["o"], stacks, self.source, **how),)
+        uses = (Use(inputs, of["o"], stacks, self.source, LOOKUP if self.is_table else PRODUCT),)
         why = f"it is a bias or a scale of {self.source}" if self.is_vector else ""
         return Role(inputs, of["o"], stacks, why, () if why else uses, shape, dtype)
 
@@ -121,8 +121,8 @@ def known_by_class(treedef: Any) -> dict[int, Known]:
                 found.setdefault(start, Known(why=f"no class that reparax knows holds it, but {holder.__name__}"))
             return
         if _is_module(data[0]):
-            holder = data[0]
-            found.update(_arrays_of_layer(holder, node.unflatten(range(start, start + node.num_leaves))))
+            holder, layer = data[0], data[0]
+            found.update(_arrays_of_layer(layer, node.unflatten(range(start, start + node.num_leaves))))
         for child in node.children():
             visit(child, start, holder)
             start += child.num_leaves
@@ -143,7 +143,7 @@ def _layer_of(cls: type) -> tuple[str, Callable[[Any], Mapping[str, Spec]]] | No
     for base in cls.__mro__:
         layers = layers_of_library(base.__module__)
         if layers is not None and base.__name__ in layers.LAYERS:
-            same = getattr(cls, "__call__", None) is getattr(base, "__call__", None)
+            same = inspect.getattr_static(cls, "__call__") is inspect.getattr_static(base, "__call__")
             return (f"{layers.NAME}.{base.__name__}", layers.LAYERS[base.__name__]) if same else None
     return None
 
@@ -161,6 +161,6 @@ def _arrays_of_layer(cls: type, module: Any) -> dict[int, Known]:
             specs[leaf] = axes, tuple(size for group in groups for size in group)
     beside = tuple((leaf, len(axes)) for leaf, (axes, _) in specs.items())
     return {
-        leaf: Known(axes, sizes, name, "", True, tuple(each for each in beside if each[0] != leaf))
+        leaf: Known(axes, sizes, name, is_class=True, beside=tuple(each for each in beside if each[0] != leaf))
         for leaf, (axes, sizes) in specs.items()
     }

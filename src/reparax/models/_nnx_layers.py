@@ -1,4 +1,4 @@
-"""What the arrays of nnx layers are, by the names of their classes: a letter for each size, as in ``core/layers.py``."""
+"""What the arrays of nnx layers are, by their classes' names: a letter for each size, as in ``core/layers.py``."""
 
 from __future__ import annotations
 
