@@ -123,9 +123,8 @@ def lengths(p, params):
 def compared(params, roles):
     """For each array of two or more axes whether the bare chain takes the axes of the program, refuses it, or errs."""
     found = Counter()
-    for path in [row.path for row in rpx.summary(rpx.VarNoise(0.1), params).rows]:
-        p = rpx.norms.Sphere(where=rpx.stage.selected({path: True}))
-        p = rpx.WeightNorm(where=p.where)
+    for path in [row.path for row in rpx.summary(rpx.VarNoise(0.1), params).rows if "," in row.type]:
+        p = rpx.WeightNorm(where=rpx.stage.selected({path: True}))
         try:
             said = p.with_axes(roles)
         except ValueError:
@@ -155,6 +154,14 @@ def of_equinox(name):
 
 @pytest.mark.thorough
 def test_what_classes_and_names_say_is_what_programs_show_or_nothing():
+    with jax.numpy_rank_promotion("allow"):  # layers of nnx add biases so
+        found = counted()
+    assert set(found) == {"equal", "refused"}, found
+    assert found["equal"] >= 100
+
+
+def counted():
+    """How many arrays of all networks are equal, and how many are refused."""
     found = Counter()
     for name in OF_NNX:
         model, params, roles = of_nnx(name)
@@ -165,5 +172,4 @@ def test_what_classes_and_names_say_is_what_programs_show_or_nothing():
     for make in NETWORKS.values():
         forward, params, args, _ = make()
         found += compared(params, rpx.roles(forward, params, *args))
-    print(found)
-    assert set(found) == {"equal", "refused"}
+    return found

@@ -37,7 +37,7 @@ KEEPING = [
     rpx.SpectralNorm(),
     rpx.FakeQuantized("int4"),
     rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5) >> rpx.quantized.Cast("bfloat16") >> rpx.Mask(),
-    rpx.Freeze() >> rpx.LoRA(2),
+    rpx.Freeze() >> rpx.LoRA(2, columns=-1),
     rpx.Tie({"tied": "q"}) >> rpx.MagnitudePruning(0.5),
     rpx.MagnitudePruning(0.5) >> rpx.Tie({"tied": "q"}),
 ]
@@ -65,9 +65,9 @@ def test_what_was_pruned_comes_back_after_training_and_what_trained_is_as_traine
 
 SETTABLE = [
     rpx.Chain(),
-    rpx.WeightNorm(),
-    rpx.MagnitudePruning(0.5) >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
-    rpx.Freeze() >> rpx.LoRA(2),
+    rpx.WeightNorm(axis=-1),
+    rpx.MagnitudePruning(0.5) >> rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1),
+    rpx.Freeze() >> rpx.LoRA(2, columns=-1),
     rpx.SpectralNorm(),
     rpx.Quantized("int8"),
     rpx.Positive(where="q"),
@@ -86,7 +86,7 @@ def test_one_array_is_set_as_init_sets_it_and_all_others_stay(p):
 
 
 def test_what_is_tied_to_the_array_follows_it():
-    p = rpx.WeightNorm() >> rpx.Tie({"tied": "q"})
+    p = rpx.WeightNorm(axis=-1) >> rpx.Tie({"tied": "q"})
     got = p.set(p.init(PARAMS), "q", NEW)
     np.testing.assert_allclose(p.apply(got)["tied"], NEW, rtol=1e-6)
     np.testing.assert_array_equal(p.apply(got)["k"], p.apply(p.init(PARAMS))["k"])
@@ -108,7 +108,7 @@ def decayed(raw):
 
 
 def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
-    p = rpx.SpectralNorm(where="k") >> rpx.Freeze(where="q") >> rpx.LoRA(2, where="q")
+    p = rpx.SpectralNorm(where="k") >> rpx.Freeze(where="q") >> rpx.LoRA(2, columns=-1, where="q")
     raw = p.init(PARAMS, KEY)
     p.check(p.update(raw), since=raw)
     p.check(p.update(raw), PARAMS, since=raw)
