@@ -334,7 +334,7 @@ class WithHelp(rpx.Reparametrization):
         return "as it is"
 
 
-SHOWN = "apply check deterministic fold init log_det penalty raw_paths shardings stochastic to_json update"
+SHOWN = "apply check deterministic fold init log_det original penalty raw_paths set shardings stochastic to_json update"
 SHOWN = [*SHOWN.split(), "update_base", "with_axes"]
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
-from reparax.core.calls import call_name
+from reparax.core.axes import find_axes, one_stacked
+from reparax.core.calls import CallName
 from reparax.core.fields import field
-from reparax.core.keys import split_key
+from reparax.core.keys import keys_of_stack
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.numerics.arguments import one_of
@@ -115,8 +115,8 @@ class Constraint(Reparametrization):
         stacked = find_axes(self.stacked, None)
         for_one = replace(self, stacked=()) if stacked else self
         if why := for_one._axes_error(one_stacked(w, stacked)):
-            raise ValueError(f"{call_name(for_one, method)}: {why}")
-        return map_stacked(stacked, self._on_one(functools.partial(formula, for_one._alone)))(w, *further)
+            raise ValueError(f"{CallName(for_one, method)}: {why}")
+        return self._over(stacked, functools.partial(formula, for_one._alone))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
@@ -160,7 +160,7 @@ class Constraint(Reparametrization):
           ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
         """
         like, stacked = jnp.zeros(shape, dtype), find_axes(self.stacked, None)  # only its shape is read
-        keys = split_key(key, stacked_sizes(like, stacked)) if stacked else key
+        keys = keys_of_stack(key, like, stacked)
         return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, dataclass_transform
 import jax
 
 from reparax.core.axes import check_optional_axes
+from reparax.core.calls import misfit, shows_usage, takes
 from reparax.core.config import (
     as_python,
     code,
@@ -26,7 +27,6 @@ from reparax.core.config import (
 )
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
-from reparax.core.usage import misfit, shows_usage, takes
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number

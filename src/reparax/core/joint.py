@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core import checks
-from reparax.core.axes import Axes, AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core.axes import AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import CallName
 from reparax.core.config import code
@@ -129,13 +129,14 @@ class Joint(Leafwise):
             names, of_model = self._names_of(tree), tree.leaves()
             leaves = of_model if self.arrays else [leaf for leaf, *_ in self._arrays(method, tree)]
         else:
-            found = Found(self, method, tree)
+            found = Found(self, method, tree, together=True)
             names, leaves = found.names, found.of_nodes if self.arrays else found.selected()
         groups = self._groups(who, leaves) if self.arrays else [{path_text(leaf.place): leaf for leaf in leaves}]
         for group in groups:
             who_here = who.at(*(leaf.path for leaf in group.values())) if self.arrays else who
             with checks.locate_errors(who_here):
-                stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
+                axes = {name: find_axes(self.stacked, names[leaf.place]) for name, leaf in group.items()}
+                stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
                 if method == "init":
                     _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
             places = {name: leaf.place for name, leaf in group.items()}
@@ -220,12 +221,6 @@ class Joint(Leafwise):
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
         del tree, roles
         return ()
-
-    def _stacked_of(self, names: Mapping[str, Any]) -> tuple[int, ...]:
-        """The stacked axes of a group as numbers."""
-        axes: Axes = self.stacked
-        stacked = {name: find_axes(axes, axis_names) for name, axis_names in names.items()}
-        return _same_stacked(stacked, f" for stacked={self.stacked!r}")
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
         """For each group of captured texts, the leaf of each name."""

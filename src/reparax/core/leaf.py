@@ -15,16 +15,16 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core import checks
-from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
+from reparax.core.axes import AxisNumbers
 from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.calls import takes
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.keys import split_key
+from reparax.core.keys import keys_of_stack
 from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
 from reparax.core.unchanged import given_for_same, mark_same
-from reparax.core.usage import takes
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -96,7 +96,9 @@ class Perturbation(Leafwise):
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
-        effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
+        effective = self._over(bound.stacked, getattr(self, method))(
+            w, *(() if bound.mean else (keys_of_stack(key, w, bound.stacked),))
+        )
         if not self.changes_type:
             checks.require_type(method, effective, w)
         return {"w": effective}
@@ -374,7 +376,7 @@ class Reparametrization(Leafwise):
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._over(bound.stacked, update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -382,7 +384,7 @@ class Reparametrization(Leafwise):
             checks.require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": bound.over(rebase_one)(values["w"])}
+        return {"w": self._over(bound.stacked, rebase_one)(values["w"])}
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
@@ -392,7 +394,7 @@ class Reparametrization(Leafwise):
             checks.require_number(f"{formula}_leaf", number)
             return number
 
-        return bound.over(number_of_one)(wide)
+        return self._over(bound.stacked, number_of_one)(wide)
 
     def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         raw_types, flat, known = types_of_result(init, tree), flatten(tree), dict[Any, Any]()
@@ -489,33 +491,24 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
-def _over(stage: Any, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """The formula on one array, applied to each of the stacked arrays."""
-    return map_stacked(stacked, stage._on_one(formula))
-
-
 def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
     if not stage._draws:
-        return _over(stage, stacked, stage.init_leaf)(w)
-    return _over(stage, stacked, stage.init_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
-
-
-def _keys(key: Array, w: Any, stacked: AxisNumbers) -> Array:
-    """A key for each of the arrays stacked in ``w``."""
-    return split_key(key, stacked_sizes(w, stacked)) if stacked else key
+        return stage._over(stacked, stage.init_leaf)(w)
+    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stacked)
+    return stage._over(stacked, stage.init_leaf)(w, keys)
 
 
 def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
-    return _over(stage, stacked, formula)(dict(values))
+    return stage._over(stacked, formula)(dict(values))
 
 
 def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
     like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
-    effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
+    effective = stage._over(stacked, partial(_apply_formula, stage))(dict(values), keys_of_stack(key, like, stacked))
     checks.require_type("apply_leaf", effective, like)
     return effective
 

@@ -147,7 +147,7 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
     keys = {key for keypath, _ in pairs for key in keypath}
-    if any(isinstance(key, FlattenedIndexKey) for key in keys):
+    if FlattenedIndexKey in map(type, keys):
         return flatten_with_names(with_names(tree, is_leaf), is_leaf)
     boxes: set[Any] = set()
     if _VALUE in keys:

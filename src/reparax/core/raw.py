@@ -263,7 +263,7 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
     return markers
 
 
-def require_no_raw(who: str, params: PyTree, advice: str) -> None:
+def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     """Requires a plain tree; ``advice`` says what to do otherwise.
 
     Raises:

@@ -17,7 +17,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def shardings_of_raw(
-    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
+    who: object, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
 ) -> PyTree:
     """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
@@ -38,7 +38,7 @@ def shardings_of_raw(
     )
 
 
-def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of ``specs`` for each array, by path."""
     spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if spec_of and not arrays:
@@ -69,7 +69,7 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
 
 
-def _checked_entries(who: str, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
+def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
     """The entry of a spec for each axis of ``x``, after checking that it fits."""
     spec = _spec_of(leaf)
     if spec is None:

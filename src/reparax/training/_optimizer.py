@@ -18,12 +18,11 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.bound import init_all
-from reparax.core.calls import call_name, require_chains, with_any_key
+from reparax.core.calls import CallName, require_chains, shows_usage, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
 from reparax.core.raw import FIXED, is_aligned, require_no_raw
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, partition, require_tree
 
@@ -148,7 +147,7 @@ def projected(p: Parametrization) -> Transformation:
     require_chains("training.projected(p)", p)
 
     def init(params: PyTree) -> PyTree:
-        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        require_no_raw(CallName(p, "projected"), params, INSTEAD)
         init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
@@ -156,15 +155,15 @@ def projected(p: Parametrization) -> Transformation:
         del extra
         if params is None:
             raise ValueError(
-                f"{call_name(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"{CallName(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
                 f"`tx.update(grads, state, params)`."
             )
-        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        require_no_raw(CallName(p, "projected"), params, INSTEAD)
         if jax.tree.structure(updates) != jax.tree.structure(params) and (
             difference := first_difference(updates, params)
         ):
             raise ValueError(
-                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
+                f"{CallName(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
                 f"`tx.update(grads, state, params)`."
             )
         updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
