@@ -296,8 +296,8 @@ def test_values_on_a_mesh_are_those_of_one_device(name, axes):
     p, _, mesh, given, shardings = on_mesh(name, axes)
     params, key = jax.jit(CASES[name][1])(), jax.random.key(0)
 
-    def values(init, apply, update, params):
-        raw = init(params, key)
+    def values(init, apply, update, params, put=lambda raw: raw):
+        raw = put(init(params, key))
         return raw, apply(raw, key), update(raw, jax.random.key(1), params), slope(apply, raw, key)
 
     def on_axes(verb, out):
@@ -309,7 +309,9 @@ def test_values_on_a_mesh_are_those_of_one_device(name, axes):
     with jax.set_mesh(mesh):
         verbs = on_axes("init", shardings), on_axes("apply", given), on_axes("update", shardings)
         outs = shardings, given, shardings, rpx.partition(shardings)[0]
-        got = jax.jit(partial(values, *verbs), out_shardings=outs)(jax.device_put(params, given))
+        placed = {"put": lambda raw: jax.tree.map(jax.sharding.reshard, raw, shardings)}
+        on_devices = partial(values, *verbs, **placed if axes is AxisType.Explicit else {})
+        got = jax.jit(on_devices, out_shardings=outs)(jax.device_put(params, given))
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
