@@ -16,7 +16,7 @@ JAX := 'jax<0.11.1; python_version < "3.15"'
 PIP := $(RUN) -m pip --disable-pip-version-check install --no-compile $(JAX)
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(PIP))
 
-.PHONY: demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts example-speech docs notebooks dist lint format clean
+.PHONY: tables demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts example-speech docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
 	$(RUN) -m reparax.demo
@@ -73,6 +73,11 @@ docs: $(VENV)/docs.stamp
 	$(RUN) -m sphinx -E -W --keep-going -j auto docs docs/_build/html
 	$(RUN) -m pytest -q -rs -o addopts= -n auto --dist worksteal tests/site
 	@echo 'The home page is docs/_build/html/index.html.'
+
+# The tables, charts and the picture of Quickstart that pages show.
+tables: $(VENV)/test.stamp
+	$(RUN) -m cogapp -r -I docs -I . README.md docs/*.md docs/api/index.md
+	PYTHONPATH=. $(RUN) docs/pictures/draw.py
 
 # Merging streams is left to the script: where a page is written too, it says twice what comes in two parts.
 notebooks: $(VENV)/docs.stamp

@@ -14,7 +14,6 @@ from latex2mathml.converter import convert
 from sphinx.addnodes import desc_addname, pending_xref
 from sphinx.util import logging
 from sphinx.util.console import strip_escape_sequences
-from sphinx.util.parallel import make_chunks
 
 from reparax.core.names import family_of
 
@@ -212,27 +211,8 @@ def name_failures(app, env):
         logging.getLogger(__name__).warning(message, reason, os.path.relpath(report), location=page)
 
 
-SECONDS = {"noise_text": 340, "adapters": 260, "distributions": 200, "language_model": 150}
-SECONDS |= {"transformer": 120, "recipes": 110, "quickstart": 110, "libraries": 100, "noise_keys_memory": 100}
-SECONDS |= {"sparse_training": 80, "checkpoints": 60, "matrices": 50, "sharding": 40}
-SECONDS |= {"own_stage": 30, "recurrent": 25, "selecting": 20, "tying": 15}
-"""How long notebooks took on a busy machine. Nothing but the order in which pages are read depends on it."""
-
-
-def deal(app, env, docnames):
-    """Deals the pages to the parts in which they are read, such that all parts take as long as the others."""
-    parts = [[len(part), 0, []] for part in make_chunks(docnames, app.parallel)]
-    longest_first = sorted(docnames, key=lambda page: -SECONDS.get(page.removeprefix("notebooks/"), 0))
-    for page in longest_first:
-        part = min((part for part in parts if part[0] > len(part[2])), key=lambda part: part[1])
-        part[1] += SECONDS.get(page.removeprefix("notebooks/"), 2)
-        part[2].append(page)
-    docnames[:] = [page for part in parts for page in part[2]]
-
-
 def setup(app):
-    """Registers in which order pages are read, and how formulas, types and names are written."""
-    app.connect("env-before-read-docs", deal)
+    """Registers how formulas, types and names are written."""
     app.connect("env-updated", name_failures)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)

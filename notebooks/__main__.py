@@ -1,7 +1,7 @@
 """Writes each notebook of the documentation as its build has run it, for Jupyter, Colab and GitHub, and their index.
 
-Run: make notebooks, which runs them first, as the documentation does. Two runs give the same bytes. They have the order
-of the bar at the left, by numbers in their names.
+Run: make notebooks, which runs them first, as the documentation does. Two runs give the same bytes. Numbers in
+their names give the order of the gallery.
 """
 
 import os
@@ -22,22 +22,22 @@ from pathlib import Path
 source = ".." if Path("../pyproject.toml").exists() else "reparax"
 %pip install -q "{source}[notebooks]"
 sys.path.append("..")  # `benchmarks` and `examples` of the clone"""
-LISTS = [SOURCES.parent / name for name in ("index.md", "more.md")]
+LIST = SOURCES.parent / "gallery.md"
 # The file that a kernel makes of a cell, and the folders in which packages stand.
 CELL = re.compile(r"[^\s\"']*/ipykernel_\d+/\d+\.py")
 PACKAGES = re.compile(r"[^\s\"']*/(?:site-packages|src)/")
 INDEX = """\
 # Notebooks
 
-Each runs alone in Jupyter, from this folder or on Colab, and its outputs are stored with it. They are the pages of the
-documentation, in its order. `make notebooks` writes them, and this list.
+Each runs alone in Jupyter, from this folder or on Colab, and its outputs are stored with it. They are the gallery of
+the documentation. `make notebooks` writes them, and this list.
 """
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#]+)")
 
 
 def order() -> dict[str, str]:
-    """For the name of each page its notebook, numbered as the home page and that of more notebooks list them."""
-    names = [name for page in LISTS for name in re.findall(r"notebooks/(\w+)>?$", page.read_text(), flags=re.MULTILINE)]
+    """For the name of each page its notebook, numbered as the gallery lists them."""
+    names = re.findall(r"^notebooks/(\w+)$", LIST.read_text(), flags=re.MULTILINE)
     return {name: f"{number:02}_{name}.ipynb" for number, name in enumerate(names, 1)}
 
 

@@ -72,6 +72,13 @@ def definite() -> dict[str, jax.Array]:
     return {**params, "square": params["square"] + 4 * jnp.eye(3)}
 
 
+def patterned() -> dict[str, jax.Array]:
+    """Square matrices, one of them definite."""
+    names = ("square", "also square", "toeplitz", "circulant")
+    k = jax.random.split(jax.random.key(9), len(names))
+    return {name: jax.random.normal(k[i], (3, 3)) for i, name in enumerate(names)} | {"small": jnp.eye(2) + 0.5}
+
+
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})
 
 
@@ -207,6 +214,14 @@ CASES = {
         >> rpx.matrices.Fibration(jnp.transpose, jnp.transpose, where="wide"),
         definite,
     ),
+    "spectra and patterns": (
+        rpx.matrices.Invertible(where="square")
+        >> rpx.matrices.PositiveDefinite("expm", where="small")
+        >> rpx.matrices.Diagonal(where="also square")
+        >> rpx.matrices.Circulant(where="circulant")
+        >> rpx.matrices.Toeplitz(where="toeplitz"),
+        patterned,
+    ),
     "adapters": (
         rpx.Freeze()
         >> rpx.LoRA(2, alpha=4.0, where="dense/kernel")
@@ -249,10 +264,7 @@ CASES = {
         >> rpx.noise.HardConcrete(0.2, axis=-1, where="conv/kernel"),
         model,
     ),
-    "noise of two kinds": (
-        rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"),
-        model,
-    ),
+    "noise of two kinds": (rpx.VarNoise(0.1) >> rpx.VarNoise(0.1, relative="std", axis=-1, where=".*kernel"), model),
     "quantize": (
         rpx.FakeQuantized("int8", axis=-1, where="dense/kernel")
         >> rpx.FakeQuantized("int4", block_size=4, step="learned", where="out/kernel")
@@ -278,10 +290,7 @@ CASES = {
     "noise on factors": (rpx.VarNoise(0.1) >> LOW_RANK, flat),
     "noise on a length": (rpx.VarNoise(0.1, where="dense/kernel/g") >> rpx.WeightNorm(), flat),
     "noise twice apart": (rpx.VarNoise(0.1) >> rpx.WeightNorm() >> rpx.VarNoise(0.1), flat),
-    "positive >> weight norm >> low rank": (
-        rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK,
-        flat,
-    ),
+    "positive >> weight norm >> low rank": (rpx.Positive(where=".*/g") >> rpx.WeightNorm() >> LOW_RANK, flat),
     "split": (SPLIT, cell),
     "weight norm >> split >> noise": (rpx.WeightNorm() >> SPLIT >> rpx.VarNoise(0.1), cell),
     "pack": (PACK, cell),

@@ -79,11 +79,7 @@ LAYERS = {
         lambda w, x, s: loop(jnp.broadcast_to(w, (E, K, N)), x, s),
     ),
     "the weight in groups": Layer(
-        (T, K),
-        (E, K, N),
-        SIZES,
-        lambda w, x, s: lax.ragged_dot(w, x, s),
-        lambda w, x, s: loop(x, w, s),
+        (T, K), (E, K, N), SIZES, lambda w, x, s: lax.ragged_dot(w, x, s), lambda w, x, s: loop(x, w, s)
     ),
     "repeated rows": Layer(
         (2, K),

@@ -159,12 +159,17 @@ def verdict(found: Found) -> str:
     weights = found[names[WEIGHTS]]["test"]
     others = [method for method in names if method != WEIGHTS]
     beaten = [each for each in others if difference(weights, found[names[each]]["test"]).word == "lower"]
-    rest = [each for each in others if each not in beaten]
+    rest = [f"{each} ({_mean(found, names, each)})" for each in others if each not in beaten]
     return (
-        "Dropping hidden-to-hidden weights is better than dropping "
+        f"Dropping hidden-to-hidden weights ({_mean(found, names, WEIGHTS)} bits per character) is better than "
+        "dropping "
         + (" and than dropping ".join(beaten) or "none of the rest")
-        + (f"; not significantly better than dropping {' or '.join(rest)}." if rest else ".")
+        + (f"; no significant difference from dropping {' or '.join(rest)}." if rest else ".")
     )
+
+
+def _mean(found: Found, names: dict[str, str], method: str) -> str:
+    return f"{found[names[method]]['test'].mean():.3f}"
 
 
 def sentence(found: Found) -> str:

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from benchmarks.evidence.record import Found, found
 from benchmarks.evidence.summary import markdown
@@ -86,44 +84,6 @@ def rates_table() -> str:
         for way, rates in of_ways(numbers).items()
     ]
     return markdown(["tuned", "low rate", "middle", "high"], rows)
-
-
-def curves() -> Figure:
-    """The loss of each step at the best rates, the mean of all seeds."""
-    numbers = found("tuning", RESULTS)
-    figure = Figure(figsize=(7.8, 4), layout="constrained")
-    axes = figure.subplots()
-    for way, cells in chosen(numbers).items():
-        mean = np.mean([numbers[cell]["curve"][0] for cell in cells], axis=0)
-        axes.plot(np.arange(1, len(mean) + 1), mean, label=way, lw=1.3, ls="--" if way == FULL else "-")
-    axes.set(xlabel="step of 2 x 64 tokens", ylabel="loss (nats a token)", title="Learning to write StableHLO")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
-    return figure
-
-
-def gains() -> Figure:
-    """The share of the gain of full fine-tuning over the number of trained parameters: mean, least and largest."""
-    numbers = found("tuning", RESULTS)
-    cells = chosen(numbers)
-    full = _gained(numbers, cells.pop(FULL))
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for way, names in cells.items():
-        share = [_gained(numbers, [name]) / full for name in names]
-        middle, trained = float(np.mean(share)), float(numbers[names[0]]["trained"][0])
-        reach = [[middle - min(share)], [max(share) - middle]]
-        axes.errorbar(trained, middle, reach, fmt="o", capsize=3)
-        left = {"LoRA 8": 6, "QLoRA 8": -12, "LoRA 64": 4}  # QLoRA trains as much as LoRA; no more fits on the right
-        place, side = ((-6, left[way]), "right") if way in left else ((6, 4), "left")
-        axes.annotate(way, (trained, middle), place, textcoords="offset points", fontsize=9, ha=side)
-    axes.set(
-        xscale="log", xlabel="trained parameters", ylabel="gain, of that of full", title="Learning to write StableHLO"
-    )
-    axes.margins(x=0.12)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.grid(alpha=0.3)
-    return figure
 
 
 def hand_gap() -> float:

@@ -205,11 +205,3 @@ def test_nnx_reads_the_names_of_each_value(layer):
     assert jax.tree.structure(folded) == jax.tree.structure(params)
     x = np.ones((2, 8), np.float32)
     np.testing.assert_allclose(nnx.merge(graph, folded)(x), layer[0](x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
-def test_an_nnx_module_with_names_may_hold_raw_values_itself(layer):
-    raw = CHAIN.init(layer[0])
-    assert isinstance(raw.linear.kernel["@weight_norm"]["v"], nnx.Param)
-    x = jnp.ones((2, 8))
-    np.testing.assert_allclose(CHAIN.fold(raw)(x), layer[0](x), rtol=1e-5, atol=1e-6)

@@ -1,10 +1,7 @@
 """The algebra: composition, fusing, means, updates, and stages that others write."""
 
-import copy
 import dataclasses
 import gc
-import itertools
-import pickle
 import subprocess
 import sys
 import weakref
@@ -13,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, JointNorm, model
+from cases import model
+from compiled import zeros
 from errors import raises, table
 from public import PUBLIC
 
@@ -62,18 +60,7 @@ class Counter(rpx.Reparametrization):
         return {"n": values["n"] + 1, "seen": values["w"]}
 
 
-STAGES = [Shift(1.0), Double(), Affine(), rpx.Chain(), rpx.VarNoise(0.1), rpx.WeightNorm()]
 ONES = {"w": jnp.ones((2, 2))}
-
-
-def test_composition_is_associative():
-    for a, b, c in itertools.product(STAGES, repeat=3):
-        assert (a >> b) >> c == a >> (b >> c)
-
-
-@pytest.mark.parametrize("p", STAGES, ids=repr)
-def test_the_empty_chain_is_the_identity(p):
-    assert rpx.Chain() >> p == p == p >> rpx.Chain()
 
 
 def test_the_left_stage_runs_first():
@@ -101,16 +88,6 @@ def test_a_chain_is_the_composition_of_its_stages():
     np.testing.assert_allclose((a >> b).apply(raw)["w"], params["w"], rtol=1e-6)
 
 
-def test_stages_of_one_kind_are_told_apart_where_they_select_different_arrays():
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    p = Affine(2.0, where="a") >> Affine(5.0, where="b")
-    raw = p.init(params)
-    np.testing.assert_allclose(raw["a"]["@affine"]["x"], [0.5, 0.5])
-    np.testing.assert_allclose(raw["b"]["@affine"]["x"], [0.2, 0.2], rtol=1e-6)
-    np.testing.assert_allclose(p.apply(raw)["a"], [1, 1])
-    np.testing.assert_allclose(p.apply(raw)["b"], [1, 1])
-
-
 def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     params = model()
     base = rpx.WeightNorm()
@@ -118,34 +95,6 @@ def test_adding_noise_changes_neither_the_raw_tree_nor_its_structure():
     a, b = (jax.jit(p.init)(params) for p in (base, noisy))
     assert jax.tree.structure(a) == jax.tree.structure(b)
     assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
-
-
-@pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
-def test_repr_is_the_code_that_builds_it(p):
-    assert eval(repr(p), {**PUBLIC, "jnp": jnp, "JointNorm": JointNorm}) == p
-
-
-@pytest.mark.parametrize("p", [p for p, _ in CASES.values()], ids=CASES.keys())
-def test_equal_builds_are_equal_and_hash_equal(p):
-    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p)), rpx.from_json(p.to_json())):
-        assert twin == p
-        assert hash(twin) == hash(p)
-
-
-def test_repr_of_stages():
-    p = (
-        rpx.WeightNorm(axis=(0, -1), where=".*kernel")
-        >> rpx.WeightDropout(0.1, broadcast_dims=-1)
-        >> rpx.quantized.Cast(jnp.bfloat16)
-    )
-    text = "WeightNorm(axis=(0, -1), where='.*kernel') >> WeightDropout(0.1, broadcast_dims=-1) >> Cast('bfloat16')"
-    assert repr(p) == text
-
-
-def test_differing_hyperparameters_are_unequal():
-    assert rpx.VarNoise(0.1) != rpx.VarNoise(0.2)
-    assert rpx.VarNoise(0.1) != rpx.VarNoise(0.1, where=".*")
-    assert rpx.WeightNorm() != rpx.WeightNorm(axis=0)
 
 
 @pytest.mark.parametrize("stage", [rpx.numbers.Scale(2.0), rpx.Mask(), rpx.MagnitudePruning(0.5)], ids=repr)
@@ -243,31 +192,11 @@ def test_update_reaches_each_of_two_stages_of_one_kind():
     np.testing.assert_allclose(outer["w"]["@affine"]["x"]["@counter@2"]["@fixed"]["seen"], np.ones(3) / 3, rtol=1e-6)
 
 
-@pytest.mark.thorough
-def test_a_stage_of_a_third_party_keeps_the_laws():
-    class Symmetrized(rpx.Reparametrization):
-        min_ndim = 2
-
-        def init_leaf(self, w):
-            return {"x": w}
-
-        def apply_leaf(self, values):
-            return (values["x"] + values["x"].T) / 2
-
-    square = jax.random.normal(jax.random.key(0), (4, 4))
-    check_laws(rpx.WeightNorm() >> Symmetrized() >> rpx.VarNoise(0.1), {"w": square})
-
-
 def test_import_needs_jax_alone():
     code = "import sys, reparax; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
     names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "reparax" in names
     assert not {"flax", "optax", "orbax", "chex", "torch", "safetensors", "equinox", "rich"} & set(names)
-
-
-def test_hyperparameters_that_are_known_are_numbers():
-    assert rpx.VarNoise(jnp.float32(0.5)) == rpx.VarNoise(np.float64(0.5)) == rpx.VarNoise(0.5)
-    assert rpx.VarNoise(1) == rpx.VarNoise(1.0)
 
 
 def test_traced_hyperparameters_are_shown_by_type():
@@ -361,29 +290,21 @@ def without(raw, *path):
     return {**others, first: without(raw[first], *rest)} if rest else others
 
 
-def test_errors_for_damaged_trees_name_what_is_missing_and_where():
-    arrays, key = {"a": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, jax.random.key(0)
-    norm, prune, tie = rpx.SpectralNorm(), rpx.sparse.GlobalMagnitudePruning(0.5), rpx.Tie({"c": "a"})
-    raw = jax.jit(norm.init)(arrays)
-    for verb in ("apply", "update"):
-        empty = {**raw, "a": {"@spectral_norm": {**raw["a"]["@spectral_norm"], "@fixed": {}}}}
-        with raises(
-            ValueError, f"SpectralNorm().{verb} at 'a': found no values under '@fixed'. Restore the whole raw tree."
-        ):
-            getattr(norm, verb)(empty, key)
-        with raises(
-            ValueError, f"SpectralNorm().{verb} at 'a': no value 'u' under the marker. Restore the whole raw tree."
-        ):
-            getattr(norm, verb)(without(raw, "a", "@spectral_norm", "@fixed", "u"), key)
-    with raises(
-        ValueError,
-        "GlobalMagnitudePruning(sparsity=0.5).apply at 'c': no value 'mask' under the marker. "
-        "Restore the whole raw tree.",
-    ):
-        prune.apply(without(prune.init(arrays), "c", "@global_magnitude_pruning", "@fixed"))
-    other = "another chain made this raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every"
-    with raises(ValueError, f"{tie!r}.apply at 'c': found 'extra' beside '@tie': {other} difference."):
-        tie.apply({**tie.init(arrays), "c": {"@tie": {}, "extra": jnp.ones(2)}})
+SPECTRAL, TIED = rpx.SpectralNorm(), rpx.Tie({"c": "a"})
+ARRAYS = {"a": np.ones((2, 3), np.float32), "c": np.ones((2, 3), np.float32)}
+RAW = zeros(SPECTRAL.init, ARRAYS)
+EMPTY = {**RAW, "a": {"@spectral_norm": {**RAW["a"]["@spectral_norm"], "@fixed": {}}}}
+LOST = without(RAW, "a", "@spectral_norm", "@fixed", "u")
+GLOBAL = rpx.sparse.GlobalMagnitudePruning(0.5)
+UNMASKED = without(zeros(GLOBAL.init, ARRAYS), "c", "@global_magnitude_pruning", "@fixed")
+PACKED = rpx.shared.Pack("haiku.lstm", where="l")
+
+
+def with_text():
+    """A raw tree in which a text stands for an array of a block."""
+    raw = PACKED.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
+    raw["l"]["linear"]["b"]["@pack"]["bias_f"] = "text"
+    return raw
 
 
 def test_an_empty_node_may_be_restored_as_none():
@@ -394,43 +315,10 @@ def test_an_empty_node_may_be_restored_as_none():
         assert jax.tree.all(jax.tree.map(jnp.array_equal, effective, arrays))
 
 
-def test_a_value_that_is_no_array_in_a_block_is_named():
-    p = rpx.shared.Pack("haiku.lstm", where="l")
-    raw = p.init({"l": {"linear": {"w": jnp.ones((5, 8)), "b": jnp.ones(8)}}})
-    raw["l"]["linear"]["b"]["@pack"]["bias_f"] = "text"
-    with raises(
-        ValueError,
-        "Pack('haiku.lstm', where='l').apply at 'l': expected an array as 'bias_f', got str: another chain made this "
-        "raw tree. Apply the chain that made it; `p.check(raw, like=params)` lists every difference.",
-    ):
-        p.apply(raw)
-
-
-def test_functions_of_jax_are_named_as_users_import_them():
-    p = rpx.Tie({"a": ("b", jax.nn.relu)})
-    assert repr(p) == "Tie({'a': ('b', jax.nn.relu)})"
-    assert rpx.from_json(p.to_json()) == p
-    only = "public functions of jax.numpy, jax.nn, jax.lax and jax.scipy only"
-    with raises(ValueError, f"from_json takes {only}, but got 'jax._src.x.relu'."):
-        rpx.from_json(p.to_json().replace("jax.nn.relu", "jax._src.x.relu"))
-
-
 def test_a_tie_takes_numpy_arrays_of_double_precision():
     w = np.linspace(0, 1, 6).reshape(2, 3)
     p = rpx.Tie({"b": "a"})
     np.testing.assert_allclose(p.apply(p.init({"a": w, "b": w.copy()}))["b"], w, rtol=1e-6)
-
-
-@pytest.mark.parametrize("entries", ["[3]", '[{"class": []}]', "[[]]"])
-def test_entries_of_a_manifest_that_are_no_stages_are_refused(entries):
-    with pytest.raises(ValueError, match=r"^from_json needs a string from `p.to_json\(\)` in format 1"):
-        rpx.from_json(f'{{"reparax": 1, "stages": {entries}}}')
-
-
-def test_a_flag_is_no_hyperparameter():
-    with pytest.raises(TypeError) as error:
-        rpx.VarNoise(std=True)
-    assert str(error.value) == "VarNoise takes a real number or a real scalar array as std, but got True."
 
 
 class WithHelp(rpx.Reparametrization):
@@ -446,22 +334,8 @@ class WithHelp(rpx.Reparametrization):
         return "as it is"
 
 
-SHOWN = [
-    "apply",
-    "check",
-    "deterministic",
-    "fold",
-    "init",
-    "log_det",
-    "penalty",
-    "raw_paths",
-    "shardings",
-    "stochastic",
-    "to_json",
-    "update",
-    "update_base",
-    "with_axes",
-]
+SHOWN = "apply check deterministic fold init log_det original penalty raw_paths set shardings stochastic to_json update"
+SHOWN = [*SHOWN.split(), "update_base", "with_axes"]
 
 
 @pytest.mark.parametrize(

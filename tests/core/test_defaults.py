@@ -1,4 +1,4 @@
-"""Which arrays each stage takes where no ``where`` is given, in models of linen, nnx, equinox and haiku."""
+"""Which arrays each stage takes where no ``where`` is given, in models of linen, equinox and haiku."""
 
 import inspect
 from dataclasses import replace
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from cases import PATTERNS
 from errors import raises
-from flax import nnx
 from grids import mostly_thorough
 from jax import Array
 from one_array import normal
@@ -94,10 +93,7 @@ OF_MATRICES = [
 
 OF_TALL_MATRICES = [rpx.matrices.Grassmann()]
 
-OF_OTHERS = {
-    rpx.shared.CudnnLSTM,
-    rpx.matrices.Fibration,
-}  # of one size, of functions
+OF_OTHERS = {rpx.shared.CudnnLSTM, rpx.matrices.Fibration}  # of one size, of functions
 NO_STAGES = {rpx.stage.Constraint, rpx.stage.Joint, rpx.Perturbation, rpx.Reparametrization}
 
 
@@ -125,15 +121,6 @@ class Block(nn.Module):
 
 def linen_attention() -> Any:
     return nn.MultiHeadDotProductAttention(2, normalize_qk=True).init(jax.random.key(0), X)["params"]
-
-
-def nnx_attention() -> Any:
-    return nnx.state(nnx.MultiHeadAttention(2, 6, normalize_qk=True, decode=False, rngs=nnx.Rngs(0)), nnx.Param)
-
-
-def equinox_attention() -> Any:
-    biases = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
-    return eqx.nn.MultiheadAttention(2, 6, **biases, key=jax.random.key(0))
 
 
 def linen_blocks() -> Any:
@@ -168,8 +155,6 @@ FLAX_ATTENTION = {
 
 MODELS = {
     "linen attention": linen_attention,
-    "nnx attention": nnx_attention,
-    "equinox attention": equinox_attention,
     "scanned linen blocks": linen_blocks,
     "scanned equinox blocks": equinox_blocks,
     "haiku layers": haiku_layers,
@@ -177,17 +162,6 @@ MODELS = {
 
 ARRAYS = {
     "linen attention": FLAX_ATTENTION,
-    "nnx attention": FLAX_ATTENTION,
-    "equinox attention": {
-        "key_proj/bias": (6,),
-        "key_proj/weight": (6, 6),
-        "output_proj/bias": (6,),
-        "output_proj/weight": (6, 6),
-        "query_proj/bias": (6,),
-        "query_proj/weight": (6, 6),
-        "value_proj/bias": (6,),
-        "value_proj/weight": (6, 6),
-    },
     "scanned linen blocks": {
         "attention/key/bias": (3, 2, 3),
         "attention/key/kernel": (3, 6, 2, 3),
@@ -217,8 +191,6 @@ FLAX_KERNELS = ["key/kernel", "out/kernel", "query/kernel", "value/kernel"]
 
 KERNELS = {
     "linen attention": FLAX_KERNELS,
-    "nnx attention": FLAX_KERNELS,
-    "equinox attention": ["key_proj/weight", "output_proj/weight", "query_proj/weight", "value_proj/weight"],
     "scanned linen blocks": [*[f"attention/{path}" for path in FLAX_KERNELS], "mlp/kernel"],
     "scanned equinox blocks": ["linear/weight"],
     "haiku layers": ["linear/w"],
@@ -308,9 +280,7 @@ def test_a_scale_that_is_called_weight_is_known_by_its_dimensions(models: dict[s
 
 
 @pytest.mark.parametrize("stage", OF_MATRICES, ids=repr)
-@pytest.mark.parametrize(
-    "name", mostly_thorough(["equinox attention", "scanned equinox blocks", "haiku layers"], "haiku layers")
-)
+@pytest.mark.parametrize("name", mostly_thorough(["scanned equinox blocks", "haiku layers"], "haiku layers"))
 def test_stages_of_matrices_take_matrices(models: dict[str, Any], name: str, stage: Any) -> None:
     assert taken(of_layers(stage, name), models[name]) == KERNELS[name]
 
@@ -322,31 +292,25 @@ def test_stages_of_tall_matrices_take_kernels_too(stage: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", OF_MATRICES + OF_TALL_MATRICES, ids=repr)
-@pytest.mark.parametrize("name", mostly_thorough(["linen attention", "nnx attention"], "linen attention"))
-def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], name: str, stage: Any):
+def test_stages_of_matrices_ask_for_rows_and_columns_of_attention(models: dict[str, Any], stage: Any):
     error = (
         f"{stage!r}.init at 'key/kernel': expected a matrix, got shape (6, 2, 3). Say which axes are "
         f"columns, such as columns=(1, 2) for (in, heads, dim) and columns=-1 for (heads, dim, out) or a convolution, "
         f"or along which axes matrices are stacked (stacked=0), or leave it out with `where`."
     )
     with raises(ValueError, error):
-        stage.init(models[name], jax.random.key(0))
+        stage.init(models["linen attention"], jax.random.key(0))
 
 
 @pytest.mark.parametrize(
     "stage",
-    mostly_thorough(
-        OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS,
-        rpx.LoRA(2),
-        rpx.LowRank(2),
-        rpx.Orthogonal(),
-    ),
+    mostly_thorough(OF_MATRICES_OF_SEVERAL_ROWS_AND_COLUMNS, rpx.LoRA(2), rpx.LowRank(2), rpx.Orthogonal()),
     ids=repr,
 )
 def test_stages_of_matrices_take_attention_with_rows_and_columns(models: dict[str, Any], stage: Any) -> None:
     inner = replace(stage, rows=0, columns=(1, 2), where=rpx.all_but("out/.*"))
     outer = replace(stage, rows=(0, 1), columns=2, where=rpx.all_but("(query|key|value)/.*"))
-    assert taken(inner, models["nnx attention"]) == ["key/kernel", "query/kernel", "value/kernel"]
+    assert taken(inner, models["linen attention"]) == ["key/kernel", "query/kernel", "value/kernel"]
     assert taken(outer, models["linen attention"]) == ["out/kernel"]
     stacked = replace(stage, stacked=0, rows=0, columns=(1, 2), where=rpx.all_but(".*/out/.*", "mlp/.*"))
     assert taken(stacked, models["scanned linen blocks"]) == [

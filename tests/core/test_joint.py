@@ -95,6 +95,26 @@ def test_an_array_without_values_of_its_own_leaves_an_empty_node_and_fixed_ones_
     p.check(raw, like={"x": jnp.ones(2), "y": jnp.zeros(2)})
 
 
+class FromItsGain(rpx.stage.Joint):
+    """A matrix, and a bias that is one of its columns times a gain: the bias alone has no main value."""
+
+    raw_values = {"w": rpx.stage.main(aligned=True), "gain": rpx.stage.aux()}
+
+    def init_leaves(self, arrays):
+        return {"w": {"w": arrays["w"]}, "b": {"gain": arrays["b"] / arrays["w"][:, 0]}}
+
+    def apply_leaves(self, values):
+        w = values["w"]["w"]
+        return {"w": w, "b": values["b"]["gain"] * w[:, 0]}
+
+
+def test_arrays_of_one_formula_may_differ_in_what_they_hold():
+    p, params = FromItsGain({"w": "kernel", "b": "bias"}), {"kernel": normal(3, 2), "bias": normal(3, seed=1)}
+    effective = p.apply(p.init(params))
+    np.testing.assert_allclose(effective["bias"], params["bias"], rtol=1e-6)
+    np.testing.assert_array_equal(effective["kernel"], params["kernel"])
+
+
 def test_other_stages_find_the_values_of_each_array_under_its_path():
     p = rpx.Freeze(where="one/bias") >> JointNorm(LAYERS) >> rpx.VarNoise(0.1)
     free, fixed = rpx.partition(p.init(layers()))

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, table
-from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax import Array
 from jax.sharding import PartitionSpec as P
@@ -104,104 +102,10 @@ def linen(axis: int, stacked: int | str) -> Scanned:
     return Scanned(axis, stacked, params, lambda effective, x: plain.apply({"params": effective}, x), read_raw)
 
 
-# NNX --------------------------------------------------------------------------------------------------------------
-
-
-def linear(features: int, rngs: nnx.Rngs, *, boxed: bool) -> nnx.Linear:
-    kernel, bias = nnx.initializers.lecun_normal(), nnx.initializers.normal()
-    if boxed:
-        kernel = nnx.with_partitioning(kernel, ("in", "out"), eager_sharding=False)
-        bias = nnx.with_partitioning(bias, ("out",), eager_sharding=False)
-    return nnx.Linear(WIDTH, features, kernel_init=kernel, bias_init=bias, rngs=rngs)
-
-
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, *, boxed: bool) -> None:
-        for name in NAMES:
-            setattr(self, name, linear(WIDTH, rngs, boxed=boxed))
-
-    def __call__(self, x: Array) -> Array:
-        for name in NAMES:
-            x = nnx.tanh(getattr(self, name)(x))
-        return x
-
-
-class NnxModel(nnx.Module):
-    def __init__(self, axis: int, rngs: nnx.Rngs, *, boxed: bool) -> None:
-        make = nnx.vmap(lambda rngs: NnxLayer(rngs, boxed=boxed), in_axes=0, out_axes=axis, **metadata(boxed=boxed))
-        self.layers = nnx.split_rngs(splits=LAYERS)(make)(rngs)
-        self.out = linear(OUT, rngs, boxed=boxed)
-
-
-def metadata(*, boxed: bool) -> dict[str, Any]:
-    return {"transform_metadata": {nnx.PARTITION_NAME: "layers"}} if boxed else {}
-
-
-def nnx_(axis: int, stacked: int | str) -> Scanned:
-    boxed = isinstance(stacked, str)
-    graph, params = nnx.split(NnxModel(axis, nnx.Rngs(0), boxed=boxed), nnx.Param)
-
-    def scan(body: Callable[[Any, Array], Array]) -> Callable[[Any, Array], Array]:
-        return nnx.scan(body, in_axes=(axis, nnx.Carry), out_axes=nnx.Carry, **metadata(boxed=boxed))
-
-    def read(effective: Any, x: Array) -> Array:
-        model = nnx.merge(graph, effective)
-        return model.out(scan(lambda layer, x: layer(x))(model.layers, x))
-
-    def read_raw(raw: Any, x: Array) -> Array:
-        head = nnx.merge(graph, chain(stacked).fold(raw)).out
-        model = chain(stacked).init(nnx.merge(graph, params), jax.random.key(0))
-        nnx.update(model, raw)
-        return head(scan(lambda layer, x: ALONE.apply(layer)(x))(model.layers, x))
-
-    return Scanned(axis, stacked, params, read, read_raw)
-
-
-# Equinox ----------------------------------------------------------------------------------------------------------
-
-
-class EquinoxLayer(eqx.Module):
-    lengths: eqx.nn.Linear
-    spectrum: eqx.nn.Linear
-    rotation: eqx.nn.Linear
-    product: eqx.nn.Linear
-
-    def __init__(self, key: Array) -> None:
-        parts = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in jax.random.split(key, 4)]
-        self.lengths, self.spectrum, self.rotation, self.product = parts
-
-    def __call__(self, x: Array) -> Array:
-        for name in NAMES:
-            x = jnp.tanh(jax.vmap(getattr(self, name))(x))
-        return x
-
-
-class EquinoxModel(eqx.Module):
-    layers: EquinoxLayer
-    out: eqx.nn.Linear
-
-
-def equinox() -> Scanned:
-    keys = jax.random.split(jax.random.key(0), LAYERS)
-    params = EquinoxModel(eqx.filter_vmap(EquinoxLayer)(keys), eqx.nn.Linear(WIDTH, OUT, key=keys[0]))
-
-    def read(effective: Any, x: Array) -> Array:
-        x, _ = jax.lax.scan(lambda x, layer: (layer(x), None), x, effective.layers)
-        return jax.vmap(effective.out)(x)
-
-    def read_raw(raw: Any, x: Array) -> Array:
-        x, _ = jax.lax.scan(lambda x, layer: (ALONE.apply(layer)(x), None), x, raw.layers)
-        return jax.vmap(raw.out)(x)
-
-    return Scanned(0, 0, params, read, read_raw)
-
-
 BUILDS = {
     "linen, second axis": lambda: linen(1, 1),
     "linen, second axis by name": lambda: linen(1, "layers"),
-    "nnx": lambda: nnx_(0, 0),
-    "nnx, second axis by name": lambda: nnx_(1, "layers"),
-    "equinox": equinox,
+    "linen": lambda: linen(0, 0),
 }
 
 

@@ -1,6 +1,5 @@
 """The example of experts: what is on file is what its page says, and its adapters by hand are those of the chain."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 
 import reparax as rpx
-from benchmarks.common.shown import Results
 from examples.experts import model, tuning
 
 ROOT = Path(__file__).parents[2]
@@ -28,36 +26,10 @@ def test_adapters_in_factors_cost_what_they_cost_by_hand_and_end_at_the_same_los
 
 
 def test_the_page_says_what_is_on_file():
-    text = " ".join((ROOT / "docs" / "experts.md").read_text().split())
-    small = FOUND["compressed"]
-    rows = {
-        "before tuning": FOUND["before"]["code"],
-        "tuned by LoRA of rank 4": FOUND["after"]["code"],
-        "and rounded to four bits": small["four bits, rounded"],
-        "and half are zeros by magnitude": small["half are zeros, by magnitude"],
-    }
-    for name, lost in rows.items():
-        assert f"| {name} | {lost:.3f} |" in text
-    assert f"It took {FOUND['seconds'] / 60:.0f} minutes" in text
-
-
-WAYS = {"ragged_dot": "2048 rows by `ragged_dot`", "w[expert]": "256 rows by `w[expert]`"}
-
-
-def costs():
-    """What the page shows of ``benchmarks/experts.py``: operations and planned memory."""
-    results, rows = Results.newest(), ["| a gradient | in factors | by hand | `apply` |", "|---|---|---|---|"]
-    for name, (what, unit) in itertools.product(WAYS, [("GFLOP", "GFLOP"), ("temporary MiB", "MiB")]):
-        for suffix, device in ((", TPU v5p", "a TPU v5p"), ("", "a CPU")):
-            title = f"LoRA on experts, {name}{suffix}: {what}"
-            found = (results.median("experts", title, way) for way in ("factored", "by hand", "apply"))
-            numbers = " | ".join(f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in found)
-            rows.append(f"| {WAYS[name]}, {unit} on {device} | {numbers} |")
-    return "\n".join(rows)
-
-
-def test_the_table_of_costs_is_what_the_compilers_planned():
-    assert costs() in (ROOT / "docs" / "experts.md").read_text()
+    text = " ".join((ROOT / "docs" / "fine_tuning.md").read_text().split())
+    before, after = (FOUND[when]["code"] for when in ("before", "after"))
+    few = FOUND["compressed"]["four bits, rounded"]
+    assert f"{before:.2f} nats on the new text before tuning, {after:.2f} after, {few:.2f} in four bits" in text
 
 
 @pytest.mark.thorough

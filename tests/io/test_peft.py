@@ -326,10 +326,7 @@ def stack(count=COUNT):
     return {"layers": {"mlp": {"kernel": jnp.asarray(normal(count, 8, 6)), "bias": jnp.asarray(normal(count, 6))}}}
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_thorough(OF_LAYERS, "lora", "dora", "lokr of factors", "ia3"),
-)
+@pytest.mark.parametrize("name", mostly_thorough(OF_LAYERS, "lora", "dora", "lokr of factors", "ia3"))
 def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_bit(name):
     config, shapes = OF_LAYERS[name]
     tensors = {
@@ -352,9 +349,7 @@ def test_the_adapters_of_stacked_layers_are_those_of_each_and_come_back_bit_for_
     q, ones = read(alone, config, like, names=SINGLE)
     for name, one in fold(q, ones).items():
         jax.tree.map(
-            lambda a, b, i=chosen[name]: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5),
-            folded,
-            one["mlp"],
+            lambda a, b, i=chosen[name]: np.testing.assert_allclose(a[i], b, rtol=1e-4, atol=1e-5), folded, one["mlp"]
         )
     again, written = rpx.io.to_peft(p, raw, names=LAYERS)
     assert written["target_modules"] == sorted(f"model.layers.{i}.mlp" for i in range(COUNT))

@@ -89,8 +89,7 @@ def test_experts_that_are_modules_of_their_own_are_one_array_here():
     assert config["target_modules"] == modules
     lines = "\n  w1/kernel: expected tensors for each of its 6 layers, got them for 5. Do not stack these\n"
     with raises(
-        ValueError,
-        f"from_peft: the adapter does not fit this model:{lines}Correct `like`, `names` or `layouts`.",
+        ValueError, f"from_peft: the adapter does not fit this model:{lines}Correct `like`, `names` or `layouts`."
     ):
         fewer = {name: x for name, x in tensors.items() if "0.block_sparse_moe.experts.1." not in name}
         rpx.io.from_peft(fewer, {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}, base, names=names)

@@ -73,19 +73,11 @@ def paths_of_path_aware_map(raw):
     return found
 
 
-def paths_of_clu(raw):
-    """The first two columns of the table."""
-    overview = pytest.importorskip("clu.parameter_overview").get_parameter_overview(raw, include_stats=False)
-    rows = [[cell.strip() for cell in line.split("|")] for line in overview.splitlines() if line.startswith("| net")]
-    return {name: tuple(int(n) for n in shape.strip("(),").split(", ")) for _, name, shape, *_ in rows}
-
-
 NAMED = {
     "keystr": flat,
     "flatten_dict": lambda raw: traverse_util.flatten_dict(raw, sep="/"),
     "nnx.State": lambda raw: {"/".join(path): x for path, x in nnx.to_flat_state(nnx.State(raw))},
     "path_aware_map": paths_of_path_aware_map,
-    "clu": paths_of_clu,
 }
 
 

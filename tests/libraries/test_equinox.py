@@ -67,13 +67,3 @@ def test_free_values_are_parted_from_fixed_ones_and_from_functions() -> None:
     slope = jax.jit(jax.grad(lambda free: loss_of(p.apply(eqx.combine(free, rest)))))(free)
     assert [x.shape for x in jax.tree.leaves(slope)] == [(4, 1), (4, 3), (4,)]
     np.testing.assert_allclose(slope.layers[0].bias, mlp.EXPECTED.gradients[2], rtol=1e-5, atol=1e-6)
-
-
-def test_a_field_called_value_keeps_its_name() -> None:
-    class Attention(eqx.Module):
-        key: Array
-        value: Array
-
-    w = np.ones((2, 2), np.float32)
-    raw = jax.eval_shape(rpx.WeightNorm(where="0/value").init, [Attention(w, w)])
-    assert jax.tree.map(jnp.shape, raw[0].value) == {"@weight_norm": {"g": (1, 2), "v": (2, 2)}}

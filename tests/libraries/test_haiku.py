@@ -57,15 +57,6 @@ def test_state_stands_in_a_tree_of_its_own() -> None:
     np.testing.assert_allclose(np.asarray(state["norm/~/mean_ema"]["average"])[0], mean, rtol=1e-5, atol=1e-6)
 
 
-def test_a_raw_tree_is_split_by_modules_and_merged() -> None:
-    raw = jax.jit((rpx.Freeze(where="l2/b") >> rpx.WeightNorm()).init)(mlp.tree(*NAMES))
-    first, second = hk.data_structures.partition(lambda module, *_: module == "l1", raw)
-    assert (set(first), set(second)) == ({"l1"}, {"l2"})
-    merged = hk.data_structures.merge(first, second)
-    assert jax.tree.structure(merged) == jax.tree.structure(raw)
-    assert all(a is b for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(raw), strict=True))
-
-
 def immutable() -> Any:
     deep = {"er": {"w": np.full((2, 2), 3, np.float32)}}
     return hk.data_structures.to_immutable_dict({**mlp.tree(*NAMES), "deep": deep})

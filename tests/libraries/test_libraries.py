@@ -2,7 +2,6 @@
 
 import functools
 import gc
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ from flax.core import freeze
 from flax.traverse_util import unflatten_dict
 from grids import mostly_thorough
 from jax import Array
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from one_array import normal
 
 import reparax as rpx
@@ -60,11 +57,6 @@ class NnxMLP(nnx.Module):
         return self.rest[0](nnx.tanh(self.l1(x)))
 
 
-class Dense(NamedTuple):
-    kernel: Array
-    bias: Array
-
-
 def _dense(x: Array, kernel: Array, bias: Array) -> Array:
     return x @ kernel + bias[None]
 
@@ -73,12 +65,6 @@ def linen() -> Case:
     model = LinenMLP()
     paths = ["Dense_0/bias", "Dense_0/kernel", "Dense_1/bias", "Dense_1/kernel"]
     return Case(jax.jit(model.init)(jax.random.key(0), X)["params"], lambda p, x: model.apply({"params": p}, x), paths)
-
-
-def linen_variables() -> Case:
-    model = LinenMLP()
-    paths = ["params/Dense_0/bias", "params/Dense_0/kernel", "params/Dense_1/bias", "params/Dense_1/kernel"]
-    return Case(model.init(jax.random.key(0), X), model.apply, paths)
 
 
 def linen_frozen() -> Case:
@@ -95,10 +81,6 @@ def nnx_state() -> Case:
     graph, params, rest = nnx.split(NnxMLP(nnx.Rngs(0)), nnx.Param, ...)
     paths = ["l1/bias", "l1/kernel", "rest/0/bias", "rest/0/kernel"]
     return Case(params, lambda p, x: nnx.merge(graph, p, rest)(x), paths)
-
-
-def nnx_pure_dict() -> Case:
-    return nnx_state()._replace(params=nnx.to_pure_dict(nnx_state().params))
 
 
 def nnx_module() -> Case:
@@ -121,27 +103,10 @@ def _weights() -> list[Array]:
     return [jnp.asarray(normal(*shape, seed=i)) for i, shape in enumerate([(3, 4), (4,), (4, 2), (2,)])]
 
 
-def plain_dict() -> Case:
-    w1, b1, w2, b2 = _weights()
-    params = {"l1": {"kernel": w1, "bias": b1}, "l2": {"kernel": w2, "bias": b2}}
-    paths = ["l1/bias", "l1/kernel", "l2/bias", "l2/kernel"]
-    return Case(params, lambda p, x: _dense(jnp.tanh(_dense(x, **p["l1"])), **p["l2"]), paths)
-
-
 def list_of_tuples() -> Case:
     w1, b1, w2, b2 = _weights()
     paths = ["0/0", "0/1", "1/0", "1/1"]
     return Case([(w1, b1), (w2, b2)], lambda p, x: _dense(jnp.tanh(_dense(x, *p[0])), *p[1]), paths)
-
-
-def named_tuples() -> Case:
-    w1, b1, w2, b2 = _weights()
-    paths = ["0/bias", "0/kernel", "1/bias", "1/kernel"]
-    return list_of_tuples()._replace(params=(Dense(w1, b1), Dense(w2, b2)), paths=paths)
-
-
-def ordered_dict() -> Case:
-    return plain_dict()._replace(params=OrderedDict(plain_dict().params))
 
 
 def bare_array() -> Case:
@@ -150,17 +115,7 @@ def bare_array() -> Case:
 
 # One container of each library, and the others, which differ in how JAX flattens them alone.
 CASES = [linen_boxes, nnx_module, haiku, equinox, list_of_tuples]
-MORE = [
-    linen,
-    linen_variables,
-    linen_frozen,
-    nnx_state,
-    nnx_pure_dict,
-    plain_dict,
-    named_tuples,
-    ordered_dict,
-    bare_array,
-]
+MORE = [linen, linen_frozen, nnx_state, bare_array]
 
 
 def of_libraries(*quick: Callable[[], Case]) -> pytest.MarkDecorator:
@@ -306,18 +261,6 @@ def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
 
 
-@pytest.mark.thorough
-@every_chain
-def test_an_ensemble_under_vmap_is_its_members(p: rpx.Parametrization, key: Array) -> None:
-    keys = jax.random.split(key, 5)
-    raw = jax.vmap(p.init)(_layers())
-    effective = jax.vmap(p.apply)(raw, keys)
-    for i in range(5):
-        alone = p.init(_member(_layers(), i))
-        assert _types(_member(raw, i)) == _types(alone)
-        np.testing.assert_allclose(_member(effective, i)["kernel"], p.apply(alone, keys[i])["kernel"], atol=1e-5)
-
-
 @every_chain
 def test_apply_inside_a_scan_over_layers_is_the_loop_over_layers(p: rpx.Parametrization, key: Array) -> None:
     raw = jax.tree.map(np.asarray, jax.jit(jax.vmap(p.init))(_layers()))
@@ -340,15 +283,6 @@ def test_a_static_argument_and_a_closure_and_a_bound_method_give_the_same(key: A
     _assert_identical(jax.jit(lambda raw, key: CHAIN.apply(raw, key))(raw, key), argument)
     _assert_identical(jax.jit(CHAIN.apply)(raw, key), argument)
     _assert_close(CHAIN.apply(raw, key), argument)
-
-
-@every_chain
-def test_shapes_are_known_without_computing(p: rpx.Parametrization, key: Array) -> None:
-    params = _member(_layers(), 0)
-    raw = jax.jit(p.init)(params)
-    assert _types(jax.eval_shape(p.init, jax.eval_shape(lambda: params))) == _types(raw)
-    assert _types(jax.eval_shape(p.apply, raw, key)) == _types(params)
-    assert _types(jax.eval_shape(p.update, raw)) == _types(raw)
 
 
 @every_chain
@@ -388,92 +322,3 @@ def test_one_draw_serves_every_step_of_a_recurrent_loop(key: Array) -> None:
     w = np.asarray(jax.jit(CHAIN.apply)(raw, key)["w"])
     want = [np.ones(4) @ w, np.ones(4) @ w @ w, np.ones(4) @ w @ w @ w]
     np.testing.assert_allclose(jax.jit(states)(raw), want, rtol=1e-5, atol=1e-6)
-
-
-# Eight devices. ---------------------------------------------------------------------------------------------------
-
-SPECS = [P("data", "model"), P(None, "model"), P(("data", "model"), None)]
-LOCAL = [rpx.VarNoise(0.1), rpx.WeightDropout(0.3), rpx.WeightDropout(0.3, broadcast_dims=-1)]
-COLLECTIVES = ["all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"]
-
-every_spec = pytest.mark.parametrize("spec", mostly_thorough(SPECS, SPECS[0]), ids=str)
-every_local_stage = pytest.mark.parametrize("p", mostly_thorough(LOCAL, LOCAL[0], LOCAL[2]), ids=repr)
-
-
-def _mesh(kind: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-
-
-@functools.cache
-def _whole() -> dict[str, Array]:
-    return {"w": normal(16, 32, seed=2)}
-
-
-def _sharded(kind: AxisType, spec: P) -> dict[str, Array]:
-    return jax.device_put(_whole(), NamedSharding(_mesh(kind), spec))
-
-
-@every_spec
-@every_local_stage
-def test_perturbations_of_a_sharded_weight_stay_where_it_is(p: rpx.Parametrization, spec: P, key: Array) -> None:
-    raw = _sharded(AxisType.Auto, spec)
-    compiled = jax.jit(p.apply).lower(raw, key).compile()
-    got = compiled(raw, key)["w"]
-    assert [name for name in COLLECTIVES if name in compiled.as_text()] == []
-    assert got.sharding.is_equivalent_to(raw["w"].sharding, 2)
-    np.testing.assert_allclose(got, jax.jit(p.apply)(_whole(), key)["w"], rtol=1e-6, atol=1e-6)
-
-
-@every_spec
-def test_weight_norm_of_a_sharded_weight_stays_where_it_is(spec: P) -> None:
-    params = _sharded(AxisType.Auto, spec)
-    raw = jax.jit(CHAIN.init)(params)
-    folded = jax.jit(CHAIN.fold)(raw)["w"]
-    assert raw["w"]["@weight_norm"]["v"].sharding.is_equivalent_to(params["w"].sharding, 2)
-    assert folded.sharding.is_equivalent_to(params["w"].sharding, 2)
-    np.testing.assert_allclose(folded, _whole()["w"], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("spec", mostly_thorough(SPECS[:2], SPECS[0]), ids=str)
-@pytest.mark.parametrize("p", mostly_thorough([CHAIN, *LOCAL[1:]], CHAIN, LOCAL[2]), ids=repr)
-def test_explicit_meshes_keep_the_sharding_and_the_values(p: rpx.Parametrization, spec: P, key: Array) -> None:
-    def started(params: Any, key: Array) -> Any:
-        return p.apply(p.init(params), key)
-
-    params = _sharded(AxisType.Explicit, spec)
-    with jax.set_mesh(_mesh(AxisType.Explicit)):
-        effective = jax.jit(started)(params, key)["w"]
-    assert jax.typeof(effective).sharding.spec == spec
-    np.testing.assert_allclose(effective, jax.jit(started)(_whole(), key)["w"], rtol=1e-5, atol=1e-6)
-
-
-def test_raw_shardings_follow_from_shapes_on_an_explicit_mesh() -> None:
-    sharding = NamedSharding(_mesh(AxisType.Explicit), P("data", "model"))
-    shapes = {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=sharding)}
-    raw = jax.eval_shape(rpx.WeightNorm().init, shapes)["w"]["@weight_norm"]
-    assert (raw["g"].sharding.spec, raw["v"].sharding.spec) == (P(None, "model"), P("data", "model"))
-
-
-def test_weight_norm_inside_shard_map_agrees_with_the_whole_weight() -> None:
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-    fold = jax.shard_map(
-        lambda w: rpx.WeightNorm().apply(rpx.WeightNorm().init(w)),
-        mesh=mesh,
-        in_specs=P(None, "model"),
-        out_specs=P(None, "model"),
-    )
-    _assert_close(jax.jit(fold)(_whole()), _whole())
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("p", [rpx.VarNoise(0.1), rpx.WeightDropout(0.3, broadcast_dims=-1)], ids=repr)
-def test_inside_shard_map_each_shard_draws_as_a_weight_of_its_shape_does(p: rpx.Parametrization, key: Array) -> None:
-    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
-
-    def shard(w: Array, key: Array) -> Array:
-        return p.apply({"w": w}, jax.random.fold_in(key, jax.lax.axis_index("model")))["w"]
-
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P("model", None), P()), out_specs=P("model", None))
-    w = _whole()["w"]
-    want = [p.apply({"w": w[2 * i : 2 * i + 2]}, jax.random.fold_in(key, i))["w"] for i in range(8)]
-    np.testing.assert_allclose(jax.jit(sharded)(w, key), np.concatenate(want), rtol=1e-6, atol=1e-6)

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 from jax import Array
-from jax.sharding import PartitionSpec
 
 import reparax as rpx
 
@@ -48,13 +47,6 @@ def test_train_state_trains_raw_values() -> None:
         slopes.append(slope)
     mlp.assert_gradients(*mlp.values(slopes[0], *NAMES))
     mlp.assert_trained(losses, mlp.values(jax.jit(mlp.P.fold)(state.params), *NAMES))
-
-
-def test_partitioned_boxes_come_back_with_their_names(key: Array) -> None:
-    boxes = MLP(nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))).init(key, X)["params"]
-    effective = NOISY.apply(NOISY.init(boxes), key)
-    assert effective["l1"]["kernel"].names == ("in", "out")
-    assert nn.get_partition_spec(effective)["l2"]["kernel"] == PartitionSpec("in", "out")
 
 
 # Collections that are no parameters. ------------------------------------------------------------------------------

@@ -36,6 +36,6 @@ def test_an_agent_with_a_chain_learns_as_one_with_the_layer_of_dqn_zoo() -> None
     assert {len(runs) for runs in last.values()} == {5}
     assert abs(median(last["a chain"]) - median(last["dqn_zoo's layer"])) < 0.05
     assert min(last["a chain"]) > 0.8
-    page = (ROOT / "docs" / "api" / "wrapped.md").read_text()
+    page = (ROOT / "docs" / "api" / "models.md").read_text()
     for name, runs in last.items():
         assert f"| {name} | {median(runs):.2f} | {runs[0]:.2f} | {runs[-1]:.2f} |" in page

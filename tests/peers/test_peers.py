@@ -145,20 +145,6 @@ def test_torch_turns_gradients_of_a_hard_weight_into_nan_and_weight_norm_has_fin
     assert np.isfinite(grad["v"]).all()
 
 
-def test_torch_has_no_weight_norm_of_complex_weights_and_we_have():
-    w, p = normal(5, 3).astype(np.complex64), rpx.WeightNorm(axis=0)
-    with pytest.raises(NotImplementedError):
-        _ = parametrizations.weight_norm(module(w)).weight
-    np.testing.assert_allclose(p.apply(p.init({"w": jnp.asarray(w)}))["w"], w, rtol=5e-7)
-
-
-def test_torch_cannot_take_an_array_without_rows_and_weight_norm_can():
-    w, p = normal(0, 3), rpx.WeightNorm(axis=0)
-    with pytest.raises(RuntimeError):
-        parametrizations.weight_norm(module(w))
-    assert p.apply(p.init({"w": jnp.asarray(w)}))["w"].shape == (0, 3)
-
-
 # ---- spectral norm
 
 SPECTRAL = [
@@ -216,14 +202,6 @@ def test_one_update_moves_the_singular_vectors_as_one_access_in_torch_training_d
     got = rpx.SpectralNorm(n_steps, columns=dim).update(raw)["w"]["@spectral_norm"]["@fixed"]
     np.testing.assert_allclose(got["u"], seen(peer.parametrizations.weight[0]._u), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(got["v"], seen(peer.parametrizations.weight[0]._v), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("n_steps", [1, 5])
-@pytest.mark.parametrize(("shape", "dim"), SPECTRAL)
-def test_update_then_apply_is_one_access_in_torch_training(shape, dim, n_steps):
-    p, peer = rpx.SpectralNorm(n_steps, columns=dim), spectral_normed(normal(*shape), dim, n_steps).train()
-    raw = spectral_norm_raw(peer)
-    np.testing.assert_allclose(p.apply(p.update(raw))["w"], seen(peer.weight), rtol=1e-5, atol=1e-6)
 
 
 def test_torch_iterates_at_each_access_in_training_and_on_removal_and_spectral_norm_in_update_alone():

@@ -434,6 +434,6 @@ def load_into(net, tensors, config, folder):
 
 def test_each_type_that_is_read_is_one_of_peft_and_in_the_table_of_the_page():
     assert METHODS_READ.keys() <= {each.value for each in peft.PeftType}
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "api" / "adapters.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "api" / "io.md").read_text()
     rows = re.findall(r"^\| ((?:`[A-Z0-9_]+`(?:, )?)+) \|", page, flags=re.MULTILINE)
     assert {name for names in rows for name in re.findall(r"`(\w+)`", names)} == METHODS_READ.keys()

@@ -29,11 +29,10 @@ def cells(notebook):
     return [(cell.cell_type, LINK.sub("](", cell.source).strip()) for cell in notebook.cells]
 
 
-def test_there_is_one_for_each_in_the_documentation_in_the_order_of_the_bar_at_the_left():
+def test_there_is_one_for_each_in_the_documentation_in_the_order_of_the_gallery():
     files = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(file[3:].removesuffix(".ipynb") for file in files) == [path.stem for path in SOURCES]
-    lists = "".join((ROOT / "docs" / page).read_text() for page in ("index.md", "more.md"))
-    names = re.findall(r"notebooks/(\w+)>?$", lists, flags=re.MULTILINE)
+    names = re.findall(r"^notebooks/(\w+)$", (ROOT / "docs" / "gallery.md").read_text(), flags=re.MULTILINE)
     assert files == [f"{number:02}_{name}.ipynb" for number, name in enumerate(names, 1)]
 
 

@@ -1,4 +1,4 @@
-"""The recipe that gives Muon the axes of matrices: those of raw values, and those that MaxText writes by hand."""
+"""The recipe that gives Muon the axes of matrices: those of raw values that are matrices."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 import reparax as rpx
 from reparax.core.paths import items, path_text
 
-PAGE = (Path(__file__).parents[2] / "docs" / "notebooks" / "recipes.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 RECIPE = {"jax": jax, "rpx": rpx, "MuonDimensionNumbers": MuonDimensionNumbers}
 exec(re.findall(r"^def muon_axes.*?(?=\n\n\n)", PAGE, re.DOTALL | re.MULTILINE)[0], RECIPE)
 muon_axes = RECIPE["muon_axes"]
@@ -129,131 +129,3 @@ def test_a_step_is_that_of_each_layer_as_a_matrix_and_of_what_has_no_axes_by_ada
     np.testing.assert_allclose(new["v"].reshape(2, 6, 4), np.stack(expected), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(new["g"], others["g"], rtol=1e-4)
     np.testing.assert_allclose(updates["out"], others["out"], rtol=1e-4)
-
-
-# The rules that MaxText writes by hand --------------------------------------------------------------------------------
-
-EMBED, HEADS, SIZE, RANK, INNER, EXPERTS, LAYERS = 8, 3, 4, 5, 12, 6, 2
-
-
-def normed(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
-
-
-def attended(q, k, v, out):
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k)
-    return jnp.einsum("btnh,nhd->btd", jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v), out)
-
-
-def gated(x, w):
-    return (jax.nn.silu(x @ w["wi_0"]) * (x @ w["wi_1"])) @ w["wo"]
-
-
-def multi_head(x, w):
-    heads = {name: jnp.einsum("btd,dnh->btnh", x, w[name]) for name in ("query", "key", "value")}
-    q, k = normed(heads["query"], w["query_norm"]), normed(heads["key"], w["key_norm"])
-    return attended(q, k, heads["value"], w["out"])
-
-
-def latent(x, w):
-    """DeepSeek's attention: keys and values from few numbers, part of which all heads share."""
-    q = jnp.einsum("btr,rnh->btnh", normed(x @ w["wq_a"], w["q_norm"]), w["wq_b"])
-    low, shared = jnp.split(x @ w["wkv_a"], [RANK], axis=-1)
-    k, v = jnp.split(jnp.einsum("btr,rnh->btnh", normed(low, w["kv_norm"]), w["wkv_b"]), [2], axis=-1)
-    k = jnp.concatenate([k, jnp.broadcast_to(shared[:, :, None], (*k.shape[:-1], SIZE - 2))], axis=-1)
-    return attended(q, k, v, w["out"])
-
-
-def experts(x, w):
-    """Each token in a place of each expert that it chose, as in MaxText's dense product of experts."""
-    gates = jax.nn.sigmoid(x @ w["gate"]["kernel"]) + w["gate"]["bias"]
-    best, chosen = jax.lax.top_k(gates, 2)
-    taken = jax.nn.one_hot(chosen, EXPERTS, dtype=jnp.int32)  # b t k e
-    places = jax.nn.one_hot(jnp.cumsum(jnp.sum(taken, axis=2), axis=1) - 1, 4)  # b t e c
-    mask = jnp.sum(taken, axis=2)[..., None] * places
-    x = jnp.einsum("btd,btec->ebcd", x, mask)
-    hidden = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", x, w["wi_0"])) * jnp.einsum("ebcd,edf->ebcf", x, w["wi_1"])
-    y = jnp.einsum("ebcf,efd->ebcd", hidden, w["wo"])
-    return jnp.einsum("ebcd,btec->btd", y, mask * jnp.sum(taken * best[..., None], axis=2)[..., None])
-
-
-def maxtext(attention, dense):
-    def forward(params, tokens):
-        def layer(x, w):
-            x = x + attention(normed(x, w["first"]), w["self_attention"])
-            return x + dense(normed(x, w["second"]), w["mlp"]), None
-
-        # MaxText stacks layers along the second axis.
-        layers = jax.tree.map(lambda w: jnp.moveaxis(w, 1, 0), params["layers"])
-        x, _ = jax.lax.scan(layer, params["embedding"][tokens], layers)
-        return normed(x, params["norm"]) @ params["logits_dense"]
-
-    return forward
-
-
-def stacked(n, *shape):
-    return jax.ShapeDtypeStruct((n, LAYERS, *shape), jnp.float32)
-
-
-MLP = {"wi_0": stacked(EMBED, INNER), "wi_1": stacked(EMBED, INNER), "wo": stacked(INNER, EMBED)}
-MOE = {
-    "wi_0": stacked(EXPERTS, EMBED, INNER),
-    "wi_1": stacked(EXPERTS, EMBED, INNER),
-    "wo": stacked(EXPERTS, INNER, EMBED),
-    "gate": {"kernel": stacked(EMBED, EXPERTS), "bias": stacked(EXPERTS)},
-    "shared": MLP,
-}
-MULTI_HEAD = {
-    **{name: stacked(EMBED, HEADS, SIZE) for name in ("query", "key", "value")},
-    "out": stacked(HEADS, SIZE, EMBED),
-    "query_norm": stacked(SIZE),
-    "key_norm": stacked(SIZE),
-}
-LATENT = {
-    "wq_a": stacked(EMBED, RANK),
-    "q_norm": stacked(RANK),
-    "wq_b": stacked(RANK, HEADS, SIZE),
-    "wkv_a": stacked(EMBED, RANK + SIZE - 2),
-    "kv_norm": stacked(RANK),
-    "wkv_b": stacked(RANK, HEADS, 2 + SIZE),
-    "out": stacked(HEADS, SIZE, EMBED),
-}
-TABLE = {
-    "self_attention/(query|key|value|wq_b|wkv_b)": ((0,), (-2, -1)),
-    "self_attention/out": ((0, -2), (-1,)),
-    "self_attention/(wq_a|wkv_a)": ((0,), (-1,)),
-    "mlp/gate/kernel": ((0,), (-1,)),
-    "mlp/(shared/)?(wi_.|wo)": ((0,), (-1,)),
-}
-"""The numbers that MaxText's tests of ``muon_utils.py`` have for DeepSeek, Gemma 3, Llama and Qwen 3."""
-OF_EXPERTS = {"mlp/(wi_.|wo)": ((-2,), (-1,))}
-
-
-@pytest.mark.parametrize(
-    ("attention", "dense", "params", "own"),
-    [
-        (multi_head, gated, {"self_attention": MULTI_HEAD, "mlp": MLP}, {}),
-        (
-            latent,
-            lambda x, w: experts(x, w) + gated(x, w["shared"]),
-            {"self_attention": LATENT, "mlp": MOE},
-            OF_EXPERTS,
-        ),
-    ],
-    ids=["multi-head", "latent attention, experts"],
-)
-def test_roles_give_the_numbers_of_maxtext(attention, dense, params, own):
-    word = jax.ShapeDtypeStruct((20, EMBED), jnp.float32)
-    layers = {**params, "first": stacked(EMBED), "second": stacked(EMBED)}
-    rest = {"embedding": word, "norm": word.update(shape=(EMBED,)), "logits_dense": word.update(shape=(EMBED, 20))}
-    tokens = jax.ShapeDtypeStruct((2, 5), jnp.int32)
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        axes = muon_axes(maxtext(attention, dense), {"layers": layers, **rest}, tokens)
-    found = found_by_path({"layers": axes["layers"]})
-    types = {path_text(path).removeprefix("layers/"): x for path, x in items({"layers": layers})}
-    expected = {}
-    for pattern, sides in {**TABLE, **own}.items():
-        for path, x in types.items():
-            if re.fullmatch(pattern, path):
-                expected[f"layers/{path}"] = tuple(tuple(axis % x.ndim for axis in axes) for axes in sides)
-    assert found == expected

@@ -416,10 +416,7 @@ def test_one_draw_for_all(name):
     def loss(raw, key, x):
         return network(p.apply(raw, key), x)
 
-    got, want = (
-        jax.jit(local_reparametrization(loss))(raw, KEY, x),
-        jax.jit(network)(effective(p, raw, KEY), x),
-    )
+    got, want = (jax.jit(local_reparametrization(loss))(raw, KEY, x), jax.jit(network)(effective(p, raw, KEY), x))
     np.testing.assert_allclose(got, want, rtol=1e-2 if got.dtype == jnp.float16 else 1e-5, atol=1e-5)
     report = rpx.explain(local_reparametrization(loss), raw, KEY, x)
     assert not any(each.is_transformed for each in report.weights)

@@ -14,9 +14,9 @@ from jax.typing import ArrayLike
 
 from reparax.axes._reading import Reading, arguments_of
 from reparax.core.bound import follow_axes
+from reparax.core.calls import shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array, is_numeric
 
 

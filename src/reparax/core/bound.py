@@ -8,7 +8,7 @@ path by which it draws. Then each method is one loop: read the values, call the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes import map_stacked, stacked_sizes
 from reparax.core.boxes import gather_boxes
-from reparax.core.calls import CallName, call_name, require_no_references
+from reparax.core.calls import CallName, require_no_references
 from reparax.core.checks import locate_errors
-from reparax.core.keys import Keys, draw_for_bounds, split_key
+from reparax.core.keys import Keys, draw_for_bounds, keys_of_stack
 from reparax.core.origins import Origins, compose_origins, keep_origins
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, type_of, types_of_result
 from reparax.core.raw import (
@@ -43,7 +42,8 @@ from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_ine
 RawValues = Mapping[str, Mapping[str, Any]]
 """For each array of a binding, by the name that the formulas use, its raw values by their names."""
 Stages = Sequence[Any]
-CONVERT = "Convert it with `rpx.transfer(old, new, raw)`."
+UPTO = "For what stage k of a longer chain reads, call its `apply(raw, key, upto=k)`."
+CONVERT = f"Convert it with `rpx.transfer(old, new, raw)`. {UPTO}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +78,12 @@ class Bound:
     mean: bool = False
     formula: Any = None
 
-    @property
+    @cached_property
     def is_random(self) -> bool:
         """Whether the effective array is drawn."""
         return self.stage.stochastic and not self.mean
 
-    @property
+    @cached_property
     def is_noise(self) -> bool:
         """Whether its draw depends on the array's type alone, so that several can be drawn together."""
         return self.is_random and self.stage.draws_by_type
@@ -92,14 +92,6 @@ class Bound:
     def inside(self) -> list[Names]:
         """The key paths of all raw values."""
         return [place for places in self.values.values() for place in places.values()]
-
-    def over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula on one array, applied to each of the stacked arrays."""
-        return map_stacked(self.stacked, self.stage._on_one(formula))
-
-    def keys(self, key: Array | None, w: Any) -> Array | None:
-        """A key for each of the arrays stacked in ``w``."""
-        return split_key(key, stacked_sizes(w, self.stacked)) if key is not None and self.stacked else key
 
     def read(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
@@ -267,7 +259,7 @@ def require_made_by(p: Any, method: str, raw: PyTree) -> None:
     types_of_result(effective, raw)
 
 
-def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
+def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):
         if not stage.has_update:
@@ -287,7 +279,7 @@ def update_all(who: str, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) 
         for j, bound in enumerate(bounds):
             with locate_errors(bound.who):
                 given = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
-                key = bound.keys(drawn[j], types[j]["w"]) if drawn else None
+                key = keys_of_stack(drawn[j], types[j]["w"], bound.stacked) if drawn else None
                 new = bound.stage._update_at(bound, bound.read(effective.arrays), given, key)
             arrays |= _by_place(bound, new)
         tree = graft("update", tree, effective, effective.with_arrays(arrays), free=own.moves_weights)
@@ -299,7 +291,7 @@ def _by_place(bound: Bound, values: RawValues) -> dict[Names, Any]:
     return {bound.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
 
 
-def _grads_after_first(who: str, stages: Stages, effective: Flat, grads: PyTree) -> Flat:
+def _grads_after_first(who: object, stages: Stages, effective: Flat, grads: PyTree) -> Flat:
     """The gradient with respect to the output of the first stage, from that of the effective tree; else zeros."""
     tree, later_stages = apply_all(mean_stages(stages[:1]), effective, Keys(None)), mean_stages(stages[1:])
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
@@ -315,7 +307,7 @@ def _grads_after_first(who: str, stages: Stages, effective: Flat, grads: PyTree)
     return tree.with_arrays({place: grads_of_moving.get(place, 0.0) for place in tree.arrays})
 
 
-def _match_grads(who: str, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
+def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], grads: PyTree) -> list[Any]:
     """The gradients of the effective arrays at ``paths``, in their order and dtypes."""
     if marks := outer_markers(grads):
         path, mark = next(iter(marks.items()))
@@ -486,22 +478,22 @@ def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
     return Provenance(flatten(raw), bindings, types)
 
 
-def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT) -> None:
-    """Requires that no stage's values are left after all stages of ``p``.
+def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
+    """Requires that no stage's values are left after all stages of ``p`` but the ``later`` ones.
 
     Raises:
       ValueError: If some are: ``p`` did not make the raw tree.
     """
     for place in tree.arrays:
         n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
-        if n is None:
+        if n is None or kind_of(place[n]) in {stage.kind for stage in later}:
             continue
         path, mark = path_text(place[:n]), place[n]
         if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
             for stage in producers:
                 stage._own._require_own(tree, path)
             raise ValueError(
-                f"{call_name(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
+                f"{CallName(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                 f"or an older version of reparax made it. {otherwise}"
             )
-        raise ValueError(f"{call_name(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN}")
+        raise ValueError(f"{CallName(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")

@@ -1,6 +1,7 @@
-"""A call of a method of a chain: its name in errors, its key, and errors for other operators than ``>>``."""
+"""Calls of chains and functions: their names in errors, what they take, and what to write in place of a wrong one."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -8,13 +9,96 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from reparax.core.config import required_arguments
-from reparax.core.fields import Static
 from reparax.core.keys import check_key, is_one_key
+from reparax.core.names import how_to_write
 from reparax.core.paths import PyTree, is_reference, items, path_text
-from reparax.core.usage import misfit, shows_usage, usage
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+Wrong = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], str | None]
+"""What is wrong with the arguments of a call of a function; None if they fit it."""
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def takes(function: Callable[..., Any], count: int, *, unsure: bool) -> bool:
+    """Whether a function can be called with so many arguments by position; ``unsure`` if it does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return unsure
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def usage(function: Callable[..., Any], *, skip: int = 0) -> str:
+    """A call of ``function`` with the names of its arguments and their defaults, without the first ``skip``."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    texts = [
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in parameters
+    ]
+    return f"{function.__name__}({', '.join(texts)})"
+
+
+def misfit(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, skip: int = 0
+) -> str | None:
+    """How a call does not fit the arguments of ``function`` after the first ``skip``; None if it does."""
+    parameters = list(inspect.signature(function).parameters.values())[skip:]
+    if any(parameter.kind in _OPEN for parameter in parameters):
+        return None
+    names = [parameter.name for parameter in parameters]
+    by_position = [parameter.name for parameter in parameters if parameter.kind in _BY_POSITION]
+    if len(args) > len(by_position):
+        return f"got {len(args)} argument{'s' * (len(args) > 1)} by position, but takes {len(by_position)}."
+    if unknown := [name for name in kwargs if name not in names]:
+        return f"takes no argument {unknown[0]!r}."
+    names_given = {*by_position[: len(args)], *kwargs}
+    missing = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.name not in names_given
+    ]
+    return f"needs {missing[0]!r}." if missing else None
+
+
+def _call_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call of a function of the package."""
+    wrong, name = misfit(function, args, kwargs), function.__name__
+    return None if wrong is None else f"{name} {wrong} Write `{how_to_write()[name]}{usage(function)[len(name) :]}`."
+
+
+def shows_usage(function: Callable[P, R], wrong: Wrong = _call_error) -> Callable[P, R]:
+    """``function``, where a call that does not fit it is an error that shows the call to write.
+
+    ``wrong(function, args, kwargs)`` is the text of the error, or None if the call fits.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            if (text := wrong(function, args, kwargs)) is None:
+                raise
+            raise TypeError(text) from error
+
+    return call
+
+
+# ---- calls of chains
+
+
+def is_stage(x: object) -> bool:
+    """Whether ``x`` is a stage or a chain."""
+    return hasattr(type(x), "_parts")
 
 
 def with_any_key(init: Callable[..., PyTree]) -> Callable[[PyTree], PyTree]:
@@ -41,14 +125,10 @@ class CallName:
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
+        parts = self.p._parts
+        text = " >> ".join(map(repr, parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
-        return f"{call_name(self.p, self.method)}{where}"
-
-
-def call_name(p: Any, method: str) -> str:
-    """The name of a call in error messages: ``VarNoise(0.1).apply``, ``(a >> b).apply``."""
-    text = " >> ".join(map(repr, p._parts)) or repr(p)
-    return f"({text}).{method}" if len(p._parts) > 1 else f"{text}.{method}"
+        return f"{f'({text})' if len(parts) > 1 else text}.{self.method}{where}"
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
@@ -57,7 +137,7 @@ def require_no_references(p: Any, method: str, tree: PyTree) -> None:
         return
     path = next(path_text(path) for path, x in items(tree) if is_reference(x))
     raise TypeError(
-        f"{call_name(p, method)} takes a tree of arrays, but got a reference whose content changes in place at "
+        f"{CallName(p, method)} takes a tree of arrays, but got a reference whose content changes in place at "
         f"{path!r}. Pass its content: `nnx.with_vars(model, hijax=False)` for nnx variables with hijax=True, or "
         f"`ref[...]`."
     )
@@ -68,7 +148,7 @@ def checked_key(p: Any, method: str, key: jax.Array | None) -> jax.Array | None:
     if key is None or is_one_key(key):
         return key
     tree = "params" if method == "init" else "raw"
-    return check_key(key, call_name(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
+    return check_key(key, CallName(p, method), f"jax.vmap(p.{method}, in_axes=(None, 0))({tree}, keys)")
 
 
 def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
@@ -78,7 +158,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
         return None
     if key is None:
         raise ValueError(
-            f"{call_name(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
+            f"{CallName(p, 'apply')} draws random numbers, so it needs a key, but got key=None. "
             f"Pass a key, or evaluate with `p.deterministic`."
         )
     return checked_key(p, "apply", key)
@@ -86,7 +166,7 @@ def needed_key(p: Any, key: jax.Array | None) -> jax.Array | None:
 
 def parts_of(part: Any) -> tuple[Any, ...]:
     """The stages of a chain, or of a stage alone."""
-    if not isinstance(part, Static):
+    if not is_stage(part):
         raise TypeError(f"Chain takes parametrizations, but got {describe_non_stage(part)}")
     stage: Any = part
     return stage._parts
@@ -95,7 +175,7 @@ def parts_of(part: Any) -> tuple[Any, ...]:
 def require_chains(usage: str, *arguments: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
     for x in arguments:
-        if not isinstance(x, Static):
+        if not is_stage(x):
             name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
@@ -104,7 +184,7 @@ def require_chains(usage: str, *arguments: object) -> None:
 
 def describe_non_stage(x: Any) -> str:
     """What came in place of a stage, and what to write."""
-    if isinstance(x, type) and issubclass(x, Static):
+    if isinstance(x, type) and hasattr(x, "_parts"):
         return f"the class {x.__name__}. Write `{x.__name__}({', '.join(required_arguments(x))})`."
     if callable(x):
         return (
@@ -123,12 +203,12 @@ def verb(method: Callable[P, R]) -> Callable[P, R]:
 def _explain_wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a method of chains, ``self`` included; None if they fit it."""
     name, write = method.__name__, f"p.{usage(method, skip=1)}"
-    if not args or not isinstance(args[0], Static):
+    if not args or not is_stage(args[0]):
         return (
             f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."
         )
     wrong = misfit(method, args[1:], kwargs, skip=1)
-    return None if wrong is None else f"{call_name(args[0], name)} {wrong} Write `{write}`."
+    return None if wrong is None else f"{CallName(args[0], name)} {wrong} Write `{write}`."
 
 
 OTHERS = {"rshift": ">>", "lshift": "<<", "add": "+", "or": "|", "matmul": "@", "mul": "*"}
@@ -154,7 +234,7 @@ def _make_refusal(symbol: str, *, is_reflected: bool) -> Any:
 def other_than_stages_error(lhs: Any, symbol: str, rhs: Any) -> TypeError:
     """The error for ``first >> second``, or another operator, where they are not two stages joined by ``>>``."""
     text = f"{_as_code(lhs)} {symbol} {_as_code(rhs)}"
-    if non_stages := [x for x in (lhs, rhs) if not isinstance(x, Static)]:
+    if non_stages := [x for x in (lhs, rhs) if not is_stage(x)]:
         return TypeError(f"{text}: expected a stage, but got {describe_non_stage(non_stages[0])}")
     return TypeError(
         f"{text}: stages are joined by `>>`, first the one that acts on the raw values. Write "
@@ -164,6 +244,6 @@ def other_than_stages_error(lhs: Any, symbol: str, rhs: Any) -> TypeError:
 
 def _as_code(x: Any) -> str:
     """A stage as code; of anything else the name, or the type."""
-    if x is None or isinstance(x, Static | bool | int | float | str):
+    if x is None or is_stage(x) or isinstance(x, bool | int | float | str):
         return repr(x)
     return str(getattr(x, "__name__", type(x).__name__))

@@ -6,7 +6,7 @@ import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, overload
+from typing import Any, ClassVar, NoReturn, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from reparax.core.bound import (
 )
 from reparax.core.boxes import gather_boxes, spread_boxes, spread_like
 from reparax.core.calls import (
-    call_name,
+    CallName,
     checked_key,
     needed_key,
     other_than_stages_error,
@@ -41,6 +41,7 @@ from reparax.core.checks import require_no_differences
 from reparax.core.config import dump_stages, expression, load_stages
 from reparax.core.fields import Static
 from reparax.core.keys import Keys
+from reparax.core.originals import originals, require_unmoved, with_array
 from reparax.core.origins import Origins, probe_origins
 from reparax.core.paths import Names, PyTree, types_of_result
 from reparax.core.raw import Flat, flatten, nest, require_no_raw, resolve_owners
@@ -48,7 +49,9 @@ from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
 from reparax.core.with_axes import visit_with_roles
+from reparax.numerics.arguments import is_whole
 
+T = TypeVar("T")
 VERBS = ("init", "apply", "update", "update_base", "penalty", "log_det")
 """The methods of a chain, to which each stage adds its formulas."""
 
@@ -99,7 +102,7 @@ class Parametrization(Static, ABC):
         super().__init_subclass__(**kwargs)
 
     _for_users: ClassVar[tuple[str, ...]] = (
-        *("init", "apply", "update", "update_base", "fold", "with_axes"),
+        *("init", "apply", "update", "update_base", "fold", "original", "set", "with_axes"),
         *("deterministic", "stochastic", "check", "raw_paths", "shardings", "to_json", "penalty", "log_det"),
     )
     """The names that users call; all other names are for authors of stages."""
@@ -121,38 +124,110 @@ class Parametrization(Static, ABC):
           ValueError: If a random start gets no key, a stage selects nothing or cannot take an array that it selects,
             or ``params`` is a raw tree.
         """
-        if key is None and self.random_init:
-            raise ValueError(
-                f"{call_name(self, 'init')} draws random numbers, so it needs a key, but got key=None. Pass a key: "
-                f"`p.init(params, jax.random.key(0))`."
-            )
+        typed_key = self._start_key("init", key)
         require_no_references(self, "init", params)
         advice = "Call `init` once, with the whole chain, and pass its result to `apply`."
-        require_no_raw(call_name(self, "init"), params, advice)
-        typed_key = checked_key(self, "init", jax.random.key(0) if key is None else key)
+        require_no_raw(CallName(self, "init"), params, advice)
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
+    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array:
+        """The key of a start, which may be missing if nothing depends on it."""
+        if key is None and self.random_init:
+            raise ValueError(
+                f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
+                f"`p.init(params, jax.random.key(0))`."
+            )
+        return checked_key(self, method, jax.random.key(0) if key is None else key)
+
     @verb
-    def apply(self, raw: PyTree, key: jax.Array | None = None) -> PyTree:
+    def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
         """The effective tree of ``raw``.
 
         Args:
           raw: The result of ``init``, or that after steps of an optimizer.
           key: A typed or legacy PRNG key; required if ``stochastic`` is true, otherwise not used.
+          upto: The number of a stage, for the tree that this stage reads: that after the stages ``p[:upto]``, with the
+            draws of the whole chain, and with the marker dicts of the stages from ``upto`` on. ``len(p)`` is the
+            whole chain, as is None.
 
         Raises:
           TypeError: If ``raw`` is not a tree of arrays, or ``key`` is not a key, such as data.
-          ValueError: If a random chain gets no key, or ``raw`` is not a raw tree of this chain.
+          ValueError: If a random chain gets no key, ``raw`` is not a raw tree of this chain, or there is no such stage.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.numbers.Scale(2.0) >> rpx.WeightNorm(axis=None)
+          >>> raw = p.init({"w": jnp.array([[3.0, 4.0]])})
+          >>> p.apply(raw, upto=1)["w"]["@weight_norm"]["v"]  # the direction that `WeightNorm` reads
+          Array([[3., 4.]], dtype=float32)
         """
         require_no_references(self, "apply", raw)
+        if upto is not None and (not is_whole(upto) or upto not in range(len(self) + 1)):
+            raise ValueError(
+                f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
+                f"{upto!r}."
+            )
+        stages = self._parts[:upto]
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
-            tree = apply_all(self._parts, flatten(raw), Keys(key))
-            require_no_marks(self, tree)
+            tree = apply_all(stages, flatten(raw), Keys(key))
+            require_no_marks(self, tree, later=self._parts[len(stages) :])
             return nest(tree)
 
         return recompute(effective, gather_boxes(raw), needed_key(self, key))
+
+    @verb
+    def original(self, raw: T) -> T:
+        """The model's parameters as ``init`` got them, where the raw tree still holds them: the chain is undone.
+
+        :meth:`fold` gives the weights that the model reads; this gives those under the stages. A pruned or masked
+        weight has its own number again, bit for bit; a frozen one and the base of an adapter are as they were; what
+        else trains under noise, pruning or a spectral norm is as trained. It is what torch calls the original of a
+        parametrization: ``remove_parametrizations(module, "weight", leave_parametrized=False)``.
+
+        Raises:
+          TypeError: If ``raw`` is not a tree of arrays.
+          ValueError: If ``raw`` is not a raw tree of this chain, or a stage keeps no original: its raw values are other
+            arrays, as those of :class:`Orthogonal`, or several that train together, as those of :class:`WeightNorm`.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.MagnitudePruning(0.5)
+          >>> raw = p.init({"w": jnp.array([[1.0, 2.0]])})
+          >>> p.fold(raw), p.original(raw)
+          ({'w': Array([[0., 2.]], dtype=float32)}, {'w': Array([[1., 2.]], dtype=float32)})
+        """
+        require_no_references(self, "original", raw)
+        tree = originals(self._parts, flatten(gather_boxes(raw)))
+        require_no_marks(self, tree)
+        return nest(tree)
+
+    @verb
+    def set(self, raw: T, path: str, w: Any, key: jax.Array | None = None) -> T:
+        """``raw`` with another array: ``apply`` then gives ``w`` at ``path``, or what ``init`` starts at for it.
+
+        It is ``module.weight = w`` under a parametrization of torch. All other arrays of ``raw`` stay as they are, to
+        the bit, and so do those that are tied to others than this one.
+
+        Args:
+          raw: The raw tree.
+          path: The path of an array of the model, such as ``"dense/kernel"``.
+          w: The array.
+          key: As for ``init``.
+
+        Raises:
+          ValueError: If there is no such array, a stage makes it together with others or cannot take ``w``, or ``w``
+            has another shape or dtype; or if a random start gets no key, or ``raw`` is not a raw tree of this chain.
+
+        Example:
+          >>> import jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Positive("exp")
+          >>> raw = p.set(p.init({"a": jnp.ones(2), "b": jnp.ones(2)}), "b", jnp.full(2, jnp.e))
+          >>> raw["b"]
+          {'@positive': {'x': Array([1., 1.], dtype=float32)}}
+        """
+        return spread_like(raw, with_array(self, gather_boxes(raw), path, w, self._start_key("set", key)))
 
     @verb
     def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
@@ -175,7 +250,7 @@ class Parametrization(Static, ABC):
         keys = Keys(checked_key(self, "update", key))
         slopes, gathered = None if grads is None else gather_boxes(grads), gather_boxes(raw)
         require_made_by(self, "update", gathered)
-        tree = update_all(call_name(self, "update"), self._parts, flatten(gathered), keys, slopes)
+        tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -275,7 +350,7 @@ class Parametrization(Static, ABC):
           >>> rpx.Tie({"out": "in"}).raw_paths({"in": jnp.ones(2), "out": jnp.ones(2)})
           {'in': 'in', 'out': 'in'}
         """
-        require_no_raw(call_name(self, "raw_paths"), params, "Pass `params`.")
+        require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
         for _, bounds in reversed(provenance_of(self, raw).bindings):
@@ -314,7 +389,7 @@ class Parametrization(Static, ABC):
             new = stage._own._with_axes(tree, known)
             return new if stage._own is stage else [part.deterministic for part in new]
 
-        return compose(tuple(visit_with_roles(call_name(self, "with_axes"), self._parts, roles, numbered)))
+        return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
     def fold(self, raw: PyTree) -> PyTree:
@@ -330,6 +405,8 @@ class Parametrization(Static, ABC):
 
     draws_by_type: ClassVar[bool] = False
     """Whether the draw of a perturbation depends on the array's type alone: ``draw(w, key)``, then ``perturb``."""
+    _is_layout: ClassVar[bool] = False
+    """Whether ``apply`` gives the arrays that ``init`` got, to the bit: it only moves and copies numbers."""
     update_reads: ClassVar[tuple[str, ...]] = ()
     """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
 
@@ -427,18 +504,39 @@ class Parametrization(Static, ABC):
         return dump_stages((self,) if of_one else self._parts)
 
     @verb
-    def check(self, raw: PyTree, like: PyTree) -> None:
+    def check(self, raw: PyTree, like: PyTree | None = None, *, since: PyTree | None = None) -> None:
         """Checks that a raw tree, such as a restored checkpoint, has the stages, shapes and dtypes of ``init(like)``.
+
+        With ``since``, it checks that no fixed value moved, as a bare ``optax.adamw`` moves a frozen base by its weight
+        decay. Fixed values that ``update`` advances, such as the vectors of :class:`SpectralNorm`, may move.
 
         Args:
           raw: The raw tree to check.
           like: The model's parameters, or their shapes and dtypes.
+          since: An earlier raw tree of the same training.
 
         Raises:
+          TypeError: If there is neither ``like`` nor ``since``.
           ValueError: If it differs; the error names each path that is missing, unexpected, or has another shape,
-            dtype or stage.
+            dtype or stage, or each fixed value that moved.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, reparax as rpx
+          >>> p = rpx.Freeze()
+          >>> raw = p.init({"w": jnp.ones(4)})
+          >>> p.check(jax.tree.map(lambda x: 0.9 * x, raw), since=raw)  # doctest: +ELLIPSIS
+          Traceback (most recent call last):
+            ...
+          ValueError: Freeze().check found fixed values that are not those of `since`:
+            w/@freeze/@fixed/w: 4 of 4 numbers differ
+          An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or ...
         """
-        require_no_differences(call_name(self, "check"), raw, like, with_any_key(self.init))
+        if like is None and since is None:
+            raise TypeError(f"{CallName(self, 'check')} needs like=params or since=raw, an earlier raw tree.")
+        if like is not None:
+            require_no_differences(CallName(self, "check"), raw, like, with_any_key(self.init))
+        if since is not None:
+            require_unmoved(CallName(self, "check"), self._parts, gather_boxes(raw), gather_boxes(since))
 
     @verb
     def shardings(
@@ -471,7 +569,7 @@ class Parametrization(Static, ABC):
         """
         follow = functools.partial(follow_axes, self._parts)
         return shardings_of_raw(
-            call_name(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
+            CallName(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
         )
 
 
@@ -502,7 +600,7 @@ class Chain(Parametrization):
 
     stages: tuple[Parametrization, ...] = ()
 
-    _instead: ClassVar[str] = "Write `a >> b`, or `rpx.Chain((a, b))`."
+    _usage: ClassVar[str] = "`a >> b`, or `rpx.Chain((a, b))`"
     stochastic: ClassVar[Any] = property(lambda self: any(stage.stochastic for stage in self.stages))
     changes_type: ClassVar[Any] = property(lambda self: any(stage.changes_type for stage in self.stages))
     straight_through: ClassVar[Any] = property(lambda self: any(stage.straight_through for stage in self.stages))
@@ -514,7 +612,7 @@ class Chain(Parametrization):
             text = repr(stages) if isinstance(stages, Static | list) else "a value"
             raise TypeError(
                 f"Chain takes a tuple of parametrizations, but got {text} of type {type(stages).__name__}. "
-                f"{self._instead}"
+                f"Write {self._usage}."
             )
         object.__setattr__(self, "stages", tuple(stage for part in self.stages for stage in parts_of(part)))
 

@@ -14,7 +14,7 @@ from reparax.core.values import OTHERS, Values, value_of
 from reparax.numerics.arithmetic import is_array
 
 
-def no_own_node_error(who: str, kind: str, tree: PyTree) -> ValueError:
+def no_own_node_error(who: object, kind: str, tree: PyTree) -> ValueError:
     """The error for a tree in which a stage finds no marker of its own."""
     mark = marker(kind, 1)
     if marks := outer_markers(tree):
@@ -142,7 +142,7 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
     return lines
 
 
-def require_no_differences(who: str, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
+def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
     """Raises an error with each path at which a raw tree differs from ``init(like)``."""
     lines = _list_differences(raw, like, init)
     if lines:

@@ -286,6 +286,8 @@ def _parse(text: str) -> list[Any]:
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
                 if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
                     return entries
+            case _:
+                pass
     raise ValueError(f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}.")
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import find_axes, map_stacked, one_stacked, stacked_sizes
-from reparax.core.calls import call_name
+from reparax.core.axes import find_axes, one_stacked
+from reparax.core.calls import CallName
 from reparax.core.fields import field
-from reparax.core.keys import split_key
+from reparax.core.keys import keys_of_stack
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import describe
 from reparax.numerics.arguments import one_of
@@ -66,55 +66,13 @@ def _as_floating(w: Array) -> Array:
     return w if is_inexact(w) else w.astype(float)
 
 
-# Subclasses write the three methods for one array; these wrappers apply them to each of several stacked arrays.
-
-
-def _project_each(method: Callable[..., Array]) -> Callable[..., Array]:
-    """A ``project`` for one array as one for stacked arrays too."""
-
-    @functools.wraps(method)
-    def project(self: Any, w: Array) -> Array:
-        w = _as_floating(w)
-        stage, over = self._over_stack("project", w)
-        return over(lambda w: method(stage, w))(w)
-
-    return project
-
-
-def _contains_all(method: Callable[..., Array]) -> Callable[..., Array]:
-    """A ``contains`` for one array as one for stacked arrays too, which all have to be in the image."""
-
-    @functools.wraps(method)
-    def contains(self: Any, w: Array, tolerance: float | None = None) -> Array:
-        w = _as_floating(w)
-        stage, over = self._over_stack("contains", w)
-        is_inside = over(lambda w: method(stage, w, tolerance))(w)
-        return is_inside if is_inside.ndim == 0 else jnp.all(is_inside)
-
-    return contains
-
-
-def _sample_each(method: Callable[..., Array]) -> Callable[..., Array]:
-    """A ``sample`` for one array as one for stacked arrays too, each with a key of its own."""
-
-    @functools.wraps(method)
-    def sample(self: Any, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        like = jnp.zeros(shape, dtype)  # only its shape is read
-        stage, over = self._over_stack("sample", like)
-        stacked = find_axes(self.stacked, None)
-        keys = split_key(key, stacked_sizes(like, stacked)) if stacked else key
-        return over(lambda w, key: method(stage, key, w.shape, w.dtype))(like, keys)
-
-    return sample
-
-
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
     Your subclass writes ``init_leaf`` and ``apply_leaf`` such that ``apply_leaf(init_leaf(w))`` is the point of the
     image nearest to ``w``; if it is another point, say so in the docstring. ``contains``, ``project`` and ``sample``
-    follow from these two. If you know a simpler test or a better distribution, override them for one array; with
-    ``stacked``, they are applied to each array.
+    follow from these two. If you know a simpler test or a better distribution, write ``contains_leaf``,
+    ``project_leaf`` or ``sample_leaf``, for one array.
 
     If your map has points with zero gradient, write ``flat_leaf`` as well. Numbers that start there would never train,
     so ``init`` refuses them by default.
@@ -144,27 +102,21 @@ class Constraint(Reparametrization):
 
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        for name, over_each in (("project", _project_each), ("contains", _contains_all), ("sample", _sample_each)):
-            if name in vars(cls):
-                setattr(cls, name, over_each(vars(cls)[name]))
-        super().__init_subclass__(**kwargs)
-
-    def _over_stack(self, method: str, w: Any) -> tuple[Self, Callable[..., Any]]:
-        """The stage for one of the arrays stacked in ``w``, and what applies a formula on one to each of them.
+    def _on_each(self, method: str, formula: Callable[..., Array], w: Array, *further: Array) -> Array:
+        """The formula of the stage and one array, applied to each of the arrays stacked in ``w``.
 
         A method that gets an array must know its axes, as ``init`` must.
         """
         if self._varied:
             raise ValueError(
-                f"{self!r} has different numbers for different arrays, so it has no single image. "
-                f"Use a stage with one number, or `stage.for_array(path, w)`."
+                f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
+                f"`stage.for_array(path, w)`."
             )
         stacked = find_axes(self.stacked, None)
         for_one = replace(self, stacked=()) if stacked else self
         if why := for_one._axes_error(one_stacked(w, stacked)):
-            raise ValueError(f"{call_name(for_one, method)}: {why}")
-        return for_one._alone, lambda formula: map_stacked(stacked, self._on_one(formula))
+            raise ValueError(f"{CallName(for_one, method)}: {why}")
+        return self._over(stacked, functools.partial(formula, for_one._alone))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
@@ -175,18 +127,16 @@ class Constraint(Reparametrization):
         del w
         return jnp.zeros((), bool)
 
-    @_project_each
     def project(self, w: Array) -> Array:
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
-        return self.apply_leaf(self.init_leaf(jnp.asarray(w)))
+        return self._on_each("project", lambda stage, w: stage.project_leaf(w), _as_floating(w))
 
-    @_contains_all
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        """Whether ``w`` lies in the image, as a boolean scalar.
+        """Whether ``w``, and each array stacked in it, lies in the image, as a boolean scalar.
 
         Args:
           w: An array of a shape that the stage takes.
@@ -194,11 +144,10 @@ class Constraint(Reparametrization):
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
-        return is_near(jnp.asarray(w), self.project(w), tolerance)
+        return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), _as_floating(w)))
 
-    @_sample_each
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.
 
@@ -208,9 +157,23 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
+          ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
-        return self.project(jax.random.normal(key, shape, dtype))
+        like, stacked = jnp.zeros(shape, dtype), find_axes(self.stacked, None)  # only its shape is read
+        keys = keys_of_stack(key, like, stacked)
+        return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
+
+    def project_leaf(self, w: Array) -> Array:
+        """:meth:`project` for one array."""
+        return self.apply_leaf(self.init_leaf(w))
+
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
+        """:meth:`contains` for one array."""
+        return is_near(w, self.project_leaf(w), tolerance)
+
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """:meth:`sample` for one array."""
+        return self.project_leaf(jax.random.normal(key, shape, dtype))
 
     def _why_refused(self, w: Array) -> str | None:
         why = super()._why_refused(w) or why_infinite(w)
@@ -222,7 +185,7 @@ class Constraint(Reparametrization):
     def _refuse_outside(self, w: Array) -> str | None:
         """Why ``init`` refuses a known point outside of the image, or None."""
         # With a traced bound, the answer is not known.
-        if self.outside != "raise" or not is_known(inside := self.contains(w)) or inside:
+        if self.outside != "raise" or not is_known(inside := self.contains_leaf(w)) or inside:
             return None
         return (
             "expected a point of the image, got one outside. Start from `stage.project(w)`, or pass "

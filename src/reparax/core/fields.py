@@ -13,6 +13,7 @@ from typing import Any, ClassVar, dataclass_transform
 import jax
 
 from reparax.core.axes import check_optional_axes
+from reparax.core.calls import misfit, shows_usage, takes
 from reparax.core.config import (
     as_python,
     code,
@@ -26,7 +27,6 @@ from reparax.core.config import (
 )
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
-from reparax.core.usage import takes
 from reparax.core.values import Values, check_values
 from reparax.core.where import check_where, why_nothing
 from reparax.numerics.arguments import check_number, check_positive_number
@@ -138,6 +138,8 @@ class Static:
     """What each raw value is: ``{"v": main(aligned=True), "g": aux(), "mask": fixed()}``. ``"*"`` stands for all other
     names. A value without an entry is auxiliary if a main value has one, and a main value otherwise."""
     _checks: ClassVar[Mapping[str, Check]] = {}
+    _usage: ClassVar[str] = ""
+    """How to build one, if not as the fields say."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -199,6 +201,22 @@ class Static:
             )
         return tuple(values.values())
 
+    @functools.cached_property
+    def _exact_text(self) -> str | None:
+        """All fields as text, which tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out.
+
+        None if formulas of equal stages may differ: a function may read values that change between calls, and a traced
+        number has no hash.
+        """
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self)}
+        if any(callable(value) for name, value in values.items() if name != "where"):
+            return None
+        try:
+            hash(self)
+        except TypeError:
+            return None
+        return repr([value._exact_text if isinstance(value, Static) else repr(value) for value in values.values()])
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
@@ -209,12 +227,6 @@ class Static:
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
-
-
-def exact_text(stage: Static) -> str:
-    """All fields as text: it tells 1 from True, 0.0 from -0.0, and values that equality or ``repr`` leaves out."""
-    values = [(field.name, getattr(stage, field.name)) for field in _fields_of(stage)]
-    return repr([(name, exact_text(value) if isinstance(value, Static) else repr(value)) for name, value in values])
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
@@ -232,42 +244,25 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        _require_arguments(type(self), args, kwargs)
         init(self, *as_python(args), **as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
-        field_values = {
-            field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)
-        }
-        for name, value in as_python(field_values).items():
+        values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
+        for name, value in as_python(values).items():
             object.__setattr__(self, name, value)
 
-    return initialize
+    return shows_usage(initialize, _explain_wrong_arguments)
 
 
-def _require_arguments(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses unknown and missing arguments, and those by position that must have their names."""
-    positional = [field for field in _fields_of(cls) if field.init and not field.kw_only]
-    if len(args) > len(positional):
-        names = ", ".join(f"{field.name}=" for field in declared_fields(cls) if field.kw_only)
-        advice = f"Write the others by name: {names}." if names else getattr(cls, "_instead", "It has no others.")
-        raise TypeError(
-            f"{cls.__name__} takes {len(positional)} of its arguments by position, but got {len(args)}. {advice}"
-        )
-    all_names = [field.name for field in declared_fields(cls) if field.init]
-    if unknown := [name for name in kwargs if name not in {field.name for field in _fields_of(cls) if field.init}]:
-        raise TypeError(f"{cls.__name__} takes no argument {unknown[0]!r}. {instead_of(unknown[0], all_names)}")
-    names_given = {*(field.name for field in positional[: len(args)]), *kwargs}
-    if missing := [
-        field.name
-        for field in _fields_of(cls)
-        if field.init and field.name not in names_given and _has_no_default(field)
-    ]:
-        raise TypeError(f"{cls.__name__} needs {missing[0]!r}. Write `{cls.__name__}({', '.join(missing)})`.")
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field must be given."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a class, of which the first is an object; None if they fit it."""
+    cls: Any = type(args[0])
+    if (wrong := misfit(init, args[1:], kwargs, skip=1)) is None:
+        return None
+    default_of = {field.name: field.default for field in declared_fields(cls) if field.init}
+    if unknown := [name for name in kwargs if name not in default_of]:
+        return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*default_of])}"
+    texts = ", ".join(name if x is dataclasses.MISSING else f"{name}={code(x)}" for name, x in default_of.items())
+    return f"{cls.__name__} {wrong} Write {cls._usage or f'`{cls.__name__}({texts})`'}."
 
 
 def _refuse_init(cls: type) -> None:

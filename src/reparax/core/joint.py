@@ -13,18 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.axes import Axes, AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core import checks
+from reparax.core.axes import AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
 from reparax.core.bound import Bound, RawValues, new_node
 from reparax.core.calls import CallName
-from reparax.core.checks import (
-    Leaves,
-    locate_errors,
-    require_fit,
-    require_names,
-    require_number,
-    require_start,
-    require_update,
-)
 from reparax.core.config import code
 from reparax.core.leafwise import Found, Leafwise
 from reparax.core.paths import Names, path_text, type_of
@@ -111,19 +103,19 @@ class Joint(Leafwise):
             object.__setattr__(self, "arrays", _hashable_items(self.arrays, type(self).__name__))
 
     @abstractmethod
-    def init_leaves(self, arrays: dict[str, Array]) -> Leaves:
+    def init_leaves(self, arrays: dict[str, Array]) -> checks.Leaves:
         """For each name its raw values, such that ``apply_leaves`` returns ``arrays``, or the nearest it can."""
 
     @abstractmethod
-    def apply_leaves(self, values: Leaves) -> dict[str, Array]:
+    def apply_leaves(self, values: checks.Leaves) -> dict[str, Array]:
         """For each name its effective array, from the raw values of all names, fixed ones included."""
 
-    def update_leaves(self, values: Leaves) -> Leaves:
+    def update_leaves(self, values: checks.Leaves) -> checks.Leaves:
         """For each name the fixed values that change in one training step."""
         del values
         return {}
 
-    def penalty_leaves(self, values: Leaves) -> Array:
+    def penalty_leaves(self, values: checks.Leaves) -> Array:
         """The penalty: a scalar."""
         del values
         return jnp.zeros(())
@@ -137,13 +129,14 @@ class Joint(Leafwise):
             names, of_model = self._names_of(tree), tree.leaves()
             leaves = of_model if self.arrays else [leaf for leaf, *_ in self._arrays(method, tree)]
         else:
-            found = Found(self, method, tree)
+            found = Found(self, method, tree, together=True)
             names, leaves = found.names, found.of_nodes if self.arrays else found.selected()
         groups = self._groups(who, leaves) if self.arrays else [{path_text(leaf.place): leaf for leaf in leaves}]
         for group in groups:
             who_here = who.at(*(leaf.path for leaf in group.values())) if self.arrays else who
-            with locate_errors(who_here):
-                stacked = self._stacked_of({name: names[leaf.place] for name, leaf in group.items()})
+            with checks.locate_errors(who_here):
+                axes = {name: find_axes(self.stacked, names[leaf.place]) for name, leaf in group.items()}
+                stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
                 if method == "init":
                     _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
             places = {name: leaf.place for name, leaf in group.items()}
@@ -154,7 +147,7 @@ class Joint(Leafwise):
                 for name, place in places.items()
             }
             for name, leaf in group.items() if nodes and not self.arrays else ():
-                with locate_errors(who.at(leaf.path)):
+                with checks.locate_errors(who.at(leaf.path)):
                     self._require_all(values[name])
             bounds.append(Bound(self, who_here, places, values, marked, stacked))
         return bounds
@@ -174,7 +167,7 @@ class Joint(Leafwise):
             values = map_stacked(bound.stacked, self.init_leaves)(dict(arrays))
             formulas, shared = ("init_leaves", "apply_leaves"), self.arrays is not None
             apply = map_stacked(bound.stacked, self.apply_leaves)
-            require_start(self, apply, formulas, values, arrays, is_shared=shared)
+            checks.require_start(self, apply, formulas, values, arrays, is_shared=shared)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
@@ -190,17 +183,17 @@ class Joint(Leafwise):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 expected = jax.eval_shape(init, {name: type_of(w) for name, w in effective.items()})
                 for name, of_one in values.items():
-                    require_fit(of_one, expected[name])
+                    checks.require_fit(of_one, expected[name])
         return effective
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         del grads, key
 
-        def update(values: Leaves) -> Leaves:
+        def update(values: checks.Leaves) -> checks.Leaves:
             new_values = self.update_leaves(values)
-            require_names("update_leaves", "the new values of", new_values, values)
+            checks.require_names("update_leaves", "the new values of", new_values, values)
             for name, new_values_of_one in new_values.items():
-                require_update("update_leaves", self, values[name], new_values_of_one)
+                checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
         return map_stacked(bound.stacked, update)({name: dict(of_one) for name, of_one in values.items()})
@@ -209,9 +202,9 @@ class Joint(Leafwise):
         if formula != "penalty":
             return jnp.zeros(())
 
-        def penalty(values: Leaves) -> Array:
+        def penalty(values: checks.Leaves) -> Array:
             number = self.penalty_leaves(values)
-            require_number("penalty_leaves", number)
+            checks.require_number("penalty_leaves", number)
             return number
 
         return map_stacked(bound.stacked, penalty)({name: dict(of_one) for name, of_one in values.items()})
@@ -222,18 +215,12 @@ class Joint(Leafwise):
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
         members = [leaf for group in groups for leaf in group.values()]
         stacked = {leaf.path: roles[leaf.place].stacked if leaf.place in roles else () for leaf in members}
-        with locate_errors(CallName(self, "with_axes")):
+        with checks.locate_errors(CallName(self, "with_axes")):
             return [replace(self, stacked=_same_stacked(stacked, ""))]
 
     def _misfits(self, tree: Flat, roles: Mapping[Names, Role]) -> Sequence[Misfit]:
         del tree, roles
         return ()
-
-    def _stacked_of(self, names: Mapping[str, Any]) -> tuple[int, ...]:
-        """The stacked axes of a group as numbers."""
-        axes: Axes = self.stacked
-        stacked = {name: find_axes(axes, axis_names) for name, axis_names in names.items()}
-        return _same_stacked(stacked, f" for stacked={self.stacked!r}")
 
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
         """For each group of captured texts, the leaf of each name."""

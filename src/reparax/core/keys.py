@@ -65,7 +65,7 @@ def is_one_key(key: Any) -> bool:
     return isinstance(key, jax.Array) and key.ndim == 0 and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
 
 
-def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
+def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
     """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
     is_typed = key
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
@@ -83,6 +83,11 @@ def check_key(key: Any, who: str, in_batches: str) -> jax.Array:
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """An array of keys of this shape, whose draws are independent."""
     return jax.random.split(key, shape)
+
+
+def keys_of_stack(key: Any, w: Any, stacked: Sequence[int]) -> Any:
+    """A key for each of the arrays stacked in ``w`` along these axes; if none are, the key itself, or None."""
+    return split_key(key, tuple(w.shape[axis] for axis in stacked)) if key is not None and stacked else key
 
 
 def key_of_use(key: jax.Array, number: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -12,27 +12,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
-from reparax.core.axes import AxisNumbers, map_stacked, stacked_sizes
+from reparax.core import checks
+from reparax.core.axes import AxisNumbers
 from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.calls import takes
 from reparax.core.chain import Chain, Mean, Parametrization
-from reparax.core.checks import (
-    locate_errors,
-    require_fit,
-    require_kept,
-    require_named_arrays,
-    require_number,
-    require_type,
-    require_update,
-)
-from reparax.core.keys import split_key
+from reparax.core.keys import keys_of_stack
 from reparax.core.leafwise import Found, Leafwise
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
-from reparax.core.traced import call_once_per_type
-from reparax.core.usage import takes
-from reparax.numerics.arithmetic import is_inexact, widened
+from reparax.core.unchanged import given_for_same, mark_same
+from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
@@ -103,9 +96,11 @@ class Perturbation(Leafwise):
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
-        effective = bound.over(getattr(self, method))(w, *(() if bound.mean else (bound.keys(key, w),)))
+        effective = self._over(bound.stacked, getattr(self, method))(
+            w, *(() if bound.mean else (keys_of_stack(key, w, bound.stacked),))
+        )
         if not self.changes_type:
-            require_type(method, effective, w)
+            checks.require_type(method, effective, w)
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
@@ -326,7 +321,7 @@ class Reparametrization(Leafwise):
         for leaf in found.selected():
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             w = found.look(leaf, fit=True)
-            with locate_errors(who):
+            with checks.locate_errors(who):
                 stage, stacked = self._arranged(leaf.path, w, found.names[place])
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
@@ -349,13 +344,13 @@ class Reparametrization(Leafwise):
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
                 start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, stacked, w, None), effective)
-                require_fit(types, start)
+                checks.require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
         values = call_once_per_type(_start_values, self, bound.stacked, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        require_named_arrays("init_leaf", values, self.raw_values)
+        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
             effective = jax.eval_shape(lambda values: self._effective(bound.stacked, values), types)
@@ -363,7 +358,7 @@ class Reparametrization(Leafwise):
             names = ", ".join(map(repr, values))
             raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
         if not self.changes_type:
-            require_type(formula, effective, w)
+            checks.require_type(formula, effective, w)
         return {"w": values}
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
@@ -378,28 +373,28 @@ class Reparametrization(Leafwise):
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
             new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
-            require_update("update_leaf", self, values_of_one, new_values)
+            checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": bound.over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._over(bound.stacked, update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
-            require_kept("update_base_leaf", self, values_of_one, new_values)
+            checks.require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": bound.over(rebase_one)(values["w"])}
+        return {"w": self._over(bound.stacked, rebase_one)(values["w"])}
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
             number = getattr(self, f"{formula}_leaf")(values_of_one)
-            require_number(f"{formula}_leaf", number)
+            checks.require_number(f"{formula}_leaf", number)
             return number
 
-        return bound.over(number_of_one)(wide)
+        return self._over(bound.stacked, number_of_one)(wide)
 
     def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         raw_types, flat, known = types_of_result(init, tree), flatten(tree), dict[Any, Any]()
@@ -464,40 +459,57 @@ def rewrites(cls: type, method: str) -> bool:
 # The formulas over stacked arrays.
 
 
+def call_once_per_type(
+    function: Callable[..., Any], stage: Any, stacked: AxisNumbers, *arrays: Any, inline: bool = False
+) -> Any:
+    """``function(stage, stacked, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+
+    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    With ``inline``, for a few operations, these stand in the program by themselves.
+    """
+    tracing = stacked or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    if not tracing or stage._exact_text is None:
+        return function(stage, stacked, *arrays)
+    # The formula may tell apart what equality does not.
+    results = (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+    return given_for_same(results, *arrays)
+
+
+def _call(function: Callable[..., Any], stage: Any, stacked: AxisNumbers, text: str, *arrays: Any) -> Any:
+    """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
+    del text
+    return mark_same(partial(function, stage, stacked), *arrays)
+
+
+_called = jax.jit(_call, static_argnums=(0, 1, 2, 3))
+_inlined = inlined(_call, static_argnums=(0, 1, 2, 3))
+
+
 def _apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
     declares_terms = stage._declares_terms
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
-def _over(stage: Any, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
-    """The formula on one array, applied to each of the stacked arrays."""
-    return map_stacked(stacked, stage._on_one(formula))
-
-
 def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
     if not stage._draws:
-        return _over(stage, stacked, stage.init_leaf)(w)
-    return _over(stage, stacked, stage.init_leaf)(w, _keys(jax.random.key(0) if key is None else key, w, stacked))
-
-
-def _keys(key: Array, w: Any, stacked: AxisNumbers) -> Array:
-    """A key for each of the arrays stacked in ``w``."""
-    return split_key(key, stacked_sizes(w, stacked)) if stacked else key
+        return stage._over(stacked, stage.init_leaf)(w)
+    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stacked)
+    return stage._over(stacked, stage.init_leaf)(w, keys)
 
 
 def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
-    return _over(stage, stacked, formula)(dict(values))
+    return stage._over(stacked, formula)(dict(values))
 
 
 def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
     like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
-    effective = _over(stage, stacked, partial(_apply_formula, stage))(dict(values), _keys(key, like, stacked))
-    require_type("apply_leaf", effective, like)
+    effective = stage._over(stacked, partial(_apply_formula, stage))(dict(values), keys_of_stack(key, like, stacked))
+    checks.require_type("apply_leaf", effective, like)
     return effective
 
 

@@ -25,6 +25,7 @@ from reparax.core.axes import (
     find_axes,
     has_names,
     last_to_number,
+    map_stacked,
     names_of_places,
     number_axes,
     one_stacked,
@@ -134,6 +135,10 @@ class Leafwise(Parametrization):
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula as one on an array without stacked axes, and on its raw values."""
         return formula
+
+    def _over(self, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula on one array, applied to each of the stacked arrays."""
+        return map_stacked(stacked, self._on_one(formula))
 
     @property
     def _alone(self) -> Self:
@@ -297,14 +302,15 @@ class Found:
     """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
 
     Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
-    looks at shapes or dtypes, the stage takes only those on whose values its formula runs.
+    looks at shapes or dtypes, the stage takes only those on whose values its formula runs. A formula that takes several
+    arrays ``together`` cannot be asked about one.
     """
 
-    def __init__(self, stage: Any, method: str, tree: Flat) -> None:
+    def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
         self._stage, self.who, self._types = stage, CallName(stage, method), dict[Any, Any]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
-            raise no_own_node_error(str(self.who), stage.kind, nest(tree))
+            raise no_own_node_error(self.who, stage.kind, nest(tree))
         self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
         self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
         self.of_nodes, self._values = (
@@ -314,7 +320,7 @@ class Found:
         for leaf in self.of_nodes:
             with locate_errors(self.who.at(leaf.path)):
                 self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
-        if not by_path(stage.where) and len(self.of_nodes) > 1:
+        if not together and not by_path(stage.where) and len(self.of_nodes) > 1:
             foreign = [leaf for leaf in self.of_nodes if self._fails(leaf)]
             for leaf in foreign if len(foreign) < len(self.of_nodes) else ():
                 leaf.content = None

@@ -24,7 +24,7 @@ from reparax.core.roles import OUTPUTS
 from reparax.core.values import value_of
 
 AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
-Sizes = tuple[int, ...]
+Sizes = dict[str, tuple[int, ...]]  # for rows, columns, and each axis of a raw value
 
 
 class MatrixAxes(Reparametrization):
@@ -120,11 +120,8 @@ class RowsAndColumns(MatrixAxes):
         def of_merged(x: Any, *further: Any) -> Any:
             # What the formula returns unchanged is not split, if it was merged from the order that it would have.
             if isinstance(x, Mapping):
-                counts = self._counts(x)
-                self._require_axes(x, counts)
-                groups, sizes = self.axes_of(sum(counts.values())), self._sizes(x, counts)
-                self._require_sizes(x, counts)
-                merged = {name: self._merged_value(name, value, counts, groups) for name, value in x.items()}
+                groups, sizes = self._read_sizes(x)
+                merged = {name: self._merged_value(name, value, groups) for name, value in x.items()}
                 given = {(self._order(name, groups), id(value)): x[name] for name, value in merged.items()}
             else:
                 groups = self.axes_of(x.ndim)
@@ -145,11 +142,23 @@ class RowsAndColumns(MatrixAxes):
 
         return of_merged
 
-    def _counts(self, values: Mapping[str, Array]) -> dict[str, int]:
-        """The numbers of row and column axes of the array, from its raw values."""
-        if (base := self._base(values)) is not None:
-            rows, columns = self.axes_of(base.ndim)
-            return {"rows": len(rows), "columns": len(columns)}
+    def _read_sizes(self, values: Mapping[str, Array]) -> tuple[AxisGroups, Sizes]:
+        """The row and the column axes of the array, and the sizes of the axes that its raw values have."""
+        base = next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
+        groups = self.axes_of(self._count_axes(values) if base is None else base.ndim)
+        sizes = {} if base is None else _sizes_of_groups(base, groups)
+        for name, value in values.items():
+            axes = value_of(self.raw_values, name).axes
+            ndim = sum(_counts(groups).get(axis, 1) for axis in axes)
+            if axes and value.ndim != ndim:
+                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {value.shape}: {OTHER_CHAIN}")
+            for axis, size in self._axis_sizes(name, value, groups).items():
+                if sizes.setdefault(axis, size) != size:
+                    raise ValueError(f"expected {name} of {sizes[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+        return groups, sizes
+
+    def _count_axes(self, values: Mapping[str, Array]) -> int:
+        """The number of axes of the array, from raw values with rows or columns."""
         axes_of_group = {"rows": self.rows, "columns": self.columns}
         count_of_group = {group: len(list_axes(axes)) for group, axes in axes_of_group.items() if axes is not None}
         for name, declaration in self.raw_values.items():
@@ -158,82 +167,43 @@ class RowsAndColumns(MatrixAxes):
                 count_of_others = sum(count_of_group.get(axis, 1) for axis in declaration.axes if axis not in missing)
                 count_of_group[missing[0]] = values[name].ndim - count_of_others
         default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
-        return {group: count_of_group.get(group, default) for group in axes_of_group}
-
-    def _require_axes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
-        """Refuses raw values with a wrong number of axes."""
-        for name, declaration in self.raw_values.items():
-            ndim = sum(counts.get(axis, 1) for axis in declaration.axes)
-            if declaration.axes and name in values and values[name].ndim != ndim:
-                shape = values[name].shape
-                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {shape}: {OTHER_CHAIN}")
-
-    def _require_sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> None:
-        """Refuses raw values whose rows or columns differ from those of the base."""
-        if (base := self._base(values)) is None:
-            return
-        rows, columns = _sizes_of_groups(base, self.axes_of(base.ndim))
-        sizes_of_base = {"rows": rows, "columns": columns}
-        for name in values:
-            for axis, size in self._axis_sizes(name, values[name], counts).items():
-                if axis in sizes_of_base and size != sizes_of_base[axis]:
-                    raise ValueError(f"expected {name} of {sizes_of_base[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
-
-    def _base(self, values: Mapping[str, Array]) -> Array | None:
-        """The value that has the axes of the array itself, if there is one."""
-        return next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
+        return sum(count_of_group.get(group, default) for group in axes_of_group)
 
     def _order(self, name: str, groups: AxisGroups) -> str:
         """The order in which the axes of a raw value are merged, if it has those of the array; else its name."""
         value, order = value_of(self.raw_values, name), (*groups[0], *groups[1])
         return str(order) if value.base else str((*sorted(order),)) if value.axes == ("rows", "columns") else name
 
-    def _axis_sizes(self, name: str, value: Array, counts: Mapping[str, int]) -> dict[str, Sizes]:
+    def _axis_sizes(self, name: str, value: Array, groups: AxisGroups) -> Sizes:
         """The sizes of each axis of a raw value; rows and columns may have several."""
-        axes = value_of(self.raw_values, name).axes
+        axes, counts = value_of(self.raw_values, name).axes, _counts(groups)
         ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
         return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
 
-    def _sizes(self, values: Mapping[str, Array], counts: Mapping[str, int]) -> tuple[Sizes, Sizes] | None:
-        """The sizes of row and column axes, from raw values; None if there is one of each."""
-        if set(counts.values()) == {1}:
-            return None
-        if (base := self._base(values)) is not None:
-            return _sizes_of_groups(base, self.axes_of(base.ndim))
-        sizes_of_axis = {
-            axis: size for name, x in values.items() for axis, size in self._axis_sizes(name, x, counts).items()
-        }
-        return sizes_of_axis["rows"], sizes_of_axis.get("columns", sizes_of_axis["rows"])
-
-    def _merged_value(self, name: str, value: Array, counts: Mapping[str, int], groups: AxisGroups) -> Array:
+    def _merged_value(self, name: str, value: Array, groups: AxisGroups) -> Array:
         """A raw value with merged axes, for the formula."""
         if value_of(self.raw_values, name).base:
             return merge_axes(value, *groups)
-        sizes_of_axis = self._axis_sizes(name, value, counts)
-        return value.reshape([math.prod(sizes) for sizes in sizes_of_axis.values()]) if sizes_of_axis else value
+        sizes = self._axis_sizes(name, value, groups)
+        return value.reshape([math.prod(size) for size in sizes.values()]) if sizes else value
 
-    def _split_value(
-        self, name: str, value: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None
-    ) -> Array:
+    def _split_value(self, name: str, value: Array, groups: AxisGroups, sizes: Sizes) -> Array:
         """A raw value with split axes, for the raw tree."""
         spec = value_of(self.raw_values, name)
         if spec.base:
-            return split_axes(value, groups, row_and_column_sizes)
-        if row_and_column_sizes is None or not spec.axes:
-            return value
-        sizes_of_axis = {"rows": row_and_column_sizes[0], "columns": row_and_column_sizes[1]}
-        shape = [
-            part_size
-            for axis, size in zip(spec.axes, value.shape, strict=True)
-            for part_size in sizes_of_axis.get(axis, (size,))
-        ]
-        return value.reshape(shape)
+            return split_axes(value, groups, sizes)
+        shape = [n for axis, size in zip(spec.axes, value.shape, strict=False) for n in sizes.get(axis, (size,))]
+        return value.reshape(shape) if shape else value
 
 
-def _sizes_of_groups(w: Array, groups: AxisGroups) -> tuple[Sizes, Sizes]:
+def _counts(groups: AxisGroups) -> dict[str, int]:
+    """The numbers of row and of column axes."""
+    return {"rows": len(groups[0]), "columns": len(groups[1])}
+
+
+def _sizes_of_groups(w: Array, groups: AxisGroups) -> Sizes:
     """The sizes of the axes of rows, and of those of columns."""
-    rows, columns = (tuple(w.shape[axis] for axis in axes) for axes in groups)
-    return rows, columns
+    return {name: tuple(w.shape[axis] for axis in axes) for name, axes in zip(("rows", "columns"), groups, strict=True)}
 
 
 def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
@@ -245,11 +215,9 @@ def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
     return w if order == (0, 1) else w.transpose(order).reshape(shape)
 
 
-def split_axes(matrix: Array, groups: AxisGroups, row_and_column_sizes: tuple[Sizes, Sizes] | None) -> Array:
-    """The inverse of :func:`merge_axes`: the array for a matrix."""
-    rows, columns = groups
-    array = (
-        matrix if row_and_column_sizes is None else matrix.reshape(*row_and_column_sizes[0], *row_and_column_sizes[1])
-    )
-    order = (*rows, *columns)
-    return array if order == (0, 1) else array.transpose([order.index(axis) for axis in range(len(order))])
+def split_axes(matrix: Array, groups: AxisGroups, sizes: Sizes) -> Array:
+    """The inverse of :func:`merge_axes`: the array for a matrix; columns are as many as rows if they have no sizes."""
+    order = (*groups[0], *groups[1])
+    if len(order) > 2:
+        matrix = matrix.reshape(*sizes["rows"], *sizes.get("columns", sizes["rows"]))
+    return matrix if order == (0, 1) else matrix.transpose([order.index(axis) for axis in range(len(order))])

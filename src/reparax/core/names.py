@@ -18,84 +18,37 @@ class Family(NamedTuple):
     names: tuple[str, ...]
 
 
-FAMILIES = {
-    family: Family(module, tuple(names.split()))
-    for family, module, names in (
-        (
-            "norms",
-            "reparax.stages.norms",
-            "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
-        ),
-        (
-            "noise",
-            "reparax.stages.noise",
-            "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
-        ),
-        (
-            "numbers",
-            "reparax.stages.numbers",
-            "Positive Bounded Simplex Scale Elementwise",
-        ),
-        (
-            "matrices",
-            "reparax.stages.matrices",
-            "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
-            "SpecialLinear Symmetric Skew Triangular Diagonal Circulant Toeplitz BlockDiagonal Kronecker "
-            "PositiveDefinite PositiveSemidefinite Fibration",
-        ),
-        (
-            "sparse",
-            "reparax.stages.sparse",
-            "Freeze Mask MagnitudePruning GlobalMagnitudePruning RandomPruning NByM RigL SET",
-        ),
-        (
-            "shared",
-            "reparax.stages.shared",
-            "Tie Pack Split Concat gates CudnnLSTM convert",
-        ),
-        (
-            "adapters",
-            "reparax.stages.adapters",
-            "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated CayleyNeumann",
-        ),
-        (
-            "quantized",
-            "reparax.stages.quantized",
-            "Quantized FakeQuantized Cast",
-        ),
-        (
-            "training",
-            "reparax.training",
-            "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected "
-            "state_shardings",
-        ),
-        (
-            "transforms",
-            "reparax.transforms",
-            "remat factored local_reparametrization explain saved_residuals",
-        ),
-        (
-            "axes",
-            "reparax.axes",
-            "roles Role check_axes axis_groups permute shrink prune_units",
-        ),
-        (
-            "io",
-            "reparax.io",
-            "from_torch to_torch from_peft to_peft from_quantized",
-        ),
-        (
-            "stage",
-            "reparax.core.stage",
-            "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint "
-            "main aux fixed field number_field axes_field other_axes Term Where Axes Number",
-        ),
-        ("nnx", "reparax.models.nnx", "Parametrized Fixed"),
-        ("linen", "reparax.models.linen", "parametrized"),
-        ("equinox", "reparax.models.equinox", "Parametrized"),
-        ("haiku", "reparax.models.haiku", "parametrized"),
-    )
+_NAMES = {
+    "stages.norms": "WeightNorm SpectralNorm WeightStandardization MaxNorm Sphere PoincareBall",
+    "stages.noise": "VarNoise WeightDropout Gaussian ivon VariationalDropout HardConcrete",
+    "stages.numbers": "Positive Bounded Simplex Scale Elementwise",
+    "stages.matrices": (
+        "LowRank FixedRank AlmostOrthogonal Orthogonal SpecialOrthogonal Stiefel Grassmann Invertible "
+        "SpecialLinear Symmetric Skew Triangular Diagonal Circulant Toeplitz BlockDiagonal Kronecker "
+        "PositiveDefinite PositiveSemidefinite Fibration"
+    ),
+    "stages.sparse": "Freeze Mask MagnitudePruning GlobalMagnitudePruning RandomPruning NByM RigL SET",
+    "stages.shared": "Tie Pack Split Concat gates CudnnLSTM convert",
+    "stages.adapters": "LoRA VeRA Delta Hadamard Gain TrainableSlices Rotated CayleyNeumann",
+    "stages.quantized": "Quantized FakeQuantized Cast",
+    "training": (
+        "optimizer partition combine param_labels decay_mask transfer summary reset_moments projected state_shardings"
+    ),
+    "transforms": "remat factored local_reparametrization explain saved_residuals",
+    "axes": "roles Role check_axes axis_groups permute shrink prune_units",
+    "io": "from_torch to_torch from_peft to_peft from_quantized",
+    "core.stage": (
+        "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint "
+        "main aux fixed field number_field axes_field other_axes Term Where "
+        "Axes Number"
+    ),
+    "models.nnx": "Parametrized Fixed",
+    "models.linen": "parametrized",
+    "models.equinox": "Parametrized",
+    "models.haiku": "parametrized",
 }
+FAMILIES = {path.rpartition(".")[2]: Family(f"reparax.{path}", tuple(names.split())) for path, names in _NAMES.items()}
+"""For each family its module and its names."""
 _TOP = (
     "Parametrization Chain Reparametrization Perturbation from_json all_but WeightNorm SpectralNorm VarNoise "
     "WeightDropout Gaussian Positive Orthogonal LowRank Freeze Mask MagnitudePruning Tie LoRA Quantized FakeQuantized "

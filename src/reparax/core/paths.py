@@ -146,11 +146,11 @@ def flatten_with_names(tree: PyTree, is_leaf: IsLeaf | None = None) -> tuple[lis
     The ``value`` of nnx variables and flax boxes is not part of the path; a field ``value`` of any other node is.
     """
     pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
-    if any(isinstance(key, FlattenedIndexKey) for keypath, _ in pairs for key in keypath):
-        tree = with_names(tree, is_leaf)
-        pairs, treedef = tree_flatten_with_path(tree, is_leaf=is_leaf)
+    keys = {key for keypath, _ in pairs for key in keypath}
+    if FlattenedIndexKey in map(type, keys):
+        return flatten_with_names(with_names(tree, is_leaf), is_leaf)
     boxes: set[Any] = set()
-    if any(_VALUE in keypath for keypath, _ in pairs):
+    if _VALUE in keys:
         nodes = [(keypath, x) for keypath, x in tree_flatten_with_path(tree, is_leaf=is_box)[0] if is_box(x)]
         _require_one_place(nodes)
         boxes = {keypath for keypath, _ in nodes}

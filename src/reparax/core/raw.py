@@ -5,10 +5,11 @@ fixed values under ``"@fixed"``. The key path of a raw array contains everything
 main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -24,7 +25,7 @@ from reparax.core.paths import (
     items,
     path_text,
 )
-from reparax.core.values import Values, value_of
+from reparax.core.values import Value, Values, value_of
 from reparax.numerics.arithmetic import is_array
 
 FIXED = "@fixed"
@@ -167,51 +168,29 @@ def _stage_class(place: Names, i: int) -> Kind:
     return stage
 
 
-class _Value(NamedTuple):
-    """A value under a marker.
-
-    Attributes:
-      node: The names up to the marker, inclusive.
-      name: The name of the value.
-      main: Whether it is a main value.
-      fixed: Whether it does not train.
-      in_path: Whether its name is part of the path under which stages select it.
-      added: Whether it is added to a base that represents the array.
-      aligned: Whether its axes are those of the array.
-      decays: Whether a smaller value makes a smaller array.
-    """
-
-    node: Names
-    name: str
-    main: bool
-    fixed: bool
-    in_path: bool
-    added: bool
-    aligned: bool
-    decays: bool
+Inside = tuple[Names, str, Value, bool]
+"""The names up to a marker, the name of a value under it, what that is, and whether a base stands for the array."""
 
 
-def _values_along(place: Names, *, bases: bool = False) -> Iterator[_Value]:
+def _values_along(place: Names, *, bases: bool = False) -> Iterator[Inside]:
     """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
     for i, name in enumerate(place):
         if is_mark(name):
-            is_fixed, stage = FIXED in place[i + 1 : i + 2], _stage_class(place, i)
+            values, is_fixed = _stage_class(place, i).raw_values, FIXED in place[i + 1 : i + 2]
             if len(place) <= i + 1 + is_fixed:
                 raise ValueError(
                     f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
                 )
-            values, value = stage.raw_values, place[i + 2] if is_fixed else place[i + 1]
-            declaration = value_of(values, value)
-            of_base = bases and any(declared.base for declared in values.values())
-            main = declaration.base if of_base else declaration.main
-            in_path, added = declaration.part or not main, of_base and not main
-            axes = declaration.base or (declaration.main and declaration.aligned)
-            yield _Value(place[: i + 1], value, main, is_fixed, in_path, added, axes, declaration.decays)
+            value = place[i + 1 + is_fixed]
+            declared = replace(value_of(values, value), fixed=is_fixed)
+            of_base = bases and any(other.base for other in values.values())
+            yield place[: i + 1], value, replace(declared, main=declared.base) if of_base else declared, of_base
 
 
 def is_aligned(place: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-    return all(value.aligned for value in _values_along(place))
+    declarations = [declared for _, _, declared, _ in _values_along(place)]
+    return all(declared.base or (declared.main and declared.aligned) for declared in declarations)
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
@@ -219,23 +198,24 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
     With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
-    mains: dict[Names, set[str]] = {}
-    for place in places:
-        for value in _values_along(place, bases=bases):
-            mains.setdefault(value.node, set()).update([value.name] if value.main else [])
+    inside = {place: list(_values_along(place, bases=bases)) for place in places}
+    mains = dict[Names, set[str]]()
+    for node, name, declared, _ in itertools.chain(*inside.values()):
+        if declared.main:
+            mains.setdefault(node, set()).add(name)
 
     def leaf_at(place: Names) -> Leaf:
         path = seed = parameter_path(place)
         all_main, visible, added, decays = True, True, False, True
-        for value in _values_along(place, bases=bases):
-            if value.in_path:
-                path, seed = f"{path}/{value.name}", f"{seed}/{value.node[-1]}/{value.name}"
-            elif len(mains[value.node]) > 1:
-                seed = f"{seed}/{value.name}"
-            all_main = all_main and value.main
-            visible = visible and (value.main or not value.fixed)
-            added = added or value.added
-            decays = decays and value.decays
+        for node, name, declared, of_base in inside[place]:
+            if declared.part or not declared.main:
+                path, seed = f"{path}/{name}", f"{seed}/{node[-1]}/{name}"
+            elif len(mains[node]) > 1:
+                seed = f"{seed}/{name}"
+            all_main = all_main and declared.main
+            visible = visible and (declared.main or not declared.fixed)
+            added = added or (of_base and not declared.main)
+            decays = decays and declared.decays
         return Leaf(place, path, seed, all_main, visible, added, decays)
 
     leaves: dict[str, Leaf] = {}
@@ -283,7 +263,7 @@ def outer_markers(tree: PyTree) -> dict[str, str]:
     return markers
 
 
-def require_no_raw(who: str, params: PyTree, advice: str) -> None:
+def require_no_raw(who: object, params: PyTree, advice: str) -> None:
     """Requires a plain tree; ``advice`` says what to do otherwise.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Shardings of raw trees and of optimizer states."""
+"""Shardings of raw trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from reparax.core.origins import Follow, Init, inherit_entries
-from reparax.core.paths import Names, PyTree, describe, flatten_with_names, items, path_text, types_of_result
+from reparax.core.paths import PyTree, describe, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED
 from reparax.numerics.arithmetic import is_array
 
@@ -17,7 +17,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def shardings_of_raw(
-    who: str, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
+    who: object, init: Init, follow: Follow, specs: PyTree, mesh: AnyMesh, like: PyTree, memory_kind: str | None
 ) -> PyTree:
     """The shardings of ``init(like)``: each axis is sharded like the parameter axis that it follows.
 
@@ -38,54 +38,7 @@ def shardings_of_raw(
     )
 
 
-def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
-    """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
-
-    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
-    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
-
-    Args:
-      state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
-      raw: The raw tree, or its shapes and dtypes.
-      shardings: The result of :meth:`Parametrization.shardings` for it.
-
-    Raises:
-      ValueError: If a raw array has no sharding; the error names it.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
-      >>> from jax.sharding import AbstractMesh, PartitionSpec
-      >>> mesh = AbstractMesh((2, 4), ("data", "model"))
-      >>> params, p = {"w": jnp.ones((8, 16))}, rpx.WeightNorm()
-      >>> shardings = p.shardings({"w": PartitionSpec("data", "model")}, mesh, like=params)
-      >>> raw = jax.eval_shape(p.init, params)
-      >>> state = rpx.training.state_shardings(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, raw), raw, shardings)
-      >>> state[0].trace["w"]["@weight_norm"]["g"].spec
-      P(None, 'model')
-    """
-    shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
-    sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
-    if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
-        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
-    if lacking := sorted(shapes.keys() - sharding_of.keys()):
-        raise ValueError(
-            f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
-            f"and the result of `p.shardings` for it."
-        )
-    replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
-
-    def of(path: Names, x: Any) -> NamedSharding | None:
-        if not is_array(x):
-            return None
-        ends = (path[i:] for i in range(len(path) + 1))
-        raw_path = next((end for end in ends if end in shapes), None)
-        return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
-
-    paths, leaves, treedef = flatten_with_names(state)
-    return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
-
-
-def _specs_by_path(who: str, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The entry of ``specs`` for each array, by path."""
     spec_of = {path_text(path): x for path, x in items(specs) if is_array(x) or _spec_of(x) is not None}
     if spec_of and not arrays:
@@ -116,7 +69,7 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     return sharding.spec if isinstance(sharding, NamedSharding) else x if isinstance(x, PartitionSpec) else None
 
 
-def _checked_entries(who: str, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
+def _checked_entries(who: object, leaf: Any, x: Any, mesh: AnyMesh) -> tuple[Any, ...]:
     """The entry of a spec for each axis of ``x``, after checking that it fits."""
     spec = _spec_of(leaf)
     if spec is None:

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import register_static
 
+from reparax.core.calls import takes
 from reparax.core.config import register_class
 from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
 from reparax.core.raw import Leaf, parameter_path
-from reparax.core.usage import takes
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta"})

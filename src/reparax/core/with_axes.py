@@ -23,7 +23,7 @@ Roles = Mapping[Names, Role]
 
 
 def visit_with_roles(
-    who: str, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat, Roles], Sequence[Any]]
+    who: object, stages: Sequence[Any], roles: PyTree, visit: Callable[[Any, Flat, Roles], Sequence[Any]]
 ) -> list[Any]:
     """The stages that ``visit`` returns for each, one or a chain of several, the last one first.
 
@@ -50,7 +50,7 @@ def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> di
     return roles
 
 
-def roles_of(who: str, roles: PyTree) -> dict[Names, Role]:
+def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter; a model's functions, among its leaves, have none."""
     leaves = list(items(roles))
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from reparax.core.bound import provenance_of
-from reparax.core.calls import call_name, needed_key
+from reparax.core.calls import CallName, needed_key
 from reparax.core.chain import Parametrization
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree
@@ -50,7 +50,7 @@ def check_updates(who: str, p: Parametrization, updates: Any, call: str, why: st
         why = "which may move weights too, so the optimizer must know when"
     if updates is None and p.has_update and why is not None:
         raise ValueError(
-            f"{call_name(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
+            f"{CallName(p, 'update')} advances values that do not train, once per training step, {why}. Call `{call}` "
             f'after each step, and say so: `{who}(..., updates="{BY_HAND}")`.'
         )
     return updates is None and p.has_update
@@ -64,7 +64,7 @@ def advanced(p: Parametrization, raw: PyTree) -> PyTree:
 def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> ValueError:
     """The error for a call of a chain that draws, without a stream to draw from."""
     return ValueError(
-        f"{call_name(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
+        f"{CallName(p, 'apply')} draws random numbers in each call of the model, so it needs a stream, but got "
         f"{what}. Give one, `{give}`, or evaluate with {mean}."
     )
 
@@ -72,7 +72,7 @@ def needs_stream_error(p: Parametrization, what: str, give: str, mean: str) -> V
 def start_key(p: Parametrization, key: Any, give: str) -> Any:
     """The key of a start; None if nothing is random, and an error if there is none."""
     if p.random_init and key is None:
-        raise ValueError(f"{call_name(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
+        raise ValueError(f"{CallName(p, 'init')} draws random numbers, so it needs a key. Write `{give}`.")
     return key if p.random_init else None
 
 
@@ -161,7 +161,7 @@ class Functions:
                 raise
             given, missing, write = self._alone
             raise ValueError(
-                f"{call_name(self.p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do "
+                f"{CallName(self.p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do "
                 f"not train are. {write}"
             ) from error
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 from typing import Any, ClassVar, Literal
 
-from reparax.core.calls import call_name
+from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
@@ -183,7 +183,7 @@ class _Parametrized(Functions, nn.Module):
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
-                f"{call_name(self.p, 'update')} advances values that do not train in each call that trains, but this "
+                f"{CallName(self.p, 'update')} advances values that do not train in each call that trains, but this "
                 f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
                 f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{BY_HAND}")` and '
                 "call `module.update(variables)` after each step."

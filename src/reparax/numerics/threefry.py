@@ -16,7 +16,6 @@ References:
   Salmon, Moraes, Dror and Shaw, *Parallel Random Numbers: As Easy as 1, 2, 3*, 2011.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -103,5 +102,7 @@ def _number_of(bits: Array) -> Array:
 
 def _polynomial(coefficients: Sequence[float], x: Array) -> Array:
     """The polynomial with these coefficients, the constant first."""
-    numbers = [np.float32(c) for c in reversed(coefficients)]
-    return functools.reduce(lambda total, c: total * x + c, numbers[1:], jnp.full_like(x, numbers[0]))
+    total = jnp.full_like(x, np.float32(coefficients[-1]))
+    for coefficient in coefficients[-2::-1]:
+        total = total * x + np.float32(coefficient)
+    return total

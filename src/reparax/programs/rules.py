@@ -11,32 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from reparax.programs import jaxprs
+from reparax.programs import equations, jaxprs
 from reparax.programs.dependence import Facts
-from reparax.programs.equations import (
-    Add,
-    Broadcast,
-    ConvertType,
-    Copy,
-    Divide,
-    Dot,
-    DynamicSlice,
-    Gather,
-    Multiply,
-    Negate,
-    Reshape,
-    Reverse,
-    Slice,
-    SplitAxis,
-    Squeeze,
-    StopGradient,
-    Subtract,
-    Transpose,
-    Vary,
-    View,
-    kind_of,
-    view_of,
-)
 from reparax.programs.jaxprs import type_of
 from reparax.programs.multiply import ENTRY, cost
 from reparax.programs.sums import (
@@ -68,50 +44,50 @@ def move_sum(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Sum] | None:
     x, *others = operands or [None]
     if not isinstance(x, Sum):
         return None
-    view = view_of(eqn)
-    if isinstance(view, SplitAxis):
+    view = equations.view_of(eqn)
+    if isinstance(view, equations.SplitAxis):
         return _split_sum(view, x)
     moved = _moved(view, x, others)
     return None if moved is None else [moved]
 
 
-def _moved(view: View, x: Sum, others: Sequence[Any]) -> Sum | None:
+def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """The output of an equation that moves, slices or casts a sum; None if this must be formed.
 
     What says how its output lies on devices must be, and a reshape that would split an axis across its labels, and a
     cast that loses range or adds digits.
     """
     match view:
-        case Transpose():
+        case equations.Transpose():
             order = view.permutation
             return x.map_products(lambda product: product.transpose(order), view.type.shape)
-        case Squeeze():
+        case equations.Squeeze():
             axes = view.dimensions
             return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
-        case Reshape() if view.dimensions is None and not view.has_sharding:
+        case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
-        case Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
+        case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case ConvertType() if narrows(x.dtype, view.new_dtype) and not view.has_sharding:
+        case equations.ConvertType() if narrows(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
-        case StopGradient():
+        case equations.StopGradient():
             return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
-        case Vary():
+        case equations.Vary():
             vary = partial(jaxprs.as_varying, names=view.axes)
             return map_factors(x, lambda factor: replace(factor, array=jax.tree.map(vary, factor.array)))
-        case Negate():
+        case equations.Negate():
             return negate_sum(x)
-        case Copy():
+        case equations.Copy():
             return x
-        case Gather():
+        case equations.Gather():
             return look_up_matrices(view, x, others)
-        case Slice():
+        case equations.Slice():
             parts = enumerate(view.bounds)
             changes = [(i, _slicer(*bounds)) for i, bounds in parts if bounds != (0, x.shape[i], 1)]
-        case DynamicSlice():
+        case equations.DynamicSlice():
             parts = enumerate(zip(others, view.slice_sizes, strict=True))
             changes = [(i, _dynamic_slicer(start, n)) for i, (start, n) in parts if n != x.shape[i]]
-        case Reverse():
+        case equations.Reverse():
             changes = [(i, _reverse) for i in view.dimensions]
         case _:
             return None
@@ -153,7 +129,7 @@ def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
     )
 
 
-def _split_sum(view: SplitAxis, x: Sum) -> list[Sum] | None:
+def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
     outs, start = list[Sum | None](), 0
     for n in view.sizes:
@@ -212,7 +188,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
 # ---- whole matrices that an index chooses, as that of each token's expert, taken from each factor of a weight
 
 
-def look_up_matrices(view: Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
+def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) -> Sum | None:
     """The matrices that a look-up takes from a weight of several; None if it must be formed.
 
     What is taken from an array of two axes are rows, which nothing multiplies as a weight.
@@ -244,13 +220,15 @@ def _axis_of(label: Label) -> Merged:
     return () if label.size == 1 else (label,)
 
 
-def _fills_all(view: Gather) -> bool:
+def _fills_all(view: equations.Gather) -> bool:
     """Whether an entry that no place has is zero or no number: then it is where one of its factors is."""
     fill = view.fill_value
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _take_from_product(view: Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
+def _take_from_product(
+    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any
+) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     group, factors = product.axes[axis], list(product.factors)
     if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
@@ -272,7 +250,7 @@ def _repeat(factor: Factor, label: Label) -> Factor:
     return replace(factor, array=jnp.broadcast_to(array, (label.size, *array.shape)), labels=(label, *factor.labels))
 
 
-def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
+def _take_from_factor(view: equations.Gather, factor: Factor, along: Merged, rows: Merged, places: Any) -> Factor:
     """The factor at places along one of its axes; as it is if it does not have that axis."""
     if not set(along) & set(factor.labels):
         return factor
@@ -294,22 +272,30 @@ def _take_from_factor(view: Gather, factor: Factor, along: Merged, rows: Merged,
 # ---- weights that are made: products, multiples and sums of known values
 
 
-_MAKERS = {Dot, Multiply, Divide, Broadcast, ConvertType, Add, Subtract}
+_MAKERS = {
+    equations.Dot,
+    equations.Multiply,
+    equations.Divide,
+    equations.Broadcast,
+    equations.ConvertType,
+    equations.Add,
+    equations.Subtract,
+}
 
 
 def may_make(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
-    kind = kind_of(eqn)
-    if kind not in _MAKERS - {Add, Subtract}:
+    kind = equations.kind_of(eqn)
+    if kind not in _MAKERS - {equations.Add, equations.Subtract}:
         return False
     output = type_of(eqn.outvars[0])
     if output.ndim < 2 or not has_range(output.dtype):
         return False
     operand_types = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
-    if kind is ConvertType:
+    if kind is equations.ConvertType:
         return _holds_integers(operand_types[0].dtype)
     smaller = [count_entries(aval.shape) < count_entries(output.shape) for aval in operand_types]
-    return all(smaller) if kind is Dot else any(smaller)
+    return all(smaller) if kind is equations.Dot else any(smaller)
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
@@ -324,8 +310,8 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view, dtype = view_of(eqn), type_of(eqn.outvars[0]).dtype
-    if kind_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
+    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
+    if equations.kind_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [
         x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
@@ -354,36 +340,36 @@ def _sum_of_array(x: Any, *, still: bool) -> Sum:
 
 def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     """The cost to form the output of an equation from arrays, including gradients."""
-    view = view_of(eqn)
-    if isinstance(view, Dot):
+    view = equations.view_of(eqn)
+    if isinstance(view, equations.Dot):
         a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
         product = contract(view, a, b)
         return math.inf if product is None else cost(product)
     return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
 
-def _made(view: View, x: Sum, y: Sum) -> Sum | None:
+def _made(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """What an equation makes of two sums, or of one that stands for both."""
     match view:
-        case Dot() if keeps_range(view.precision):
+        case equations.Dot() if keeps_range(view.precision):
             precision = x.precision or y.precision or view.precision
             return _multiply_sums(view, x, y, partial(contract, view), precision)
-        case Multiply():
+        case equations.Multiply():
             return _make_multiple(view, x, y)
-        case Divide():
+        case equations.Divide():
             return _make_quotient(view, x, y)
-        case Broadcast():
+        case equations.Broadcast():
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case ConvertType() if _holds_integers(x.dtype):  # the arrays stay integers until they are multiplied
+        case equations.ConvertType() if _holds_integers(x.dtype):  # the arrays stay integers until they are multiplied
             return cast_sum(x, view.new_dtype)
-        case Add() | Subtract():
+        case equations.Add() | equations.Subtract():
             return _make_sum_of_two(view, x, y)
         case _:
             return None
 
 
 def _multiply_sums(
-    view: View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
+    view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
     output = view.type
@@ -391,7 +377,7 @@ def _multiply_sums(
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
 
 
-def _make_multiple(view: View, x: Sum, y: Sum) -> Sum | None:
+def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The product of two sums, entry by entry."""
     return _multiply_sums(
         view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, x.precision or y.precision
@@ -406,7 +392,7 @@ def _with_ndim(x: Sum, ndim: int) -> Sum:
     return replace(x, products=products, shape=(1,) * ndim)
 
 
-def _make_quotient(view: View, x: Sum, y: Sum) -> Sum | None:
+def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """A sum divided by one array, entry by entry; None if that is a sum or a product itself."""
     if len(y.products) != 1 or len(y.products[0].factors) != 1:
         return None
@@ -416,10 +402,10 @@ def _make_quotient(view: View, x: Sum, y: Sum) -> Sum | None:
     return _make_multiple(view, x, replace(y, products=(inverse,)))
 
 
-def _make_sum_of_two(view: View, x: Sum, y: Sum) -> Sum | None:
+def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The sum of two sums, or their difference, with the products of both."""
     output = view.type
-    if isinstance(view, Subtract):
+    if isinstance(view, equations.Subtract):
         y = negate_sum(y)
     wide = all_or_none(
         broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)

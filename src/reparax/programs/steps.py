@@ -14,28 +14,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from reparax.core.reports import size_in_bytes
-from reparax.programs import dependence, jaxprs
+from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.contractions import contraction_of
-from reparax.programs.equations import (
-    Broadcast,
-    Concatenate,
-    CustomJvp,
-    Dot,
-    Gather,
-    Iota,
-    Jit,
-    Pointwise,
-    Reduce,
-    ReduceSum,
-    Reshape,
-    Slice,
-    SplitAxis,
-    Squeeze,
-    Stack,
-    Transpose,
-    View,
-    view_of,
-)
 
 LARGE = 2**16
 """Values of more bytes are not computed again at each step."""
@@ -98,20 +78,24 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPl
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule | None:
     """How the part of the ``i``-th output is computed; None if it is read from the value."""
-    view = view_of(eqn)
+    view = equations.view_of(eqn)
     if any(map(_is_sharded, eqn.outvars)):
         return None
     if axis is None:  # repeated numbers cost nothing
-        return ([None for _ in eqn.invars], _same_equation(view)) if isinstance(view, Broadcast | Iota) else None
+        return (
+            ([None for _ in eqn.invars], _same_equation(view))
+            if isinstance(view, equations.Broadcast | equations.Iota)
+            else None
+        )
     match view:
-        case SplitAxis():
+        case equations.SplitAxis():
             run = _same_equation(view)
             return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
-        case CustomJvp() if moves:
+        case equations.CustomJvp() if moves:
             return _part_of_custom_jvp(eqn, axis)
-        case Jit() | CustomJvp():
+        case equations.Jit() | equations.CustomJvp():
             return _part_of_call(eqn, i, axis, moves=moves)
-        case Iota() if view.dimension == axis:
+        case equations.Iota() if view.dimension == axis:
             shape, dtype = _with_one(view.shape, axis), view.type.dtype
             return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
         case _:
@@ -124,7 +108,7 @@ def _is_sharded(v: Any) -> bool:
     return any(axis is not None for axis in jaxprs.type_of(v).sharding.spec)
 
 
-def _same_equation(view: View, **new_params: Any) -> Callable[..., Any]:
+def _same_equation(view: equations.View, **new_params: Any) -> Callable[..., Any]:
     """The function of a rule that runs the equation itself on the parts, with some settings changed."""
     return lambda _, *operands: view.bind(*operands, **new_params)
 
@@ -139,43 +123,43 @@ def _shape_of(v: Any) -> tuple[int, ...]:
     return jaxprs.type_of(v).shape
 
 
-def _same_on_parts(view: View, axis: int) -> tuple[list[Axis], dict[str, Any]] | None:
+def _same_on_parts(view: equations.View, axis: int) -> tuple[list[Axis], dict[str, Any]] | None:
     """The axes of operands along which parts give the part along an axis, by the same equation, and its new settings.
 
     None if entries along the axis mix.
     """
     shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
-        case Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
+        case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # What has one entry along the axis is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes], {}
-        case Broadcast() if len(shapes) == 1:
+        case equations.Broadcast() if len(shapes) == 1:
             places = view.broadcast_dimensions
             long = [i for i, place in enumerate(places) if place == axis and shapes[0][i] != 1]
             return [long[0] if long else None], {"shape": _with_one(shape, axis)}
-        case Iota():
+        case equations.Iota():
             return [], {"shape": _with_one(shape, axis)}
-        case Reshape() if len(shapes) == 1 and view.dimensions is None:
+        case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:
             before, new_sizes = math.prod(shape[:axis]), {"new_sizes": _with_one(shape, axis)}
             for i, size in enumerate(shapes[0]):
                 if size == shape[axis] and math.prod(shapes[0][:i]) == before:
                     return [i], new_sizes
             return None  # it splits or merges the axis
-        case Squeeze():
+        case equations.Squeeze():
             return [[i for i in range(len(shapes[0])) if i not in view.dimensions][axis]], {}
-        case Reduce() if type(view) in (Reduce, ReduceSum):
+        case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):
             return [[i for i in range(len(shapes[0])) if i not in view.axes][axis]], {}
-        case Transpose():
+        case equations.Transpose():
             return [view.permutation[axis]], {}
-        case Slice() if shape[axis] == shapes[0][axis]:
+        case equations.Slice() if shape[axis] == shapes[0][axis]:
             return [axis], {"limit_indices": _with_one([limit for _, limit, _ in view.bounds], axis)}
-        case Concatenate() if view.dimension != axis:
+        case equations.Concatenate() if view.dimension != axis:
             return [axis for _ in shapes], {}
-        case Stack() if view.axis != axis:
+        case equations.Stack() if view.axis != axis:
             return [axis - (axis > view.axis) for _ in shapes], {}
-        case Dot() | Gather():
+        case equations.Dot() | equations.Gather():
             contraction = contraction_of(view)
-            numbers = view.dimension_numbers if isinstance(view, Gather) else None
+            numbers = view.dimension_numbers if isinstance(view, equations.Gather) else None
             # Of a table only what is the same at each step can be read.
             is_cut = numbers and (numbers.operand_batching_dims or axis in numbers.offset_dims)
             return None if is_cut or contraction is None else (contraction.sources(axis), {})

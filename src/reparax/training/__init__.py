@@ -1,9 +1,9 @@
 """Raw trees in training: which values train, optimizers for them, conversion to other chains, and tables."""
 
-from reparax.core.shardings import state_shardings as state_shardings
 from reparax.training._optimizer import optimizer as optimizer
 from reparax.training._optimizer import projected as projected
 from reparax.training._optimizer import reset_moments as reset_moments
+from reparax.training._optimizer import state_shardings as state_shardings
 from reparax.training._partition import combine as combine
 from reparax.training._partition import decay_mask as decay_mask
 from reparax.training._partition import param_labels as param_labels

@@ -1,4 +1,4 @@
-"""Optimizers of raw trees, which leave fixed values unchanged; projection after a step; moments under a mask.
+"""Optimizers of raw trees, which leave fixed values unchanged; projection; moments under a mask; shardings of states.
 
 A step with gradients, a state or parameters of another tree raises a clear error. A transformation fails on these in
 its own words, or silently broadcasts them, so they are checked only after it has failed, or if a shape has changed: a
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.bound import init_all
-from reparax.core.calls import call_name, require_chains, with_any_key
+from reparax.core.calls import CallName, require_chains, shows_usage, with_any_key
 from reparax.core.chain import Chain, Parametrization
 from reparax.core.checks import by_parameter
-from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items
+from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, is_traceable, items, path_text
 from reparax.core.raw import FIXED, is_aligned, require_no_raw
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, partition, require_tree
 
@@ -147,7 +147,7 @@ def projected(p: Parametrization) -> Transformation:
     require_chains("training.projected(p)", p)
 
     def init(params: PyTree) -> PyTree:
-        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        require_no_raw(CallName(p, "projected"), params, INSTEAD)
         init_all(tuple(Chain((p.deterministic,))), params)  # so that wrong parameters fail before the first step
         return ()
 
@@ -155,15 +155,15 @@ def projected(p: Parametrization) -> Transformation:
         del extra
         if params is None:
             raise ValueError(
-                f"{call_name(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
+                f"{CallName(p, 'projected')} needs the parameters that it projects, but got none. Pass them: "
                 f"`tx.update(grads, state, params)`."
             )
-        require_no_raw(call_name(p, "projected"), params, INSTEAD)
+        require_no_raw(CallName(p, "projected"), params, INSTEAD)
         if jax.tree.structure(updates) != jax.tree.structure(params) and (
             difference := first_difference(updates, params)
         ):
             raise ValueError(
-                f"{call_name(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
+                f"{CallName(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
                 f"`tx.update(grads, state, params)`."
             )
         updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
@@ -404,3 +404,50 @@ def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
                 of = OTHER_SHAPES if in_both else ANOTHER_MODEL
                 return Difference(f"{path}/{below}".strip("/"), wanted, got, of)
     return None
+
+
+def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
+    """The shardings of an optimizer's state, or of a whole training state: each array is sharded like its raw array.
+
+    An array of the state belongs to a raw array if its path ends in the path of the raw array and the shapes are equal:
+    moments, averages and accumulated gradients. All other arrays, such as counters, are replicated on every device.
+
+    Args:
+      state: The state, or its shapes and dtypes: ``jax.eval_shape(tx.init, raw)``.
+      raw: The raw tree, or its shapes and dtypes.
+      shardings: The result of :meth:`Parametrization.shardings` for it.
+
+    Raises:
+      ValueError: If a raw array has no sharding; the error names it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, reparax as rpx
+      >>> from jax.sharding import AbstractMesh, PartitionSpec
+      >>> mesh = AbstractMesh((2, 4), ("data", "model"))
+      >>> params, p = {"w": jnp.ones((8, 16))}, rpx.WeightNorm()
+      >>> shardings = p.shardings({"w": PartitionSpec("data", "model")}, mesh, like=params)
+      >>> raw = jax.eval_shape(p.init, params)
+      >>> state = rpx.training.state_shardings(jax.eval_shape(optax.sgd(0.1, momentum=0.9).init, raw), raw, shardings)
+      >>> state[0].trace["w"]["@weight_norm"]["g"].spec
+      P(None, 'model')
+    """
+    shapes = {path: x.shape for path, x in items(raw) if is_array(x)}
+    sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
+    if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
+        raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
+    if lacking := sorted(shapes.keys() - sharding_of.keys()):
+        raise ValueError(
+            f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
+            f"and the result of `p.shardings` for it."
+        )
+    replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
+
+    def of(path: Names, x: Any) -> NamedSharding | None:
+        if not is_array(x):
+            return None
+        ends = (path[i:] for i in range(len(path) + 1))
+        raw_path = next((end for end in ends if end in shapes), None)
+        return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
+
+    paths, leaves, treedef = flatten_with_names(state)
+    return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])

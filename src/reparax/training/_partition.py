@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from reparax.core.calls import shows_usage
 from reparax.core.fields import Static
 from reparax.core.paths import PyTree, items, path_text, with_names
 from reparax.core.raw import FIXED, flatten_leaves, state_flags
-from reparax.core.usage import shows_usage
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import has_gradient
 

@@ -16,12 +16,11 @@ from jax.core import Tracer
 
 from reparax.core.bound import Bound, apply_all, follow_axes, init_bound, provenance_of
 from reparax.core.boxes import spread_boxes
-from reparax.core.calls import require_chains
+from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.keys import Keys
 from reparax.core.paths import Names, PyTree, flatten_with_names, items, path_text, types_of_result
 from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, parameter_path
-from reparax.core.usage import shows_usage
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free
 

@@ -21,24 +21,9 @@ from reparax.core import random
 from reparax.core.keys import key_of_use
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
-from reparax.programs import jaxprs
+from reparax.programs import equations, jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_call
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs
-from reparax.programs.equations import (
-    Add,
-    Conv,
-    ConvertType,
-    Divide,
-    Dot,
-    Gather,
-    Jit,
-    Multiply,
-    RaggedDot,
-    Select,
-    Subtract,
-    View,
-    view_of,
-)
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, move_sum, select_sum
@@ -115,7 +100,11 @@ Noise = Callable[[Any, Array], Array]
 def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> tuple[Array, Noise] | None:
     """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
     view, args = operation.view, operation.args
-    data = () if isinstance(view, Add | Subtract) else (*args[:weight_operand], *args[weight_operand + 1 :])
+    data = (
+        ()
+        if isinstance(view, equations.Add | equations.Subtract)
+        else (*args[:weight_operand], *args[weight_operand + 1 :])
+    )
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
     mean = view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])
@@ -147,7 +136,7 @@ def _square_factors(x: Sum) -> Sum:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _add_noise(view: View, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array) -> Any:
+def _add_noise(view: equations.View, weight_operand: int, data: Sequence[Any], std: Sum, key: Any, mean: Array) -> Any:
     """The mean with noise, which the backward pass computes again, from the data, ``std`` and the key.
 
     JAX traces it once for equal equations and types.
@@ -177,7 +166,7 @@ def _scale_noise_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]
     return _scale_noise(variance, noise), slope * variance_dot
 
 
-def _precision(view: Dot | RaggedDot | Conv) -> Any:
+def _precision(view: equations.Dot | equations.RaggedDot | equations.Conv) -> Any:
     """The precision of an equation; an algorithm for its dtypes is none for those of squares."""
     return view.precision if isinstance(view.precision, lax.Precision | tuple) else None
 
@@ -187,46 +176,46 @@ def _square(x: Any) -> Array:
     return jnp.square(widened(x))
 
 
-def _is_linear(view: View, weight_operand: int, data: Sequence[Any], weight: Noisy) -> bool:
+def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], weight: Noisy) -> bool:
     """Whether an equation is linear in a weight, and each entry of it meets the rows of data in its own way."""
     match view:
-        case Add() | Subtract() | Multiply():
+        case equations.Add() | equations.Subtract() | equations.Multiply():
             return True
-        case Divide():
+        case equations.Divide():
             return weight_operand == 0
-        case Gather():
+        case equations.Gather():
             return weight_operand == 0 and not weight.entries_may_repeat
-        case Conv():
+        case equations.Conv():
             return weight_operand == 1 and not weight.entries_may_repeat and view.batch_group_count == 1
-        case Dot() | RaggedDot():
-            is_whole = not isinstance(view, RaggedDot) or (view.is_whole and weight_operand < 2)
+        case equations.Dot() | equations.RaggedDot():
+            is_whole = not isinstance(view, equations.RaggedDot) or (view.is_whole and weight_operand < 2)
             is_whole = is_whole and not weight.entries_may_repeat
             return is_whole and contract_with_data(view, weight_operand, data, weight.std.products) is not None
         case _:
             return False
 
 
-def _variance(view: View, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
+def _variance(view: equations.View, weight_operand: int, data: Sequence[Any], squares: Sum) -> Any:
     """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
     match view:
-        case Dot() | RaggedDot():
+        case equations.Dot() | equations.RaggedDot():
             data, how = (_square(data[0]), *data[1:]), How(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
             return array_of_products(products or [], view.type.shape, how)
-        case Conv():
+        case equations.Conv():
             return _variance_of_convolution(view, data[0], squares)
-        case Gather():  # where there is no row, there is no noise
+        case equations.Gather():  # where there is no row, there is no noise
             new_params = {"fill_value": 0} if view.mode == lax.GatherScatterMode.FILL_OR_DROP else {}
             return view.bind(array_of(squares), data[0], **new_params)
-        case Multiply():
+        case equations.Multiply():
             return _square(data[0]) * array_of(squares)
-        case Divide():
+        case equations.Divide():
             return array_of(squares) / _square(data[0])
         case _:
             return array_of(squares)
 
 
-def _variance_of_convolution(view: Conv, x: Any, squares: Sum) -> Any:
+def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     """The variance of a convolution, for one channel if all are alike."""
     numbers, groups = view.dimension_numbers, view.feature_group_count
     channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
@@ -302,7 +291,11 @@ class Drawing:
             return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))]
         if has_body(eqn):
             return enter(operation)
-        if isinstance(view, ConvertType) and isinstance(args[0], Sum) and narrows(args[0].dtype, view.new_dtype):
+        if (
+            isinstance(view, equations.ConvertType)
+            and isinstance(args[0], Sum)
+            and narrows(args[0].dtype, view.new_dtype)
+        ):
             # The factors stay as they are, because the whole is rounded, and not each of them.
             return [replace(args[0], dtype=view.new_dtype)]
         if (moved := move_sum(eqn, args)) is not None:
@@ -310,7 +303,7 @@ class Drawing:
         of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
-            made = select_sum(args) if isinstance(view, Select) else make_sum(eqn, args, operation.facts)
+            made = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
             if made is not None:
                 return [replace(made, root=_noise_origin(eqn, out_facts))]
         is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
@@ -340,8 +333,8 @@ class Drawing:
 
 def is_draw(eqn: JaxprEqn) -> bool:
     """Whether the output of an equation is an array of independent normal numbers."""
-    view = view_of(eqn)
-    has_name = isinstance(view, Jit) and view.name == random.DRAW
+    view = equations.view_of(eqn)
+    has_name = isinstance(view, equations.Jit) and view.name == random.DRAW
     return has_name and jnp.issubdtype(jaxprs.type_of(eqn.outvars[0]).dtype, jnp.floating)
 
 

@@ -9,10 +9,8 @@ import pytest
 import scipy.linalg
 from compiled import contained, init, projected, pulled, read
 from errors import table
-from grids import mostly_thorough
 
 import reparax as rpx
-from reparax.testing import check_laws
 
 
 def normal(*shape, seed=0):
@@ -81,17 +79,6 @@ def test_init_gives_the_numbers_of_the_nearest_matrix_which_are_least_squares(st
         got, start = started(stage, w)
     np.testing.assert_allclose(got, x, rtol=0, atol=1e-14)
     np.testing.assert_allclose(start, expected, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize("law", mostly_thorough(("right_inverse", "types", "plain_trees"), "right_inverse", "types"))
-def test_the_laws_hold_for_the_spaces_that_are_no_case_of_their_own(law, key):
-    p = (
-        rpx.matrices.Diagonal(where="square")
-        >> rpx.matrices.Circulant(where="also square")
-        >> rpx.matrices.Toeplitz(where="small")
-    )
-    params = {name: np.float32(normal(n, n, seed=n)) for name, n in (("square", 3), ("also square", 3), ("small", 2))}
-    check_laws(p, params, key, laws=(law,))
 
 
 def test_a_unit_diagonal_stays_and_is_no_free_number():

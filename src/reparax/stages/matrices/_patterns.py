@@ -482,7 +482,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
         return jnp.sum(jnp.log(2.0) + powers * jnp.log(lower) + jax.nn.log_sigmoid(diagonal))
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         x = jnp.asarray(w)
         values, vectors = definite_eigen(x)  # not through raw values, whose rounding should not count
         inside = is_near(x, product(vectors * values[..., None, :], vectors.mT), tolerance)
@@ -491,8 +491,8 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         values, _ = eigen(widened(x))
         return inside & jnp.all(values[..., 0] > resolution(x, values[..., -1]) / 2)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        return self.project(PositiveSemidefinite().sample(key, shape, dtype))
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.project_leaf(PositiveSemidefinite().sample_leaf(key, shape, dtype))
 
 
 class PositiveSemidefinite(RowsAndColumns, Constraint):
@@ -551,6 +551,6 @@ class PositiveSemidefinite(RowsAndColumns, Constraint):
         x = widened(values["x"])
         return product(x, adjoint(x)).astype(values["x"].dtype)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         rank = self.rank or shape[-1]
         return self.apply_leaf({"x": jax.random.normal(key, (*shape[:-1], rank), dtype) / math.sqrt(rank)})

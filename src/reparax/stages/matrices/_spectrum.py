@@ -233,8 +233,8 @@ class _BoundedBelow(_SingularValues):
 
     eps: float = field(_EPS, default=1e-6, kw_only=True)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
-        inside = super().contains(w, tolerance)
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
+        inside = super().contains_leaf(w, tolerance)
         if tolerance is not None:
             return inside
         x, rank = widened(jnp.asarray(w)), self.rank_of(w)
@@ -356,7 +356,7 @@ class SpecialLinear(_SingularValues):
     def left_vectors(self, u: Array, vh: Array) -> Array:
         return without_reflection(u, vh)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether the determinant is 1, up to rounding.
 
         Args:
@@ -365,13 +365,13 @@ class SpecialLinear(_SingularValues):
             machine epsilon, as rounding of the entries moves the determinant by that much.
         """
         if tolerance is not None:
-            return super().contains(w, tolerance)
+            return super().contains_leaf(w, tolerance)
         singular = jnp.linalg.svd(widened(w), compute_uv=False)
         least, largest = singular[..., -1], singular[..., 0]
         invertible = least > resolution(w, largest)
         condition = jnp.where(invertible, largest / jnp.where(invertible, least, largest), jnp.zeros_like(least))
         units = float(jnp.finfo(w.dtype).eps) * (10 * w.shape[-1] + condition)
-        return is_near(w, self.project(w), units)
+        return is_near(w, self.project_leaf(w), units)
 
     def spectrum(self, s: Array) -> Array:
         return jnp.exp(s - jnp.mean(s, axis=-1, keepdims=True))

@@ -14,11 +14,11 @@ from jax.core import Tracer
 
 from reparax.core import random
 from reparax.core.axes import EACH, Axes, check_slices, other_axes
+from reparax.core.calls import shows_usage
 from reparax.core.fields import Number, by_array, field, number_field
 from reparax.core.keys import split_key
 from reparax.core.leaf import Reparametrization
 from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names, path_text
-from reparax.core.usage import shows_usage
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened

@@ -333,11 +333,11 @@ class PoincareBall(Constraint):
         image = image - jax.lax.stop_gradient(jnp.maximum(image - _limit(v), 0))
         return (widened(v) * jnp.where(near, 1 - jnp.square(length) / 3, image / far)).astype(v.dtype)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all points are in the open ball, or outside by at most ``tolerance`` times its radius (default 0)."""
         return jnp.all(self._length(jnp.asarray(w)) < 1 + (tolerance or 0))
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"v": jax.random.normal(key, shape, dtype)})
 
     def _length(self, w: Array) -> Array:

@@ -270,7 +270,7 @@ class SpectralNorm(MatrixAxes, Constraint):
         sigma = jnp.vdot(_times_adjoint(self._matrix(x), u, self._convolution), v, precision="highest").real
         return (x * inverse(sigma).astype(x.dtype)).astype(w.dtype)
 
-    def project(self, w: Array) -> Array:
+    def project_leaf(self, w: Array) -> Array:
         x = widened(jnp.asarray(w))
         matrix = self._matrix(x)
         if self._convolution is None:

@@ -55,7 +55,7 @@ class _Map(Constraint):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         return self._forward(widened(values["x"])).astype(values["x"].dtype)
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return self.apply_leaf({"x": jax.random.normal(key, shape, dtype)})
 
 
@@ -107,7 +107,7 @@ class Positive(_Map):
     def flat_leaf(self, w: Array) -> Array:
         return widened(w) < _least_number(w)
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all numbers are positive, or at least ``-tolerance`` times the largest magnitude."""
         x = widened(jnp.asarray(w))
         if tolerance is None:
@@ -173,7 +173,7 @@ class Bounded(_Map):
         if isinstance(low, float) and isinstance(high, float) and not -math.inf < low < high < math.inf:
             raise ValueError(f"Bounded got low={low} and high={high}, but takes finite bounds, the lower one first.")
 
-    def contains(self, w: Array, tolerance: float | None = None) -> Array:
+    def contains_leaf(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether all numbers lie between the bounds, up to rounding.
 
         Args:
@@ -368,7 +368,7 @@ class Simplex(Constraint):
         unread = jax.nn.logsumexp(x, axis=axis)
         return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
 
-    def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    def sample_leaf(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         # Exponential numbers divided by their sum are uniform; their logarithms are negative Gumbel numbers.
         return self.apply_leaf({"x": -jax.random.gumbel(key, shape, dtype)})
 

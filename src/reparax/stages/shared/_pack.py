@@ -49,6 +49,7 @@ class _Rearranged(Parametrization):
     sizes: Any = field(default=(), kw_only=True)
 
     raw_values: ClassVar[Values] = {OTHERS: main(part=True)}
+    _is_layout: ClassVar[Any] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", _layout_as_field(self.layout))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,8 @@ class Tie(Parametrization):
 
     ties: Any
     unequal: str = field(one_of("raise", "overwrite"), default="raise", kw_only=True)
+
+    _is_layout: ClassVar[Any] = property(lambda self: self.unequal == "raise")
 
     def __post_init__(self) -> None:
         ties = _parse_ties(self.ties)

@@ -340,10 +340,11 @@ class MagnitudePruning(_Prune):
     that step: ``MagnitudePruning(optax.polynomial_schedule(0.0, 0.9, 3, 1000)(step)).update(raw)`` follows the cubic
     schedule of Zhu and Gupta. ``apply`` and ``fold`` read the mask, not the sparsity. No gradient passes to masked
     entries. Their raw values are kept, apart from what momentum still adds, so a later ``update`` may bring them back;
-    :func:`reset_moments` then sets their momentum to zero. To undo pruning, call ``init`` on saved weights.
+    :func:`reset_moments` then sets their momentum to zero. ``p.original(raw)`` undoes pruning.
 
     A tuple prunes twice: the second share is taken of what the first leaves, as in torch, so ``(0.5, 0.5)`` leaves a
-    quarter. If you chain two stages instead, both shares are of all weights. To rank the weights of all arrays
+    quarter: a sparsity of 0.75. ``MagnitudePruning(0.5) >> MagnitudePruning(0.5)`` has a sparsity of 0.5, as the second
+    stage finds its half among the zeros of the first. To rank the weights of all arrays
     together, use :class:`GlobalMagnitudePruning`.
 
     Args:

@@ -1,0 +1,137 @@
+"""The arrays of which ``init`` made a raw tree, and one array of it set anew: ``init`` read at single arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from reparax.core.bound import Bound, Stages, init_bound, provenance_of, types_of
+from reparax.core.calls import CallName
+from reparax.core.checks import locate_errors
+from reparax.core.keys import Keys
+from reparax.core.paths import PyTree, describe, path_text, types_of_result
+from reparax.core.raw import FIXED, Flat, Swap, flatten, kind_of, nest
+from reparax.core.values import value_of
+from reparax.core.where import nearest
+from reparax.numerics.arithmetic import is_array
+
+
+def originals(stages: Stages, tree: Flat) -> Flat:
+    """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
+    for stage in stages:
+        swaps = list[Swap]()
+        for bound in stage._own.bind("original", tree):
+            if bound.nodes:
+                swaps += bound.swaps(_original(bound, tree))
+        tree = tree.swap(swaps)
+    return tree
+
+
+def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
+    """The arrays of a bound before its stage."""
+    values, types = bound.read(tree.arrays), types_of(bound, tree)
+    if bound.stage._is_layout:
+        return bound.stage._apply_at(bound, values, None)
+    given = dict[str, list[str]]()
+
+    def start(arrays: Mapping[str, Any]) -> Any:
+        made = bound.stage._init_at(bound, arrays, None)
+        given.update({array: [name for name, x in made[array].items() if x is w] for array, w in arrays.items()})
+        return made
+
+    with locate_errors(bound.who):
+        jax.eval_shape(start, dict(types))
+    found = dict[str, Any]()
+    for array, names in given.items():
+        free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
+        alone = [name for name in names if name not in free or free == [name]]
+        if not alone:
+            names = ", ".join(map(repr, bound.values[array])) or "none"
+            raise ValueError(
+                f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
+                f"{names}. `p.fold(raw)` gives the weights without their parametrization."
+            )
+        found[array] = values[array][alone[0]]
+    return found
+
+
+def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree:
+    """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
+    who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
+    if (place := provenance.places.get(path)) is None:
+        raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
+    types = provenance.effective
+    effective, w = flatten(types), jnp.asarray(w)
+    if w.shape != effective.arrays[place].shape:
+        raise _type_error(who, path, effective.arrays[place], w)
+    own = effective.with_arrays({place: w})
+    for stage in reversed(p._parts):
+        bounds, types = _bound_by_types(stage, types, own, key)
+        touching = [bound for bound in bounds if own.arrays.keys() & set(bound.arrays.values())]
+        for bound in touching:
+            if others := {*bound.arrays.values(), *bound.reads.values()} - own.arrays.keys():
+                raise ValueError(
+                    f"{who} cannot set {path!r} alone: {stage!r} makes it together with "
+                    f"{', '.join(sorted(repr(path_text(at)) for at in others))}. Set the source of a tied array, or "
+                    f"start again with `p.init(params)`."
+                )
+        own = init_bound(touching, own, Keys(key))
+    for at, x in own.arrays.items():
+        if describe(x) != describe(flat.arrays[at]):
+            raise _type_error(who, path_text(at), flat.arrays[at], x)
+    return nest(flat.with_arrays({at: own.arrays.get(at, x) for at, x in flat.arrays.items()}))
+
+
+def _type_error(who: str, path: str, want: Any, got: Any) -> ValueError:
+    """The error for an array of another type."""
+    return ValueError(
+        f"{who} expected {describe(want)} at {path!r}, got {describe(got)}. Pass an array of the model's shape and "
+        f"dtype."
+    )
+
+
+def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array) -> tuple[list[Bound], PyTree]:
+    """What ``init`` of a stage is bound to, and the types that it makes; only the arrays ``own`` have numbers."""
+    bounds = list[Bound]()
+
+    def start(types: PyTree) -> PyTree:
+        tree = flatten(types)
+        tree = tree.with_arrays({at: own.arrays.get(at, x) for at, x in tree.arrays.items()})
+        bounds.extend(stage.bind("init", tree))
+        return nest(init_bound(bounds, tree, Keys(key)))
+
+    return bounds, types_of_result(start, types)
+
+
+def require_unmoved(who: str, stages: Stages, raw: PyTree, since: PyTree) -> None:
+    """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
+    advanced = {stage.kind for stage in stages if stage.has_update}
+    now, lines = flatten(raw).arrays, list[str]()
+    for place, old in flatten(since).arrays.items():
+        if FIXED not in place or not is_array(old):
+            continue
+        mark = place[max(i for i, name in enumerate(place) if name == FIXED) - 1]
+        if kind_of(mark) not in advanced and (how := _moved(old, now.get(place))):
+            lines.append(f"{path_text(place)}: {how}")
+    if lines:
+        raise ValueError(
+            f"{who} found fixed values that are not those of `since`:\n  "
+            + "\n  ".join(lines)
+            + "\nAn optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or let it see only the "
+            "first half of `rpx.partition(raw)`."
+        )
+
+
+def _moved(old: Any, new: Any) -> str:
+    """How a value differs from an old one; empty if it does not, to the bit."""
+    if new is None:
+        return "missing"
+    if describe(old) != describe(new):
+        return f"expected {describe(old)}, got {describe(new)}"
+    old, new = jax.device_get((old, new))
+    if old.tobytes() == new.tobytes():
+        return ""
+    return f"{(old != new).sum()} of {old.size} numbers differ"

@@ -1,0 +1,139 @@
+"""A chain undone, one array set, and fixed values that moved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, table
+
+import reparax as rpx
+
+KEY = jax.random.key(3)
+PARAMS = {
+    "k": jax.random.normal(jax.random.key(0), (4, 4)),
+    "q": jax.random.normal(jax.random.key(1), (4, 6)),
+    "tied": jax.random.normal(jax.random.key(1), (4, 6)),
+}
+NEW = jnp.arange(1.0, 25.0).reshape(4, 6)
+
+
+def assert_equal(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+KEEPING = [
+    rpx.Chain(),
+    rpx.Freeze(),
+    rpx.Mask(),
+    rpx.MagnitudePruning(0.5),
+    rpx.MagnitudePruning(0.5) >> rpx.MagnitudePruning(0.9),
+    rpx.sparse.RandomPruning(0.5),
+    rpx.sparse.NByM(2, 4, along=0),
+    rpx.sparse.GlobalMagnitudePruning(0.5),
+    rpx.SpectralNorm(),
+    rpx.FakeQuantized("int4"),
+    rpx.VarNoise(0.1) >> rpx.WeightDropout(0.5) >> rpx.quantized.Cast("bfloat16") >> rpx.Mask(),
+    rpx.Freeze() >> rpx.LoRA(2),
+    rpx.Tie({"tied": "q"}) >> rpx.MagnitudePruning(0.5),
+    rpx.MagnitudePruning(0.5) >> rpx.Tie({"tied": "q"}),
+]
+
+
+@pytest.mark.parametrize("p", KEEPING, ids=repr)
+def test_the_arrays_that_init_got_come_back_to_the_bit(p):
+    raw = p.init(PARAMS, KEY)
+    assert_equal(p.original(raw), PARAMS)
+    assert_equal(jax.jit(p.original)(raw), PARAMS)
+
+
+def test_what_was_pruned_comes_back_after_training_and_what_trained_is_as_trained():
+    p = rpx.MagnitudePruning(0.5)
+    raw = p.init(PARAMS)
+    grads = jax.grad(lambda raw: sum(jnp.sum(w**2) for w in p.apply(raw).values()), allow_int=True)(raw)
+    tx = rpx.optimizer(optax.sgd(0.1))
+    trained = optax.apply_updates(raw, tx.update(grads, tx.init(raw), raw)[0])
+    pruned = p.fold(raw)["k"] == 0
+    assert pruned.sum() == 8
+    want = jnp.where(pruned, PARAMS["k"], PARAMS["k"] - 0.1 * 2 * PARAMS["k"])
+    np.testing.assert_allclose(p.original(trained)["k"], want, rtol=1e-6)
+    np.testing.assert_array_equal(p.original(trained)["k"][pruned], PARAMS["k"][pruned])
+
+
+SETTABLE = [
+    rpx.Chain(),
+    rpx.WeightNorm(),
+    rpx.MagnitudePruning(0.5) >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    rpx.Freeze() >> rpx.LoRA(2),
+    rpx.SpectralNorm(),
+    rpx.Quantized("int8"),
+    rpx.Positive(where="q"),
+    rpx.numbers.Scale(2.0) >> rpx.LowRank(2),
+    rpx.quantized.Cast("bfloat16"),
+]
+
+
+@pytest.mark.parametrize("p", SETTABLE, ids=repr)
+def test_one_array_is_set_as_init_sets_it_and_all_others_stay(p):
+    start = {**PARAMS, "q": jnp.abs(PARAMS["q"])}
+    raw = jax.tree.map(lambda x: x + x.dtype.type(1), p.init(start, KEY))  # others are not what init gives
+    got, fresh = p.set(raw, "q", NEW, KEY), p.init({**start, "q": NEW}, KEY)
+    assert_equal(got["q"], fresh["q"])
+    assert_equal({name: x for name, x in got.items() if name != "q"}, {"k": raw["k"], "tied": raw["tied"]})
+
+
+def test_what_is_tied_to_the_array_follows_it():
+    p = rpx.WeightNorm() >> rpx.Tie({"tied": "q"})
+    got = p.set(p.init(PARAMS), "q", NEW)
+    np.testing.assert_allclose(p.apply(got)["tied"], NEW, rtol=1e-6)
+    np.testing.assert_array_equal(p.apply(got)["k"], p.apply(p.init(PARAMS))["k"])
+
+
+def test_an_array_is_set_in_a_jitted_step_and_in_boxes():
+    nn = pytest.importorskip("flax.linen")
+    boxed = {**PARAMS, "q": nn.Partitioned(PARAMS["q"], ("in", "out"))}
+    p = rpx.WeightNorm(axis="out", where="q")
+    raw = p.init(boxed)
+    got = jax.jit(lambda raw, w: p.set(raw, "q", w))(raw, NEW)
+    assert jax.tree.structure(got) == jax.tree.structure(raw)
+    np.testing.assert_allclose(nn.meta.unbox(p.fold(got))["q"], NEW, rtol=1e-6)
+
+
+def decayed(raw):
+    tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1))
+    return optax.apply_updates(raw, tx.update(jax.tree.map(jnp.zeros_like, raw), tx.init(raw), raw)[0])
+
+
+def test_a_frozen_base_that_decay_moved_is_found_and_what_update_moves_is_not():
+    p = rpx.SpectralNorm(where="k") >> rpx.Freeze(where="q") >> rpx.LoRA(2, where="q")
+    raw = p.init(PARAMS, KEY)
+    p.check(p.update(raw), since=raw)
+    p.check(p.update(raw), PARAMS, since=raw)
+    u, start = (tree["k"]["@spectral_norm"]["@fixed"]["u"] for tree in (p.update(raw), raw))
+    assert not np.array_equal(u, start)
+    with raises(
+        ValueError,
+        f"({p!r}).check found fixed values that are not those of `since`:\n"
+        "  q/@lora/@fixed/w/@freeze/@fixed/w: 24 of 24 numbers differ\n"
+        "An optimizer moved them, as weight decay does. Wrap it, `rpx.optimizer(tx)`, or let it see only the first "
+        "half of `rpx.partition(raw)`.",
+    ):
+        p.check(decayed(raw), since=raw)
+
+
+def test_the_wrapped_optimizer_moves_no_fixed_value():
+    p = rpx.Freeze(where="q")
+    raw = p.init(PARAMS)
+    tx = rpx.optimizer(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)))
+    grads = jax.tree.map(jnp.ones_like, raw)
+    new = optax.apply_updates(raw, tx.update(grads, tx.init(raw), raw)[0])
+    assert not np.array_equal(new["k"], raw["k"])
+    p.check(new, since=raw)
+
+
+@table(__file__)
+def test_what_is_wrong_is_told_in_a_sentence(case):
+    case.check(globals())

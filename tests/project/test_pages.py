@@ -1,0 +1,208 @@
+"""Pages: their code runs, tables and charts are those of the results, links lead to files, and they are short."""
+
+import doctest
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.common.shown import Results
+from benchmarks.evidence.record import found
+from examples.smollm import report
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+
+def module(path: str):
+    """A script of the documentation."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, DOCS / path)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+WORDS = module("words.py")
+PAGES = sorted(path.stem for path in DOCS.glob("*.md"))
+LINKED = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((DOCS / "notebooks").glob("*.md")),
+    *(DOCS / f"{page}.md" for page in PAGES),
+    *sorted((DOCS / "api").glob("*.md")),
+]
+RESULTS = Results.newest()
+
+
+def said(path: str) -> str:
+    return " ".join((ROOT / path).read_text().split())
+
+
+# What a page shows ----------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
+
+
+class Near(doctest.OutputChecker):
+    """Takes numbers that are near to those of the page: another processor rounds otherwise."""
+
+    def check_output(self, want, got, optionflags):
+        if super().check_output(want, got, optionflags):
+            return True
+        numbers = [np.array(NUMBER.findall(text), float) for text in (want, got)]
+        same = NUMBER.sub("", want).split() == NUMBER.sub("", got).split()
+        return same and len(numbers[0]) == len(numbers[1]) and np.allclose(*numbers, rtol=0.1, atol=4)
+
+
+def run(page: str, names: dict[str, object]) -> list[str]:
+    """Runs the code of a page, and returns the examples that print something else than it says."""
+    failed = list[str]()
+    text = (DOCS / f"{page}.md").read_text()
+    runner = doctest.DocTestRunner(Near(), optionflags=doctest.ELLIPSIS)
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        if block.startswith(">>>"):
+            examples = doctest.DocTestParser().get_doctest(block, names, page, None, None)
+            examples.globs = names
+            runner.run(examples, out=failed.append, clear_globs=False)
+        else:
+            exec(compile(block, page, "exec"), names)
+    return failed
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ("index", "measurements", "architecture", "gallery")]
+)
+def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": page}
+    if page == "concepts":
+        (first,) = re.findall(r"^>>> (import.*\n)>>> (params.*)", (DOCS / "concepts.md").read_text(), re.MULTILINE)
+        exec("".join(first), names)
+        names["key"] = jax.random.key(0)
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        assert run(page, names) == []
+
+
+def test_tables_are_those_of_the_results():
+    files = [str(path) for path in LINKED if "[[[cog" in path.read_text()]
+    command = [sys.executable, "-m", "cogapp", "--check", "-I", str(DOCS), "-I", str(ROOT), *files]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, f"run: make tables\n{checked.stdout[-2000:]}{checked.stderr[-2000:]}"
+
+
+def test_charts_are_those_of_the_results():
+    draw = module("pictures/draw.py")
+    for name, (numbers, _) in draw.CHARTS.items():
+        assert draw.digest(numbers()) in (DOCS / "pictures" / f"{name}.svg").read_text(), "run: make tables"
+
+
+# How much there is ----------------------------------------------------------------------------------------------------
+
+
+def test_pages_keep_within_their_words():
+    over = {page: WORDS.words(page) for page, most in WORDS.BUDGETS.items() if WORDS.words(page) > most}
+    assert over == {}
+    assert sum(map(WORDS.words, WORDS.BUDGETS)) <= WORDS.TOTAL
+
+
+def test_the_sidebar_has_these_pages_and_the_others_stand_outside():
+    (listed,) = re.findall(r"```\{toctree\}\n:hidden:\n\n(.*?)```", (DOCS / "index.md").read_text(), flags=re.DOTALL)
+    assert ["index", *listed.split()] == [*WORDS.BUDGETS, "api/index"]
+    alone = {page for page in PAGES if (DOCS / f"{page}.md").read_text().startswith("---\norphan: true\n")}
+    assert alone == {*PAGES} - {*WORDS.BUDGETS}
+
+
+# Links ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.stem)
+def test_links_and_pictures_lead_to_files_and_headings(path):
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)]+))?\)", text):
+        page = (path.parent / target).resolve() if target else path
+        assert page.exists(), target
+        if anchor and page.suffix == ".md" and not anchor.startswith("reparax."):
+            headings = re.findall(r"^#+ (.*)", page.read_text(), flags=re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{target}#{anchor}"
+
+
+def test_what_the_readme_links_to_shows_its_results_where_the_repository_is_read():
+    for target in re.findall(r"\]\((docs/[\w/]+\.md)", (ROOT / "README.md").read_text()):
+        text = (ROOT / target).read_text()
+        assert "{code-cell}" not in text
+        assert "```{include}" not in text
+
+
+# Numbers in prose -----------------------------------------------------------------------------------------------------
+
+
+def test_what_the_charts_are_said_to_show():
+    text = said("docs/evidence.md")
+
+    def time(task, way):
+        (title,) = (each for each in RESULTS.tables["peers"] if each.partition(",")[0] == task)
+        return RESULTS.ratio("peers", title, way, "by hand")
+
+    tasks = ("weight norm", "spectral norm", "noise", "weight norm and noise", "weight dropout")
+    assert "reparax takes half to three quarters for noise, dropout and norms" in text
+    assert all(0.45 < time(task, "reparax") < 0.75 < 1 < time(task, "torch") for task in tasks)
+    assert 0.7 < time("orthogonal", "reparax") < 0.95
+
+    def memory(examples, way):
+        return RESULTS.median("batches", f"16 layers, {examples} examples, TPU v5p: temporary MiB", way)
+
+    assert "With few examples remat takes a tenth of the memory of apply" in text
+    assert 0.08 < memory(32, "remat") / memory(32, "apply") < 0.12
+    assert 1 < memory(8192, "apply") / memory(8192, "remat") < 1.1
+
+
+def test_what_the_page_on_fine_tuning_says_of_its_tables():
+    text, cells = said("docs/fine_tuning.md"), found("tuning", report.RESULTS)
+    shares = re.findall(r"\| (\d+)% \| .*?\| ([\d,]+) \|", (DOCS / "fine_tuning.md").read_text())
+    gained = sorted(int(share) for share, _ in shares if share != "100")
+    assert f"Adapters get {gained[0]} to {gained[-1]} % of the gain" in text
+    middle, low, high = report.hand_ratio()
+    assert f"({middle:.2f}, quartiles {low:.2f} to {high:.2f})" in text
+    written = (ROOT / "examples" / "smollm" / "results" / "example.txt").read_text().splitlines()
+    assert [line for line in written[:6] if " ".join(line.split()) not in text] == []
+    assert {len(cell["curve"][0]) for name, cell in cells.items() if ", rate " in name} == {20}
+
+
+def test_a_smaller_network():
+    cells = json.loads((ROOT / "benchmarks" / "results" / "smaller.json").read_text())["cells"]
+    whole, half = (cells[name] for name in ("100% left", "50% left"))
+    assert max(max(cell["apart"]) for cell in cells.values()) < 1e-5
+    before, after = (100 * mean(cell["right"]) for cell in (whole, half))
+    took = mean(half["time beside masks"])
+    told = (
+        f"loses from {before:.1f} to {after:.1f} % of accuracy after 100 steps of tuning, and a step takes {took:.2f}"
+    )
+    assert told in said("docs/selecting.md")
+
+
+def test_no_group_of_many_networks_is_wrong():
+    total = json.loads((ROOT / "benchmarks" / "results" / "axis_groups.json").read_text())["total"]
+    assert total["wrong"] == 0
+    assert total["found"] == total["planted"] > 0
+
+
+def test_costs_of_experts():
+    """The table of the page on fine-tuning is what ``benchmarks/experts.py`` planned."""
+    text = (DOCS / "fine_tuning.md").read_text()
+    for name, rows in {"ragged_dot": "2048 rows by `ragged_dot`", "w[expert]": "256 rows by `w[expert]`"}.items():
+        for what, unit in {"GFLOP": "GFLOP", "temporary MiB": "MiB"}.items():
+            for suffix, device in ((", TPU v5p", "on a TPU v5p"), ("", "on a CPU")):
+                title = f"LoRA on experts, {name}{suffix}: {what}"
+                medians = (RESULTS.median("experts", title, way) for way in ("factored", "by hand", "apply"))
+                numbers = " | ".join(f"{x:.3g}" if x < 100 else f"{x:.0f}" for x in medians)
+                row = f"| {rows}, {unit} {device} | {numbers} |"
+                assert row in text or f"| the same {device} | {numbers} |" in text or name == "w[expert]"
