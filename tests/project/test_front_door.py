@@ -93,24 +93,21 @@ def test_nothing_of_a_family_is_imported_before_it_is_named():
 NEW = f"import sys; sys.path[:0] = {sys.path!r}; import reparax as rpx, jax, jax.numpy as jnp\n"
 
 
-def test_a_chain_and_a_raw_tree_of_a_family_that_was_never_imported_are_read():
-    code = (
+def test_without_what_is_imported_a_stage_of_yours_has_its_marker_and_chains_and_raw_trees_of_ours_are_read():
+    """One has the name of a stage of ours, and one that of a private base of several."""
+    yours = "".join(
+        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
+        f"print({name}.kind)\n"
+        for name in ("Tie", "Prune")
+    )
+    read = (
         'text = \'{"reparax": 1, "stages": [{"class": "reparax.RigL", "sparsity": 0.5}]}\'\n'
         "print(rpx.from_json(text))\n"
         "print(rpx.partition({'w': {'@low_rank': {'u': jnp.ones((3, 1)), 'v': jnp.ones((1, 2))}}})[0]['w'].keys())\n"
     )
-    assert in_a_new_process(NEW + code) == ["RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("Tie", "main_tie"), ("Prune", "prune")])
-def test_a_stage_of_yours_has_the_same_marker_whether_ours_of_its_name_was_imported_or_not(name, kind):
-    """Of a stage of ours, and of a private base of several."""
-    code = (
-        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
-        f"print({name}.kind)"
-    )
-    ours = "rpx.shared.Tie\nrpx.sparse.RigL\n"
-    assert in_a_new_process(NEW + code) == in_a_new_process(NEW + ours + code) == [kind]
+    kinds = ["main_tie", "prune"]
+    assert in_a_new_process(NEW + yours + read) == [*kinds, "RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
+    assert in_a_new_process(NEW + "rpx.shared.Tie\nrpx.sparse.RigL\n" + yours) == kinds
 
 
 def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
