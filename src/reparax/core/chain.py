@@ -130,7 +130,7 @@ class Parametrization(Static, ABC):
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
-    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array:
+    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
         if key is None and self.random_init:
             raise ValueError(
