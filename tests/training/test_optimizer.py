@@ -92,6 +92,7 @@ def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -
     assert all(np.any(np.asarray(x) != np.asarray(y)) for x, y in pairs)
 
 
+@pytest.mark.thorough
 def test_without_it_decay_moves_frozen_values_and_orthogonality_is_lost() -> None:
     raw, _ = trained(adamw(), init(P, params()), 500)
     after = jax.tree.map(np.asarray, effective(P, raw))

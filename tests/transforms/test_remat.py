@@ -805,7 +805,7 @@ BY_HAND = layers(layer)
 @pytest.mark.parametrize(
     "f",
     [
-        pytest.param(layers(rpx.remat(layer, argnums=1)), id="remat of the body"),
+        pytest.param(layers(rpx.remat(layer, argnums=1)), id="remat of the body", marks=pytest.mark.thorough),
         pytest.param(rpx.remat(layers(layer)), id="remat of the loss", marks=pytest.mark.thorough),
     ],
 )
