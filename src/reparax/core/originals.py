@@ -85,7 +85,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree
     return nest(flat.with_arrays({at: own.arrays.get(at, x) for at, x in flat.arrays.items()}))
 
 
-def _type_error(who: str, path: str, want: Any, got: Any) -> ValueError:
+def _type_error(who: object, path: str, want: Any, got: Any) -> ValueError:
     """The error for an array of another type."""
     return ValueError(
         f"{who} expected {describe(want)} at {path!r}, got {describe(got)}. Pass an array of the model's shape and "
@@ -106,7 +106,7 @@ def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array) -> tup
     return bounds, types_of_result(start, types)
 
 
-def require_unmoved(who: str, stages: Stages, raw: PyTree, since: PyTree) -> None:
+def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
     """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
     now, lines = flatten(raw).arrays, list[str]()
