@@ -170,11 +170,6 @@ def test_numbers_are_the_same_under_transformations(loop):
         assert_normal(noise, key, (5, 3))
 
 
-def test_legacy_keys_draw_as_typed_ones():
-    p, w = rpx.VarNoise(1.0), {"w": jnp.zeros((5, 3))}
-    np.testing.assert_array_equal(p.apply(w, jax.random.PRNGKey(7))["w"], p.apply(w, jax.random.key(7))["w"])
-
-
 # ---- on eight devices
 
 MESHES = [

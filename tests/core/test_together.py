@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from errors import raises, table
+from errors import table
 
 import reparax as rpx
 
@@ -62,52 +61,6 @@ def test_a_chain_moves_to_another_one_with_its_values():
 
 def broken(**methods):
     return type("Broken", (UnitTogether,), methods)()
-
-
-@pytest.mark.parametrize(
-    ("verb", "formula", "text"),
-    [
-        (
-            "update",
-            lambda values: {place: {"n": held["n"].astype("float32")} for place, held in values.items()},
-            "update_leaves must return int32[] as 'n', like the raw value, but returns float32[]. Cast or reshape in "
-            "update_leaves.",
-        ),
-        (
-            "update",
-            lambda values: {"a": {"n": values["a"]["n"]}},
-            "update_leaves must return a dict with the new values of each of ['a', 'b', 'c'], but returns ['a'].",
-        ),
-        (
-            "penalty",
-            lambda values: values["b"]["x"],
-            "penalty_leaves must return one real number, but returns float32[2, 4]. Add up its entries.",
-        ),
-    ],
-)
-def test_what_a_method_returns_is_checked(verb, formula, text):
-    p = broken(**{f"{verb}_leaves": lambda self, values: formula(values)})
-    with raises(ValueError, f"Broken().{verb}: {text}"):
-        jax.eval_shape(lambda params: getattr(p, verb)(p.init(params)), PARAMS)
-
-
-def test_formulas_on_one_array_and_stacked_axes_are_refused():
-    text = (
-        "Odd defines {}, but the formula of a Joint takes several arrays at once and draws no noise. Write "
-        "init_leaves, apply_leaves, update_leaves or penalty_leaves, or derive from Reparametrization."
-    )
-    for name, value in {"update_leaf": lambda self, values: {}, "mean_leaf": lambda self, values: 0}.items():
-        with raises(TypeError, text.format(name)):
-            type("Odd", (UnitTogether,), {name: value})
-    with raises(TypeError, text.format("stochastic")):
-        type("Odd", (UnitTogether,), {"stochastic": True})
-    with raises(
-        ValueError, "UnitTogether got stacked=0, but its formula takes all arrays together. Leave `stacked` out."
-    ):
-        UnitTogether(stacked=0)
-    text = "UnitTogether got where='a' beside arrays, whose expressions select alone. Leave one of them out."
-    with raises(ValueError, text):
-        UnitTogether({"w": "b"}, where="a")
 
 
 @table(__file__)

@@ -24,9 +24,11 @@ MATRICES = STACKED | {
 
 
 def unchanged(stage):
-    """The names of the raw values of a matrix that are the matrix itself."""
-    start = stage.init_leaf(MATRIX, KEY) if stage._draws else stage.init_leaf(MATRIX)
-    return {name for name, x in start.items() if x is MATRIX}
+    """The names of the raw values of a matrix that are the matrix itself; nothing is computed."""
+    drawn = (KEY,) if stage._draws else ()
+    program, start = jax.make_jaxpr(stage.init_leaf, return_shape=True)(MATRIX, *drawn)
+    outputs = jax.tree.unflatten(jax.tree.structure(start), program.jaxpr.outvars)
+    return {name for name, x in outputs.items() if x is program.jaxpr.invars[0]}
 
 
 # One stage of each class that keeps the model's array.

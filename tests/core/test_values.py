@@ -171,14 +171,6 @@ def test_copies_of_a_stage_are_equal_and_write_the_same(p):
         assert (way, twin.to_json()) == (way, p.to_json())
 
 
-def test_replace_checks_again():
-    with raises(ValueError, "VarNoise got std=inf, but a standard deviation is a finite number."):
-        dataclasses.replace(rpx.VarNoise(0.1), std=float("inf"))
-    text = "got 3 of type int. Join stages alone: `rpx.WeightNorm() >> rpx.VarNoise(0.1)`."
-    with raises(TypeError, f"Chain takes parametrizations, but {text}"):
-        dataclasses.replace(rpx.Chain(), stages=(3,))
-
-
 # ---- Known scalars of numpy and JAX are numbers, flags and text of Python. ------------------------------------------
 
 
@@ -629,65 +621,7 @@ def schedule(step):
     return step / 2
 
 
-OF_NUMBERS = [
-    ("VarNoise", "std", rpx.VarNoise),
-    ("WeightDropout", "rate", rpx.WeightDropout),
-    ("MagnitudePruning", "sparsity", rpx.MagnitudePruning),
-    ("Scale", "factor", rpx.numbers.Scale),
-    ("Bounded", "low", lambda f: rpx.numbers.Bounded(f, 1)),
-    ("Bounded", "high", lambda f: rpx.numbers.Bounded(0, f)),
-    ("MagnitudePruning", "ord", lambda f: rpx.MagnitudePruning(0.5, axis=0, ord=f)),
-    ("Sphere", "radius", lambda f: rpx.norms.Sphere(radius=f)),
-    ("MaxNorm", "max_norm", rpx.norms.MaxNorm),
-    ("PoincareBall", "curvature", rpx.norms.PoincareBall),
-    ("Invertible", "eps", lambda f: rpx.matrices.Invertible(eps=f)),
-]
-
-
-@pytest.mark.parametrize(("who", "name", "build"), OF_NUMBERS, ids=[name for _, name, _ in OF_NUMBERS])
-def test_a_schedule_is_no_number(who, name, build):
-    call = f"Call the schedule in the training step: `{who}(schedule(step))`."
-    for function in (schedule, optax.linear_schedule(0.0, 1.0, 5), np.float32):
-        with raises(TypeError, f"{who} takes a number as {name}, but got a function. {call}"):
-            build(function)
-
-
-@pytest.mark.parametrize(
-    ("who", "name", "build"),
-    [
-        ("AlmostOrthogonal", "radius", rpx.matrices.AlmostOrthogonal),
-        ("FixedRank", "eps", lambda x: rpx.matrices.FixedRank(1, eps=x)),
-    ],
-)
-def test_numbers_that_must_be_known_are_not_traced(who, name, build):
-    text = (
-        f"{who} takes a known number as {name}, but got a traced one of dtype float32. Build the stage outside of the "
-        f"jitted function."
-    )
-
-    def traced(x):
-        with raises(TypeError, text):
-            build(x)
-        return x
-
-    jax.eval_shape(traced, jnp.float32(0.5))
-
-
 P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
-SWAPPED = {
-    "summary(p, params)": lambda: rpx.summary(RAW, P),
-    "transfer(old, new, raw)": lambda: rpx.transfer(P, RAW, P),
-    "to_torch(p, raw)": lambda: rpx.io.to_torch(RAW, P),
-    "from_torch(p, state_dict, like)": lambda: rpx.io.from_torch(RAW, P, RAW),
-    "to_peft(p, raw)": lambda: rpx.io.to_peft(RAW, P),
-}
-
-
-@pytest.mark.parametrize("usage", SWAPPED)
-def test_functions_of_a_chain_take_it_first(usage):
-    name = usage.partition("(")[0].rpartition(".")[2]
-    with raises(TypeError, f"{name} takes parametrizations first, but got dict. Write `rpx.{usage}`."):
-        SWAPPED[usage]()
 
 
 def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():
@@ -718,4 +652,4 @@ def test_what_others_note_in_fields_is_theirs():
 
 @table(__file__)
 def test_a_wrong_text_is_refused(case):
-    case.check(globals(), functools=functools)
+    case.check(globals(), functools=functools, optax=optax)

@@ -148,15 +148,17 @@ def two(path, w):
 @pytest.mark.parametrize(
     "ask", [lambda p, w: p.contains(w), lambda p, w: p.project(w), lambda p, w: p.sample(jax.random.key(0), w.shape)]
 )
-def test_a_stage_with_several_numbers_does_not_speak_of_one_array(ask):
-    p, w = rpx.norms.Sphere(radius={"w": 2.0}), jnp.ones((2, 4))
+@pytest.mark.parametrize("p", [rpx.norms.Sphere(radius={"w": 2.0}), rpx.norms.Sphere(along={"w": 0})], ids=repr)
+def test_a_stage_that_differs_between_arrays_does_not_speak_of_one(p, ask):
+    w = jnp.ones((4, 2)) * 0.5
     with raises(
         ValueError,
-        "Sphere(radius={'w': 2.0}) has different numbers for different arrays, so it has no single image. Use "
-        "a stage with one number, or `stage.for_array(path, w)`.",
+        f"{p!r} differs from array to array, so it has no single image. Use that of one array: "
+        f"`stage.for_array(path, w)`.",
     ):
         ask(p, w)
-    assert p.for_array("w", w).contains(w)
+    one = p.for_array("w", w)
+    assert one.contains(one.project(w))
 
 
 @table(__file__)

@@ -119,6 +119,7 @@ def trained(p, params):
     return jax.tree.map(lambda x: np.asarray(x) + np.float32(0.1), free), fixed
 
 
+@pytest.mark.thorough
 def test_lora_is_that_by_hand(params):
     p = tuning.lora(2)
     free, fixed = trained(p, params)

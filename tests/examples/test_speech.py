@@ -169,7 +169,7 @@ def network(body, layers=1):
     return Recognizer(words=10, body=body, width=16, layers=layers)
 
 
-@pytest.mark.parametrize("body", ["lstm", "conformer"])
+@pytest.mark.parametrize("body", ["conformer", pytest.param("lstm", marks=pytest.mark.thorough)])
 def test_scores_do_not_depend_on_what_is_padding(body):
     model, batch = network(body), data()
     params = training.start(training.Setting("plain", model), batch, 0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import mlp
 import numpy as np
 import optax
+import pytest
 from errors import Case, table
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
@@ -212,6 +213,7 @@ class Scanned(nn.Module):
         return head(x) + head.hidden(x)[:, :2]
 
 
+@pytest.mark.thorough
 def test_wrapped_modules_are_parts_of_others_under_scan_and_remat_with_boxes(key: Array) -> None:
     rngs = {"params": key, "noise": key}
     variables = jax.jit(Scanned().init)(rngs, X)

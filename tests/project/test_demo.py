@@ -78,18 +78,9 @@ def test_the_plot_has_a_labelled_line_of_means_for_each_configuration():
     assert axes.get_legend() is not None
 
 
-@pytest.mark.parametrize(
-    "chains",
-    [
-        # One program trains all but the last.
-        dict.fromkeys(demo.CONFIGURATIONS, rpx.Chain()) | {list(demo.CONFIGURATIONS)[-1]: rpx.VarNoise(0.1)},
-        pytest.param(demo.CONFIGURATIONS, marks=pytest.mark.thorough),
-    ],
-    ids=["plain", "own"],
-)
-def test_main_prints_the_table_and_writes_the_plot(chains, monkeypatch, capsys, tmp_path):
+@pytest.mark.thorough
+def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(demo, "SIZES", (64, 10))
-    monkeypatch.setattr(demo, "CONFIGURATIONS", chains)
     path = tmp_path / "plot.png"
     demo.main(["--steps", "10", "--seeds", "2", "--plot", str(path)])
     printed = capsys.readouterr().out

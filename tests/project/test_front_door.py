@@ -3,13 +3,16 @@
 import ast
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
+from cases import CASES
 from errors import raises
 from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
@@ -93,13 +96,50 @@ def test_nothing_of_a_family_is_imported_before_it_is_named():
 NEW = f"import sys; sys.path[:0] = {sys.path!r}; import reparax as rpx, jax, jax.numpy as jnp\n"
 
 
-def test_a_chain_and_a_raw_tree_of_a_family_that_was_never_imported_are_read():
-    code = (
+def test_without_what_is_imported_a_stage_of_yours_has_its_marker_and_chains_and_raw_trees_of_ours_are_read():
+    """One has the name of a stage of ours, and one that of a private base of several."""
+    yours = "".join(
+        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
+        f"print({name}.kind)\n"
+        for name in ("Tie", "Prune")
+    )
+    read = (
         'text = \'{"reparax": 1, "stages": [{"class": "reparax.RigL", "sparsity": 0.5}]}\'\n'
         "print(rpx.from_json(text))\n"
         "print(rpx.partition({'w': {'@low_rank': {'u': jnp.ones((3, 1)), 'v': jnp.ones((1, 2))}}})[0]['w'].keys())\n"
     )
-    assert in_a_new_process(NEW + code) == ["RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
+    kinds = ["main_tie", "prune"]
+    assert in_a_new_process(NEW + yours + read) == [*kinds, "RigL(sparsity=0.5)", "dict_keys(['@low_rank'])"]
+    assert in_a_new_process(NEW + "rpx.shared.Tie\nrpx.sparse.RigL\n" + yours) == kinds
+
+
+IN_CHILDREN = """
+import os, pickle, sys
+for name, text, raw in pickle.load(open(PATH, "rb")):
+    if child := os.fork():
+        assert not os.waitpid(child, 0)[1], name
+        continue
+    assert not any(name.startswith("reparax.stages") for name in sys.modules)
+    free, fixed = rpx.partition(raw)
+    p = rpx.from_json(text)
+    jax.eval_shape(p.apply, rpx.combine(free, fixed), jax.eval_shape(lambda: jax.random.key(0)))
+    print(name, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.thorough
+def test_each_chain_is_read_and_applied_in_a_process_that_imported_none_of_its_families(tmp_path):
+    chains = {name: (p, jax.eval_shape(make)) for name, (p, make) in CASES.items()}
+    ours = [
+        (name, p.to_json(), jax.eval_shape(p.init, params, jax.random.key(0)))
+        for name, (p, params) in chains.items()
+        if "cases." not in p.to_json()
+    ]
+    (tmp_path / "chains").write_bytes(pickle.dumps(ours))
+    code = NEW + IN_CHILDREN.replace("PATH", repr(str(tmp_path / "chains")))
+    assert in_a_new_process(code) == [name for name, *_ in ours]
+    assert len(ours) > 50
 
 
 @pytest.mark.parametrize(("name", "kind"), [("Tie", "main_tie"), ("Prune", "prune")])

@@ -7,7 +7,9 @@ from reparax.testing import check_laws
 from reparax.testing._laws import LAWS
 
 # Their right inverse is that of stages which other cases have, or which files of their own compare with formulas.
-THOROUGH = {*OF_OTHER_CASES, "singular values"}
+OF_FILES = ("adapters", "definite", "differences", "linear spaces", "low rank", "masks", "orthogonal", "prunings")
+OF_FILES += ("rotated", "singular values", "slices", "spectral norm", "standardization with a gain", "stored")
+THOROUGH = {*OF_OTHER_CASES, *OF_FILES, "stored >> lora >> weight norm", "stored in other formats"}
 assert CASES.keys() >= THOROUGH
 
 # These hold for a chain if they hold for each of its stages: two of them take the stages one by one.

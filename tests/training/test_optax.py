@@ -12,8 +12,6 @@ import optax
 import pytest
 from compiled import effective, fold, init
 from errors import raises
-from flax import serialization
-from flax.training.train_state import TrainState
 from grids import mostly_thorough
 from jax import Array
 
@@ -83,28 +81,6 @@ def _trained(
 # Optimizers on a raw tree. ----------------------------------------------------------------------------------------
 
 
-def test_adamw_trains_a_raw_tree_in_a_jitted_step(key: Array) -> None:
-    tx = _relaxed(optax.adamw(0.03))
-    raw = init(NOISY, _params())
-    trained, _ = _trained(NOISY, tx, raw, tx.init(raw), key, 100)
-    assert jax.tree.structure(trained) == jax.tree.structure(raw)
-    loss = jax.jit(functools.partial(_loss, NOISY.deterministic))
-    assert float(loss(trained)) < 0.5 * float(loss(raw))
-    _assert_all_differ(raw, trained)
-
-
-def test_adamw_with_a_mask_made_of_labels_decays_by_rate_times_decay() -> None:
-    params = _params()
-    raw = (rpx.Freeze(where="dense/bias") >> rpx.WeightNorm()).init(params)
-    tx = _relaxed(optax.adamw(0.1, weight_decay=0.5, mask=DECAYED))
-    updates, _ = jax.jit(tx.update)(_zeros(raw), tx.init(raw), raw)
-    new = optax.apply_updates(raw, updates)
-    node = new["dense"]["kernel"]["@weight_norm"]
-    np.testing.assert_array_equal(node["g"], raw["dense"]["kernel"]["@weight_norm"]["g"])
-    np.testing.assert_allclose(node["v"], 0.95 * np.asarray(params["dense"]["kernel"]), rtol=1e-6)
-    np.testing.assert_array_equal(new["dense"]["bias"]["@freeze"]["@fixed"]["w"], params["dense"]["bias"])
-
-
 PARTLY_FIXED = [
     rpx.Freeze(where="dense/bias"),
     rpx.Freeze(where="dense/kernel") >> rpx.WeightNorm(),
@@ -146,13 +122,6 @@ def test_partition_and_combine_train_the_free_part_alone(p: rpx.Parametrization)
     _assert_all_differ(rpx.partition(raw)[0], free)
 
 
-def test_gradients_of_fixed_values_are_zero() -> None:
-    p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
-    gradient = jax.jit(jax.grad(functools.partial(_loss, p)))(init(p, _params()))
-    _, fixed = rpx.partition(gradient)
-    _assert_identical(fixed, _zeros(fixed))
-
-
 def test_a_moving_average_of_free_values_stays_where_the_stage_keeps_its_weights(key: Array) -> None:
     p = rpx.Orthogonal(where="dense/kernel") >> rpx.VarNoise(0.1)
     raw = init(p, _params())
@@ -182,23 +151,6 @@ def test_a_schedule_of_the_learning_rate_is_injected_beside_a_mask_made_of_label
         np.testing.assert_array_equal(node["g"], np.zeros((1, 2), np.float32))
 
 
-def test_ties_train_one_copy_whose_gradients_add_up() -> None:
-    p = rpx.Tie({"out/kernel": ("in/kernel", jnp.transpose)})
-    kernel = _params()["dense"]["kernel"]
-    raw = p.init({"in": {"kernel": kernel}, "out": {"kernel": kernel.T}})
-
-    def loss(raw: Any) -> Array:
-        effective = p.apply(raw)
-        return jnp.sum(2 * effective["in"]["kernel"]) + jnp.sum(3 * effective["out"]["kernel"])
-
-    tx = optax.sgd(1.0)
-    updates, _ = tx.update(jax.grad(loss)(raw), tx.init(raw), raw)
-    trained = optax.apply_updates(raw, updates)
-    assert trained["out"] == {"kernel": {"@tie": {}}}
-    np.testing.assert_allclose(trained["in"]["kernel"], np.asarray(kernel) - 5, rtol=1e-6)
-    np.testing.assert_allclose(p.apply(trained)["out"]["kernel"], np.asarray(kernel).T - 5, rtol=1e-6)
-
-
 # Hyperparameters that change while training. ----------------------------------------------------------------------
 
 
@@ -211,31 +163,6 @@ def _counted(traces: Counter[Any]) -> Callable[..., Array]:
         return p.apply(raw, key)
 
     return step
-
-
-def test_a_schedule_inside_the_step_compiles_once_and_scales_the_noise(key: Array) -> None:
-    traces: Counter[str] = Counter()
-    schedule = optax.linear_schedule(0.0, 0.8, 8)
-    raw = rpx.WeightNorm().init(_params())
-
-    @jax.jit
-    def step(raw: Any, key: Array, count: Array) -> Any:
-        traces["step"] += 1
-        return (rpx.WeightNorm() >> rpx.VarNoise(schedule(count))).apply(raw, key)
-
-    quiet = np.asarray(effective(rpx.WeightNorm(), raw)["dense"]["bias"])
-    noise = [np.asarray(step(raw, key, jnp.int32(i))["dense"]["bias"]) - quiet for i in range(9)]
-    assert traces["step"] == 1
-    np.testing.assert_allclose(noise[0], np.zeros(2), atol=1e-7)
-    for i in range(1, 9):
-        np.testing.assert_allclose(noise[i], i / 8 * noise[8], rtol=1e-4, atol=1e-6)
-
-
-def test_a_traced_hyperparameter_gives_what_the_same_number_gives(key: Array) -> None:
-    raw = _params()
-    traced = jax.jit(lambda std: rpx.VarNoise(std).apply(raw, key))(jnp.float32(0.25))
-    known = jax.jit(lambda: rpx.VarNoise(0.25).apply(raw, key))()
-    _assert_identical(traced, known)
 
 
 def test_a_learned_std_gets_the_gradient_of_the_formula_and_moves(key: Array) -> None:
@@ -265,31 +192,7 @@ def test_a_learned_rate_gets_a_finite_gradient(key: Array) -> None:
     assert gradient != 0
 
 
-def test_optimizer_state_and_raw_tree_continue_when_noise_is_added(key: Array) -> None:
-    tx = _relaxed(optax.adamw(0.03))
-    quiet, noisy = rpx.WeightNorm(), rpx.WeightNorm() >> rpx.VarNoise(0.1)
-    raw = quiet.init(_params())
-    _assert_identical(noisy.init(_params()), raw)
-    raw, state = _trained(quiet, tx, raw, tx.init(raw), key, 2)
-    assert jax.tree.structure(tx.init(noisy.init(_params()))) == jax.tree.structure(state)
-    trained, later = _trained(noisy, tx, raw, state, key, 2)
-    assert later[0].count == 4
-    assert jax.tree.structure(trained) == jax.tree.structure(raw)
-    assert jax.tree.structure(later) == jax.tree.structure(state)
-
-
 # Compilation. -----------------------------------------------------------------------------------------------------
-
-
-def test_equal_builds_compile_once(key: Array) -> None:
-    traces: Counter[Any] = Counter()
-    step = _counted(traces)
-    raw = rpx.WeightNorm().init(_params())
-    for _ in range(3):
-        step(rpx.WeightNorm(detach=False) >> rpx.VarNoise(0.075), raw, key)
-    step(rpx.Chain((rpx.WeightNorm(), rpx.VarNoise(0.075))), raw, key)
-    step(rpx.from_json(NOISY.to_json()), raw, key)
-    assert traces == {NOISY: 1}
 
 
 def test_a_parametrization_is_an_argument_of_jit_that_holds_no_arrays(key: Array) -> None:
@@ -382,41 +285,4 @@ def test_an_optimizer_state_of_another_axis_is_refused_in_the_next_step_at_the_l
 # Fixed values that advance. ---------------------------------------------------------------------------------------
 
 
-def test_spectral_norm_advances_inside_the_jitted_step() -> None:
-    p = rpx.SpectralNorm()
-    tx = optax.partition({"free": optax.sgd(0.1), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
-
-    @jax.jit
-    def step(raw: Any, state: Any) -> tuple[Any, Any]:
-        raw = p.update(raw)
-        updates, state = tx.update(jax.grad(functools.partial(_loss, p))(raw), state, raw)
-        return optax.apply_updates(raw, updates), state
-
-    raw = init(p, _params())
-    start, state = raw, tx.init(raw)
-    for _ in range(20):
-        raw, state = step(raw, state)
-    assert jax.tree.structure(raw) == jax.tree.structure(start)
-    node, before = (jax.tree.map(np.asarray, tree["dense"]["kernel"]["@spectral_norm"]) for tree in (raw, start))
-    left, singular, right = np.linalg.svd(np.asarray(node["w"]))
-    # The vectors have followed the matrix: they are its leading pair, up to one common sign.
-    np.testing.assert_allclose(np.abs(node["@fixed"]["u"] @ right[0]), 1, rtol=1e-2)
-    np.testing.assert_allclose(np.abs(node["@fixed"]["v"] @ left[:, 0]), 1, rtol=1e-2)
-    assert not np.array_equal(node["@fixed"]["u"], before["@fixed"]["u"])
-    np.testing.assert_allclose(np.linalg.norm(effective(p, raw)["dense"]["kernel"], 2), 1, rtol=1e-2)
-    assert singular[0] > 0
-
-
 # flax's TrainState. -----------------------------------------------------------------------------------------------
-
-
-def test_train_state_goes_through_bytes(key: Array) -> None:
-    p = rpx.SpectralNorm() >> rpx.Freeze(where="dense/bias")
-    tx = optax.partition({"free": _relaxed(optax.adamw(0.1)), "fixed": optax.set_to_zero()}, rpx.training.param_labels)
-    state = TrainState.create(apply_fn=p.apply, params=init(p, _params()), tx=tx)
-    state = state.apply_gradients(grads=jax.jit(jax.grad(functools.partial(_loss, p)))(state.params))
-    fresh = TrainState.create(apply_fn=p.apply, params=_zeros(state.params), tx=tx)
-    restored = serialization.from_bytes(fresh, serialization.to_bytes(state))
-    _assert_identical(restored.params, state.params)
-    _assert_identical(jax.tree.leaves(restored.opt_state), jax.tree.leaves(state.opt_state))
-    _assert_identical(effective(p, restored.params), effective(p, state.params))

@@ -12,7 +12,6 @@ import optax
 import pytest
 from compiled import effective, init
 from errors import table
-from flax import nnx
 from grids import mostly_thorough
 
 import reparax as rpx
@@ -93,6 +92,7 @@ def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -
     assert all(np.any(np.asarray(x) != np.asarray(y)) for x, y in pairs)
 
 
+@pytest.mark.thorough
 def test_without_it_decay_moves_frozen_values_and_orthogonality_is_lost() -> None:
     raw, _ = trained(adamw(), init(P, params()), 500)
     after = jax.tree.map(np.asarray, effective(P, raw))
@@ -389,35 +389,6 @@ def test_what_cannot_be_added_gets_none() -> None:
 
 
 # Libraries. -------------------------------------------------------------------------------------------------------
-
-
-class Layers(nnx.Module):
-    def __init__(self) -> None:
-        for name, w in params().items():
-            setattr(self, name, nnx.Param(w))
-
-
-def test_nnx_optimizer_moves_what_is_free_alone() -> None:
-    raw = P.init(Layers())
-    fixed = bits(rpx.partition(nnx.state(raw))[1])
-    optimizer = nnx.Optimizer(raw, rpx.optimizer(adamw()), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(raw: Layers, optimizer: nnx.Optimizer[Layers]) -> None:
-        def of_module(raw: Layers) -> jax.Array:
-            effective = P.apply(raw)
-            names = ("frozen", "sparse", "spectral", "turn")
-            return sum(jnp.sum((getattr(effective, name)[...] - 0.1) ** 2) for name in names)
-
-        optimizer.update(raw, nnx.grad(of_module)(raw))
-
-    for _ in range(20):
-        step(raw, optimizer)
-    assert bits(rpx.partition(nnx.state(raw))[1]) == fixed
-    np.testing.assert_allclose(raw.idle[...], np.asarray(params()["idle"]) * 0.999**20, rtol=1e-5)
-    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 + 2 * 4  # counts and moments
-    plain, _ = trained(rpx.optimizer(adamw()), init(P, params()), 20)
-    np.testing.assert_allclose(raw.turn["@orthogonal"]["x"][...], plain["turn"]["@orthogonal"]["x"], atol=1e-5)
 
 
 # Errors. ----------------------------------------------------------------------------------------------------------

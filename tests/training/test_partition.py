@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,26 +59,6 @@ def test_none_stays_none_in_both_parts() -> None:
     free, fixed = rpx.partition({"w": jnp.ones(2), "bias": None})
     assert (free["bias"], fixed) == (None, {"w": None, "bias": None})
     assert rpx.combine(free, fixed)["bias"] is None
-
-
-def test_the_free_part_of_a_module_of_equinox_goes_into_grad() -> None:
-    class Net(eqx.Module):
-        mlp: eqx.nn.MLP
-        dropout: eqx.nn.Dropout
-        steps: jax.Array
-        name: str
-
-    p = rpx.Freeze(where="mlp/layers/1/.*") >> rpx.WeightNorm(axis=0, where="mlp/.*weight")
-    mlp = eqx.filter_jit(eqx.nn.MLP)(3, 2, 4, 1, key=jax.random.key(0))
-    net = Net(mlp, eqx.nn.Dropout(0.5), jnp.int32(3), "net")
-    raw = eqx.filter_jit(p.init)(net)
-    free, fixed = rpx.partition(raw)
-    assert [x.shape for x in jax.tree.leaves(free)] == [(4, 1), (4, 3), (4,)]
-    assert fixed.mlp.activation is net.mlp.activation
-    assert (fixed.dropout.p, fixed.name, int(fixed.steps)) == (0.5, "net", 3)
-    slope = jax.jit(jax.grad(lambda free: jnp.sum(jax.vmap(p.apply(rpx.combine(free, fixed)).mlp)(X) ** 2)))(free)
-    assert jax.tree.structure(slope) == jax.tree.structure(free)
-    assert (slope.mlp.layers[0].bias != 0).any()
 
 
 class Normed(nnx.Module):

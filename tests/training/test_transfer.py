@@ -36,23 +36,6 @@ def assert_same_model(got, p, raw, q):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-CHAINS = [
-    rpx.WeightNorm(),
-    rpx.SpectralNorm(where="a/.*l") >> rpx.WeightNorm(axis=0, where="b/.*"),
-    rpx.WeightNorm() >> rpx.LowRank(2) >> rpx.VarNoise(0.1),
-    rpx.Orthogonal() >> rpx.WeightNorm(),
-    rpx.Tie({"b/kernel": "a/kernel"}, unequal="overwrite"),
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("p", CHAINS, ids=repr)
-def test_the_same_chain_keeps_every_value(p):
-    raw = moved(p.init(PARAMS))
-    assert_equal(rpx.transfer(p, p, raw), raw)
-    assert_equal(jax.jit(lambda raw: rpx.transfer(p, p, raw))(raw), raw)
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -18,6 +18,7 @@ from reparax.core.bound import (
     follow_axes,
     init_all,
     provenance_of,
+    require_made_by,
     require_no_marks,
     total_log_det,
     total_penalty,
@@ -130,7 +131,7 @@ class Parametrization(Static, ABC):
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
-    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array:
+    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
         if key is None and self.random_init:
             raise ValueError(
@@ -248,8 +249,9 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        slopes = None if grads is None else gather_boxes(grads)
-        tree = update_all(CallName(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        slopes, gathered = None if grads is None else gather_boxes(grads), gather_boxes(raw)
+        require_made_by(self, "update", gathered)
+        tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
@@ -264,7 +266,9 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gather_boxes(raw)))))
+        gathered = gather_boxes(raw)
+        require_made_by(self, "update_base", gathered)
+        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gathered))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:

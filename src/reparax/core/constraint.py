@@ -112,8 +112,8 @@ class Constraint(Reparametrization):
         """
         if self._varied:
             raise ValueError(
-                f"{self!r} has different numbers for different arrays, so it has no single image. "
-                f"Use a stage with one number, or `stage.for_array(path, w)`."
+                f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
+                f"`stage.for_array(path, w)`."
             )
         stacked = find_axes(self.stacked, None)
         for_one = replace(self, stacked=()) if stacked else self
@@ -134,7 +134,7 @@ class Constraint(Reparametrization):
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         return self._on_each("project", lambda stage, w: stage.project_leaf(w), _as_floating(w))
 
@@ -147,7 +147,7 @@ class Constraint(Reparametrization):
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or cannot tell the axes of ``w``.
+          ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
         return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), _as_floating(w)))
 
@@ -160,7 +160,7 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
-          ValueError: If the stage has different numbers for different arrays, or does not know the axes of the point.
+          ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
         like, stacked = jnp.zeros(shape, dtype), find_axes(self.stacked, None)  # only its shape is read
         keys = keys_of_stack(key, like, stacked)

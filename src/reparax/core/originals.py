@@ -58,7 +58,7 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     return found
 
 
-def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree:
+def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
     """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
     who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
     if (place := provenance.places.get(path)) is None:
@@ -93,7 +93,7 @@ def _type_error(who: object, path: str, want: Any, got: Any) -> ValueError:
     )
 
 
-def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array) -> tuple[list[Bound], PyTree]:
+def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array | None) -> tuple[list[Bound], PyTree]:
     """What ``init`` of a stage is bound to, and the types that it makes; only the arrays ``own`` have numbers."""
     bounds = list[Bound]()
 

@@ -104,7 +104,8 @@ def check_laws(
     Example:
       >>> import jax, reparax as rpx
       >>> from reparax.testing import check_laws
-      >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), {"w": jax.random.normal(jax.random.key(1), (4, 3))})
+      >>> params = {"w": jax.random.normal(jax.random.key(1), (4, 3))}
+      >>> check_laws(rpx.WeightNorm() >> rpx.VarNoise(0.1), params, laws=("right_inverse", "mean", "update"))
     """
     require_chains("testing.check_laws(p, params)", p)
     names = LAWS if laws is None else [laws] if isinstance(laws, str) else list(laws)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import scipy.linalg
 from compiled import effective, fold, init, read, trained
 from errors import table
@@ -42,6 +43,7 @@ def test_frames_over_rotations_start_at_the_frame_and_are_the_columns_of_geotorc
     np.testing.assert_allclose(read(STIEFEL, raw), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_frames_over_rotations_stay_frames_in_training():
     after, losses = trained(STIEFEL, init(STIEFEL, {"w": normal(4, 2)}), {"w": normal(4, 2, seed=1)})
     w, losses = np.asarray(after["w"]), np.asarray(losses)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import effective, fold, init
-from errors import raises, table
+from errors import table
 from grids import mostly_thorough
 from scipy import integrate, stats
 
@@ -98,31 +98,6 @@ def test_factorized_noise_of_stacked_complex_and_half_precision_matrices():
             singular = np.linalg.svd(one * np.abs(one), compute_uv=False)
             assert singular[1] < 0.02 * singular[0]
         assert not np.array_equal(found[0], found[1])
-
-
-NO_NOISE = {
-    "three axes": (
-        lambda: rpx.Gaussian(noise="factorized").init({"conv": np.zeros((2, 3, 4), np.float32)}),
-        "Gaussian(noise='factorized').init at 'conv': expected a matrix or a vector for factorized noise, got shape "
-        "(2, 3, 4). Leave it out with `where`, or give the axes along which matrices are stacked (stacked=0).",
-    ),
-    "penalty": (
-        lambda: penalty_at_start(rpx.Gaussian(noise="factorized"), {"w": normal(3, 2)}),
-        "Gaussian(noise='factorized').penalty at 'w': expected independent noise, got noise='factorized', whose "
-        "divergence from the prior is not known. Leave the penalty out of the loss, or noise='factorized' out of the "
-        "stage.",
-    ),
-    "word": (
-        lambda: rpx.Gaussian(0.1, noise="factorised"),
-        "Gaussian takes noise='independent' or 'factorized', but got 'factorised'.",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "text"), NO_NOISE.values(), ids=NO_NOISE)
-def test_factorized_noise_is_of_matrices_and_has_no_penalty(build, text):
-    with raises(ValueError, text):
-        build()
 
 
 def test_the_divergence_is_that_of_scipy_and_of_a_whole_std_over_its_axis():
@@ -292,15 +267,6 @@ class Laplace(rpx.Reparametrization):
         return values["mean"]
 
 
-def test_a_random_stage_that_says_no_mean_is_told_so():
-    class NoMean(Laplace):
-        kind = "no_mean"
-        mean_leaf = rpx.Reparametrization.mean_leaf
-
-    with pytest.raises(TypeError, match=r"^NoMean is stochastic, but defines no mean_leaf\(values\)\. Define it\."):
-        NoMean().init({"w": normal(2)})
-
-
 def test_a_deterministic_chain_keeps_raw_values_and_advances_them():
     p = rpx.Gaussian() >> rpx.VarNoise(0.1)
     assert p.deterministic == Mean(rpx.Gaussian())
@@ -320,17 +286,6 @@ def test_a_narrow_gaussian_has_a_finite_divergence():
     value, slope = jax.jit(jax.value_and_grad(p.penalty))(raw)
     np.testing.assert_allclose(value, 199.5, rtol=1e-6)
     assert np.isfinite(slope["w"]["@gaussian"]["rho"]).all()
-
-
-def test_a_random_formula_of_another_type_is_refused():
-    class Wide(Laplace):
-        kind = "wide_laplace"
-
-        def apply_leaf(self, values, key):
-            return super().apply_leaf(values, key)[None]
-
-    with pytest.raises(ValueError, match=r"^Wide\(\)\.apply at 'w': apply_leaf must return"):
-        Wide().apply(Wide().init({"w": normal(2)}), KEYS[0])
 
 
 def test_the_mean_of_a_stage_with_a_base_moves_its_base():

@@ -170,38 +170,6 @@ def test_sharing_all_axes_is_one_draw_for_the_whole_array():
 
 # ---- what the stages act on, and that draws do not repeat
 
-LAYER = {"kernel": np.ones((16, 8), np.float32), "bias": np.ones(8, np.float32), "gain": np.ones((), np.float32)}
-
-
-@pytest.mark.parametrize(
-    ("p", "touched"),
-    [
-        pytest.param(rpx.VarNoise(0.1), {"kernel": True, "bias": True, "gain": True}, id="var_noise"),
-        pytest.param(rpx.WeightDropout(0.5), {"kernel": True, "bias": False, "gain": False}, id="weight_dropout"),
-    ],
-)
-def test_noise_reaches_every_parameter_by_default_and_dropout_only_matrices(key, p, touched):
-    got = p.apply(LAYER, key)
-    assert {name: bool(np.any(np.asarray(got[name]) != LAYER[name])) for name in LAYER} == touched
-
-
-STOCHASTIC = [
-    pytest.param(rpx.VarNoise(1.0), id="var_noise"),
-    pytest.param(rpx.WeightDropout(0.5), id="weight_dropout"),
-]
-
-
-@pytest.mark.parametrize("p", STOCHASTIC)
-def test_typed_and_legacy_keys_give_the_same_values(w, p):
-    np.testing.assert_array_equal(applied(p, w, jax.random.key(7)), applied(p, w, jax.random.PRNGKey(7)))
-
-
-def test_no_key_is_used_twice(key, w):
-    p = rpx.VarNoise(1.0, where="w") >> rpx.WeightDropout(0.5) >> rpx.VarNoise(1.0)
-    with jax.debug_key_reuse():
-        assert np.isfinite(jax.jit(p.apply)({"w": w}, key)["w"]).all()
-
-
 # ---- neighbours on one array draw once
 
 
@@ -332,28 +300,6 @@ def test_float8_after_bfloat16_rounds_twice():
 # ---- draws depend on the key, the kind and the path, and on nothing else
 
 
-@pytest.mark.parametrize("p", STOCHASTIC)
-def test_draws_do_not_change_when_a_parameter_is_added(key, w, p):
-    more = p.apply({"a": np.ones_like(w), "w": w, "z": np.ones_like(w)}, key)
-    np.testing.assert_array_equal(more["w"], applied(p, w, key))
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param(rpx.WeightNorm(), id="weight_norm"),
-        pytest.param(rpx.WeightNorm(axis=0), id="weight_norm, axis 0", marks=pytest.mark.thorough),
-        pytest.param(rpx.Freeze(), id="freeze", marks=pytest.mark.thorough),
-        pytest.param(rpx.Positive(), id="positive", marks=pytest.mark.thorough),
-        pytest.param(rpx.quantized.Cast("float32"), id="cast", marks=pytest.mark.thorough),
-        pytest.param(rpx.Freeze() >> rpx.WeightNorm() >> rpx.quantized.Cast("float32"), id="three"),
-        pytest.param(rpx.WeightDropout(0.0), id="weight_dropout"),
-    ],
-)
-def test_draws_do_not_change_when_a_stage_is_added_before(key, w, noise, before):
-    np.testing.assert_allclose(applied(before >> rpx.VarNoise(1.0), w, key), w + noise, atol=2e-6)
-
-
 def weight_normed(w, noise):
     """Noise on the direction, the length of the weight kept."""
     v = w + noise
@@ -387,49 +333,6 @@ def test_draws_do_not_change_when_the_weight_is_cast_to_half_precision_before(ke
 
 
 # ---- draws are the same under every transformation
-
-LOOPS = {
-    "vmap": lambda f, keys: jax.vmap(f)(keys),
-    "map": jax.lax.map,
-    "scan": lambda f, keys: jax.lax.scan(lambda carry, key: (carry, f(key)), 0, keys)[1],
-    "jit": lambda f, keys: jnp.stack([jax.jit(f)(key) for key in keys]),
-    "checkpoint": lambda f, keys: jnp.stack([jax.checkpoint(f)(key) for key in keys]),
-}
-OF_ROWS = rpx.WeightDropout(0.5, broadcast_dims=-1)
-SHARED = pytest.param(OF_ROWS, id="weight_dropout of rows", marks=pytest.mark.thorough)
-
-
-@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
-def test_draws_are_the_same_under_transformations(w, p):
-    keys = jax.random.split(jax.random.key(3), 2)
-
-    def draw(key):
-        return p.apply({"w": w}, key)["w"]
-
-    drawn = jax.jit(lambda keys: {name: loop(draw, keys) for name, loop in LOOPS.items()})(keys)
-    want = [applied(p, w, key) for key in keys]
-    for name, got in drawn.items():
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize("run", [pytest.param(lambda f: f, id="eager"), pytest.param(jax.jit, id="jit")])
-@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
-def test_draws_are_the_same_on_eight_devices(key, w, p, run):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharding = jax.NamedSharding(mesh, jax.P("a", "b"))
-    got = run(p.apply)({"w": jax.device_put(w, sharding)}, key)["w"]
-    assert got.sharding.is_equivalent_to(sharding, 2)
-    np.testing.assert_allclose(got, applied(p, w, key), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("p", [*STOCHASTIC, SHARED])
-def test_draws_are_the_same_on_eight_devices_with_shardings_in_types(key, w, p):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        got = jax.jit(p.apply)({"w": jax.device_put(w, jax.P("a", "b"))}, key)["w"]
-    assert got.sharding.spec == jax.P("a", "b")
-    np.testing.assert_allclose(got, applied(p, w, key), rtol=1e-6, atol=1e-6)
-
 
 # ---- traced hyperparameters
 

@@ -176,6 +176,7 @@ def distinct_rows(jacobian):
     return rows[np.unique(np.round(rows, 9), axis=0, return_index=True)[1]]
 
 
+@pytest.mark.thorough
 def test_a_volume_of_two_stages_is_that_of_the_jacobian_to_the_free_entries():
     pairs = {
         (a, b): on_w(ELEMENTWISE[a] >> second)
