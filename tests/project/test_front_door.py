@@ -142,17 +142,6 @@ def test_each_chain_is_read_and_applied_in_a_process_that_imported_none_of_its_f
     assert len(ours) > 50
 
 
-@pytest.mark.parametrize(("name", "kind"), [("Tie", "main_tie"), ("Prune", "prune")])
-def test_a_stage_of_yours_has_the_same_marker_whether_ours_of_its_name_was_imported_or_not(name, kind):
-    """Of a stage of ours, and of a private base of several."""
-    code = (
-        f"class {name}(rpx.Reparametrization):\n    def apply_leaf(self, values): return values['w']\n"
-        f"print({name}.kind)"
-    )
-    ours = "rpx.shared.Tie\nrpx.sparse.RigL\n"
-    assert in_a_new_process(NEW + code) == in_a_new_process(NEW + ours + code) == [kind]
-
-
 def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
     code = (
         "import importlib, pkgutil\n"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from reparax.core.bound import (
     Bound,
@@ -169,10 +170,10 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
-        stages = self._parts[:upto]
+        stages, is_traced = self._parts[:upto], any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
-            tree = apply_all(stages, flatten(raw), Keys(key))
+            tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
             require_no_marks(self, tree, later=self._parts[len(stages) :])
             return nest(tree)
 
