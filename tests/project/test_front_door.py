@@ -187,7 +187,7 @@ def test_signatures_name_types_and_no_private_modules():
     signatures = {name: str(inspect.signature(x)) for name, x in PUBLIC.items() if name not in TYPES}
     assert [name for name, text in signatures.items() if "reparax." in text] == []
     assert signatures["VarNoise"].startswith("(std: 'Number', *, where: 'Where' = None, stacked: 'Axes' = (), ")
-    assert signatures["partition"] == "(raw: 'PyTree') -> 'tuple[PyTree, PyTree]'"
+    assert signatures["partition"] == "(raw: 'T') -> 'tuple[T, T]'"
 
 
 def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():

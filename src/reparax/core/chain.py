@@ -6,7 +6,7 @@ import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ class Parametrization(Static, ABC):
     """The names that users call; all other names are for authors of stages."""
 
     @verb
-    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+    def init(self, params: T, key: jax.Array | None = None) -> T:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
         Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
@@ -139,7 +139,8 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
-        return checked_key(self, method, jax.random.key(0) if key is None else key)
+        start: Any = checked_key(self, method, jax.random.key(0) if key is None else key)
+        return start
 
     @verb
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
@@ -231,7 +232,7 @@ class Parametrization(Static, ABC):
         return spread_like(raw, with_array(self, gather_boxes(raw), path, w, self._start_key("set", key)))
 
     @verb
-    def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
+    def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
         """``raw`` with its fixed values advanced by one training step.
 
         Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
@@ -255,7 +256,7 @@ class Parametrization(Static, ABC):
         return spread_like(raw, nest(tree))
 
     @verb
-    def update_base(self, raw: PyTree) -> PyTree:
+    def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
@@ -393,7 +394,7 @@ class Parametrization(Static, ABC):
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
-    def fold(self, raw: PyTree) -> PyTree:
+    def fold(self, raw: T) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
         Raises:
@@ -470,11 +471,13 @@ class Parametrization(Static, ABC):
         del tree, roles
         return ()
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or `p.init(params)` "
-            f"for the raw tree."
-        )
+    if not TYPE_CHECKING:  # to type checkers, a chain is no function
+
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise TypeError(
+                f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or "
+                f"`p.init(params)` for the raw tree."
+            )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
         right: Any = other
