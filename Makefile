@@ -95,6 +95,7 @@ lint: $(VENV)/lint.stamp
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m pyright --pythonpath $(RUN)
+	$(RUN) -m mypy --python-executable $(RUN)
 
 format: $(VENV)/lint.stamp
 	$(RUN) -m ruff check --fix

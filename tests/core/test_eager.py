@@ -103,3 +103,15 @@ def test_eager_gradients_take_no_memory_with_them():
 
     before = most_memory_after(20)
     assert most_memory_after(200) - before < 20_000  # KiB; a program that stays takes about 7000 in each call
+
+
+def test_without_jit_no_program_splits_a_draw_into_all_its_arrays(monkeypatch):
+    """It would have a kernel for each, and take seconds to compile."""
+    splits, split = [], jax.lax.split
+    monkeypatch.setattr(jax.lax, "split", lambda x, sizes: splits.append(len(sizes)) or split(x, sizes))
+    p, params = rpx.VarNoise(0.1), {name: jnp.ones((3, 5)) for name in "abc"}
+    eager = p.apply(params, KEY)
+    assert splits == []
+    jitted = jax.jit(p.apply)(params, KEY)
+    assert splits == [3]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), eager, jitted)

@@ -1,4 +1,4 @@
-"""Layers under a scan, in models of linen, nnx and equinox: each is parametrized as it would be alone."""
+"""Layers under a scan: each is parametrized as it would be alone."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.thorough
 
 LAYERS, WIDTH, OUT = 3, 5, 4
 NAMES = ("lengths", "spectrum", "rotation", "product")
-NORMED = ("lengths", "kernel"), ("lengths", "weight")
 X = jax.random.normal(jax.random.key(1), (2, WIDTH))
 Y = jax.random.normal(jax.random.key(2), (2, OUT))
 
@@ -30,10 +29,10 @@ def chain(stacked: Any) -> rpx.Parametrization:
     """A stage for each array of a layer; where axes have names, the head of the model, in no scan, has stages too."""
     head = "|out" if stacked == "layers" else ""
     return (
-        rpx.WeightNorm(where=f"(.*/)?(lengths{head})/(kernel|weight)", stacked=stacked)
-        >> rpx.SpectralNorm(where="(.*/)?spectrum/(kernel|weight)", stacked=stacked)
-        >> rpx.Orthogonal(where="(.*/)?rotation/(kernel|weight)", stacked=stacked)
-        >> rpx.LowRank(2, where="(.*/)?product/(kernel|weight)", stacked=stacked)
+        rpx.WeightNorm(where=f"(.*/)?(lengths{head})/kernel", stacked=stacked)
+        >> rpx.SpectralNorm(where="(.*/)?spectrum/kernel", stacked=stacked)
+        >> rpx.Orthogonal(where="(.*/)?rotation/kernel", stacked=stacked)
+        >> rpx.LowRank(2, where="(.*/)?product/kernel", stacked=stacked)
     )
 
 
@@ -150,16 +149,12 @@ def read_apart(effective: Any, x: Array) -> Array:
     """The output of the model of separate layers."""
 
     def affine(part: Any, x: Array) -> Array:
-        return x @ kernel(part) + part["bias"][None]
+        return x @ part["kernel"] + part["bias"][None]
 
     for i in range(LAYERS):
         for name in NAMES:
             x = jnp.tanh(affine(effective["layers"][str(i)][name], x))
     return affine(effective["out"], x)
-
-
-def kernel(part: Any) -> Any:
-    return part["kernel"] if "kernel" in part else part["weight"].T
 
 
 def alone(model: Scanned) -> rpx.Parametrization:
@@ -195,9 +190,11 @@ def test_scanned_layers_are_read_updated_and_rebased_as_separate_ones(model: Sca
 def test_each_scanned_layer_has_a_norm_of_its_own(model: Scanned, raw: Any) -> None:
     effective = apart(results(model.p, raw)[0], model.axis)
     for layer in effective["layers"].values():
-        assert abs(np.linalg.norm(kernel(layer["spectrum"]), 2) - 1) < 0.05
-        np.testing.assert_allclose(kernel(layer["rotation"]) @ kernel(layer["rotation"]).T, np.eye(WIDTH), atol=1e-5)
-        assert np.linalg.matrix_rank(kernel(layer["product"]), tol=1e-5) == 2
+        assert abs(np.linalg.norm(layer["spectrum"]["kernel"], 2) - 1) < 0.05
+        np.testing.assert_allclose(
+            layer["rotation"]["kernel"] @ layer["rotation"]["kernel"].T, np.eye(WIDTH), atol=1e-5
+        )
+        assert np.linalg.matrix_rank(layer["product"]["kernel"], tol=1e-5) == 2
 
 
 @jax.jit
@@ -254,7 +251,7 @@ def test_scanned_layers_draw_independently(model: Scanned) -> None:
     def drawn(key: Array) -> Any:
         ones, zeros = (jax.tree.map(like, model.params) for like in (jnp.ones_like, jnp.zeros_like))
         paths, leaves, _ = flatten_with_names((dropout.apply(ones, key), noise.apply(zeros, key)))
-        return [x for path, x in zip(paths, leaves, strict=True) if path[-2:] in NORMED]
+        return [x for path, x in zip(paths, leaves, strict=True) if path[-2:] == ("lengths", "kernel")]
 
     kept, normal = (np.moveaxis(x, model.axis + 1, 0) for x in drawn(jax.random.split(jax.random.key(5), 500)))
     assert np.array_equal(kept, np.broadcast_to(kept[..., :1], kept.shape))  # whole rows

@@ -10,6 +10,8 @@ import pytest
 import reparax as rpx
 from examples.experts import model, tuning
 
+pytestmark = pytest.mark.thorough  # examples are no part of the package
+
 ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "examples" / "experts" / "results" / "experts.json").read_text())
 SMALL = model.Config(layers=1, experts=4, chosen=2, width=16, inner=16, heads=2, words=32)
@@ -32,7 +34,6 @@ def test_the_page_says_what_is_on_file():
     assert f"{before:.2f} nats on the new text before tuning, {after:.2f} after, {few:.2f} in four bits" in text
 
 
-@pytest.mark.thorough
 def test_the_adapters_by_hand_are_those_of_the_chain():
     params = model.init(SMALL, jax.random.key(0))
     p = tuning.lora(2)

@@ -16,6 +16,8 @@ from examples.speech import cells, costs, decoding, features, report, training, 
 from examples.speech.model import Recognizer
 from examples.speech.voices import SAMPLES_PER_SECOND, VOICES, Utterance
 
+pytestmark = pytest.mark.thorough  # examples are no part of the package
+
 
 @pytest.fixture(autouse=True)
 def promotion():
@@ -169,7 +171,7 @@ def network(body, layers=1):
     return Recognizer(words=10, body=body, width=16, layers=layers)
 
 
-@pytest.mark.parametrize("body", ["conformer", pytest.param("lstm", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("body", ["conformer", "lstm"])
 def test_scores_do_not_depend_on_what_is_padding(body):
     model, batch = network(body), data()
     params = training.start(training.Setting("plain", model), batch, 0)
@@ -206,7 +208,6 @@ def test_ways_act_where_they_say(body):
     assert moved["weight dropout"] == (recurrent if body == "lstm" else inner)
 
 
-@pytest.mark.thorough
 def test_from_its_first_step_on_noise_moves_the_loss_and_the_network_learns():
     """One program takes both strengths."""
     setting = training.Setting("noise", network("lstm"), steps=30, start=28, batch=4)

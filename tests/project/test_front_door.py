@@ -3,13 +3,16 @@
 import ast
 import inspect
 import json
+import pickle
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
 import pytest
+from cases import CASES
 from errors import raises
 from public import FAMILIES, PUBLIC, TOP, TYPES, WRAPPED
 
@@ -110,6 +113,35 @@ def test_without_what_is_imported_a_stage_of_yours_has_its_marker_and_chains_and
     assert in_a_new_process(NEW + "rpx.shared.Tie\nrpx.sparse.RigL\n" + yours) == kinds
 
 
+IN_CHILDREN = """
+import os, pickle, sys
+for name, text, raw in pickle.load(open(PATH, "rb")):
+    if child := os.fork():
+        assert not os.waitpid(child, 0)[1], name
+        continue
+    assert not any(name.startswith("reparax.stages") for name in sys.modules)
+    free, fixed = rpx.partition(raw)
+    p = rpx.from_json(text)
+    jax.eval_shape(p.apply, rpx.combine(free, fixed), jax.eval_shape(lambda: jax.random.key(0)))
+    print(name, flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.thorough
+def test_each_chain_is_read_and_applied_in_a_process_that_imported_none_of_its_families(tmp_path):
+    chains = {name: (p, jax.eval_shape(make)) for name, (p, make) in CASES.items()}
+    ours = [
+        (name, p.to_json(), jax.eval_shape(p.init, params, jax.random.key(0)))
+        for name, (p, params) in chains.items()
+        if "cases." not in p.to_json()
+    ]
+    (tmp_path / "chains").write_bytes(pickle.dumps(ours))
+    code = NEW + IN_CHILDREN.replace("PATH", repr(str(tmp_path / "chains")))
+    assert in_a_new_process(code) == [name for name, *_ in ours]
+    assert len(ours) > 50
+
+
 def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
     code = (
         "import importlib, pkgutil\n"
@@ -155,7 +187,7 @@ def test_signatures_name_types_and_no_private_modules():
     signatures = {name: str(inspect.signature(x)) for name, x in PUBLIC.items() if name not in TYPES}
     assert [name for name, text in signatures.items() if "reparax." in text] == []
     assert signatures["VarNoise"].startswith("(std: 'Number', *, where: 'Where' = None, stacked: 'Axes' = (), ")
-    assert signatures["partition"] == "(raw: 'PyTree') -> 'tuple[PyTree, PyTree]'"
+    assert signatures["partition"] == "(raw: 'T') -> 'tuple[T, T]'"
 
 
 def test_the_text_of_a_stage_has_its_short_name_wherever_it_lives():

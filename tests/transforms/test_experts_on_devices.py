@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as Spec
 import reparax as rpx
 from reparax.transforms import local_reparametrization
 
+pytestmark = pytest.mark.thorough  # programs for eight devices compile long
+
 E, K, N, EACH = 8, 6, 5, 3
 """Each device has one expert, or so many rows."""
 T = E * EACH

@@ -247,6 +247,7 @@ NUMBERS = {
 """What is made of a noisy weight with a number, which gives ``a w + b``."""
 
 
+@pytest.mark.thorough
 def test_numbers_leave_each_example_its_own_noise():
     weights, x = {"w": normal(4, 3), "n": jnp.float32(3)}, normal(4, seed=2)
 

@@ -248,6 +248,18 @@ def _walk(method: str, stages: Stages, tree: Flat) -> Iterator[tuple[Any, list[B
         tree = after
 
 
+def require_made_by(p: Any, method: str, raw: PyTree) -> None:
+    """Requires that a chain made a raw tree, for a method that reads only some of it."""
+
+    def effective(raw: PyTree) -> PyTree:
+        tree = flatten(raw)
+        last = [tree, *(after for *_, after in _walk(method, tuple(p), tree))][-1]
+        require_no_marks(p, last)
+        return nest(last)
+
+    types_of_result(effective, raw)
+
+
 def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
     for i, stage in enumerate(stages):

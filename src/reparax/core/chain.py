@@ -6,10 +6,11 @@ import functools
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from reparax.core.bound import (
     Bound,
@@ -18,6 +19,7 @@ from reparax.core.bound import (
     follow_axes,
     init_all,
     provenance_of,
+    require_made_by,
     require_no_marks,
     total_log_det,
     total_penalty,
@@ -107,7 +109,7 @@ class Parametrization(Static, ABC):
     """The names that users call; all other names are for authors of stages."""
 
     @verb
-    def init(self, params: PyTree, key: jax.Array | None = None) -> PyTree:
+    def init(self, params: T, key: jax.Array | None = None) -> T:
         """The raw tree whose effective tree is ``params``, or what the chain can start at: see the class.
 
         Arrays that no stage changes, such as the base of an adapter, are the same objects as in ``params``, so donating
@@ -130,14 +132,15 @@ class Parametrization(Static, ABC):
         raw = init_all(self._parts, params, typed_key)
         return spread_boxes(functools.partial(follow_axes, self._parts), params, raw)
 
-    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array:
+    def _start_key(self, method: str, key: jax.Array | None) -> jax.Array | None:
         """The key of a start, which may be missing if nothing depends on it."""
         if key is None and self.random_init:
             raise ValueError(
                 f"{CallName(self, method)} draws random numbers, so it needs a key, but got key=None. Pass a key: "
                 f"`p.init(params, jax.random.key(0))`."
             )
-        return checked_key(self, method, jax.random.key(0) if key is None else key)
+        start: Any = checked_key(self, method, jax.random.key(0) if key is None else key)
+        return start
 
     @verb
     def apply(self, raw: T, key: jax.Array | None = None, *, upto: int | None = None) -> T:
@@ -167,10 +170,10 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
-        stages = self._parts[:upto]
+        stages, is_traced = self._parts[:upto], any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
-            tree = apply_all(stages, flatten(raw), Keys(key))
+            tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
             require_no_marks(self, tree, later=self._parts[len(stages) :])
             return nest(tree)
 
@@ -229,7 +232,7 @@ class Parametrization(Static, ABC):
         return spread_like(raw, with_array(self, gather_boxes(raw), path, w, self._start_key("set", key)))
 
     @verb
-    def update(self, raw: PyTree, key: jax.Array | None = None, grads: PyTree = None) -> PyTree:
+    def update(self, raw: T, key: jax.Array | None = None, grads: PyTree = None) -> T:
         """``raw`` with its fixed values advanced by one training step.
 
         Free values do not change, except under :class:`RigL` and :class:`SET`, where regrown weights start at zero.
@@ -247,12 +250,13 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        slopes = None if grads is None else gather_boxes(grads)
-        tree = update_all(CallName(self, "update"), self._parts, flatten(gather_boxes(raw)), keys, slopes)
+        slopes, gathered = None if grads is None else gather_boxes(grads), gather_boxes(raw)
+        require_made_by(self, "update", gathered)
+        tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
         return spread_like(raw, nest(tree))
 
     @verb
-    def update_base(self, raw: PyTree) -> PyTree:
+    def update_base(self, raw: T) -> T:
         """``raw`` with each stage's base moved to the current point, and the values relative to the base set to zero.
 
         The effective tree does not change. An optimizer's momentum for these values belongs to the old base; for the
@@ -263,7 +267,9 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or an earlier stage computes the values that would
             change, as :class:`Mask` and :class:`Scale` do before an :class:`Orthogonal`: put that stage later.
         """
-        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gather_boxes(raw)))))
+        gathered = gather_boxes(raw)
+        require_made_by(self, "update_base", gathered)
+        return spread_like(raw, nest(update_all_bases(self._parts, flatten(gathered))))
 
     @verb
     def penalty(self, raw: PyTree) -> jax.Array:
@@ -388,7 +394,7 @@ class Parametrization(Static, ABC):
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
     @verb
-    def fold(self, raw: PyTree) -> PyTree:
+    def fold(self, raw: T) -> T:
         """Plain parameters for evaluation and export: ``p.deterministic.apply(raw)``.
 
         Raises:
@@ -465,11 +471,13 @@ class Parametrization(Static, ABC):
         del tree, roles
         return ()
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or `p.init(params)` "
-            f"for the raw tree."
-        )
+    if not TYPE_CHECKING:  # to type checkers, a chain is no function
+
+        def __call__(self, *_: Any, **__: Any) -> None:
+            raise TypeError(
+                f"{self!r} was called as a function. Write `p.apply(raw, key)` for the effective tree, or "
+                f"`p.init(params)` for the raw tree."
+            )
 
     def __rshift__(self, other: Parametrization) -> Parametrization:
         right: Any = other

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,9 @@ def _as_floating(w: Array) -> Array:
     return w if is_inexact(w) else w.astype(float)
 
 
+Outside = Literal["nearest", "unchecked", "raise"]
+
+
 class Constraint(Reparametrization):
     """A stage whose effective arrays all lie in one set, its image.
 
@@ -98,7 +101,7 @@ class Constraint(Reparametrization):
       False
     """
 
-    outside: str = field(one_of("nearest", "unchecked", "raise"), default="nearest", kw_only=True)
+    outside: Outside = field(one_of(Outside), default="nearest", kw_only=True)
 
     _for_users: ClassVar[tuple[str, ...]] = (*Reparametrization._for_users, "contains", "project", "sample")
 

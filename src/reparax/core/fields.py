@@ -8,9 +8,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import FrozenInstanceError, dataclass
-from typing import Any, ClassVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 import jax
+from jax.typing import ArrayLike
 
 from reparax.core.axes import check_optional_axes
 from reparax.core.calls import misfit, shows_usage, takes
@@ -283,7 +284,20 @@ def _declaration(parameter: inspect.Parameter) -> str:
     return f"{parameter.name}: {inspect.formatannotation(parameter.annotation) if has_annotation else 'int'}"
 
 
-Number = Any
+V = TypeVar("V")
+
+
+class FieldOf(Generic[V]):
+    """The type of a field: a call gives a ``V``; formulas read what the check made of it, for one array."""
+
+    if TYPE_CHECKING:  # a data descriptor, by which type checkers tell the two apart
+
+        def __get__(self, stage: Any, owner: Any = None) -> Any: ...
+        def __set__(self, stage: Any, value: V) -> None: ...
+
+
+OneNumber = ArrayLike | Mapping[str, Any] | Callable[[str, Any], Any]
+Number = FieldOf[OneNumber]
 """A number: known, traced, or for each array its own, by expressions for paths or by a function of path and array."""
 
 TYPICAL = 0.5

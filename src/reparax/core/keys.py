@@ -23,10 +23,16 @@ from reparax.numerics.arithmetic import inlined
 
 
 class Keys:
-    """The keys of one call of a chain; counts which stages have acted on each array so far."""
+    """The keys of one call of a chain; counts which stages have acted on each array so far.
 
-    def __init__(self, key: jax.Array | None) -> None:
-        self._key = key
+    Args:
+      key: The key of the call.
+      is_traced: Whether a program may be made of the call. Else each operation runs as a program of its own, and one
+        of many results is slow to compile.
+    """
+
+    def __init__(self, key: jax.Array | None, *, is_traced: bool = True) -> None:
+        self._key, self.is_traced = key, is_traced
         self._arrays: Counter[tuple[str, str]] = Counter()
 
     @property
@@ -167,20 +173,23 @@ def draw_for_bounds(
         for group in groups_of_number:
             assert batch is not None
             group_keys = jax.lax.slice_in_dim(batch, start, start + len(group))
-            draw_of |= zip(group, _draw_group([bounds[i] for i in group], arrays, group_keys), strict=True)
+            drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
+            draw_of |= zip(group, drawn, strict=True)
             start += len(group)
     return draw_of
 
 
-def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array) -> list[Array]:
+def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, *, is_traced: bool) -> list[Array]:
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
     stage, array = group[0].stage, jnp.asarray(arrays[group[0].inside[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
-    parts = jax.lax.split(stage.draw(array, keys), [1] * len(group))
-    return [jax.lax.squeeze(part, [0]) for part in parts]
+    drawn = stage.draw(array, keys)
+    if not is_traced:
+        return [jax.lax.dynamic_index_in_dim(drawn, i, keepdims=False) for i in range(len(group))]
+    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(drawn, [1] * len(group))]
 
 
 def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:

@@ -58,7 +58,7 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     return found
 
 
-def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree:
+def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
     """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
     who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
     if (place := provenance.places.get(path)) is None:
@@ -85,7 +85,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array) -> PyTree
     return nest(flat.with_arrays({at: own.arrays.get(at, x) for at, x in flat.arrays.items()}))
 
 
-def _type_error(who: str, path: str, want: Any, got: Any) -> ValueError:
+def _type_error(who: object, path: str, want: Any, got: Any) -> ValueError:
     """The error for an array of another type."""
     return ValueError(
         f"{who} expected {describe(want)} at {path!r}, got {describe(got)}. Pass an array of the model's shape and "
@@ -93,7 +93,7 @@ def _type_error(who: str, path: str, want: Any, got: Any) -> ValueError:
     )
 
 
-def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array) -> tuple[list[Bound], PyTree]:
+def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array | None) -> tuple[list[Bound], PyTree]:
     """What ``init`` of a stage is bound to, and the types that it makes; only the arrays ``own`` have numbers."""
     bounds = list[Bound]()
 
@@ -106,7 +106,7 @@ def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array) -> tup
     return bounds, types_of_result(start, types)
 
 
-def require_unmoved(who: str, stages: Stages, raw: PyTree, since: PyTree) -> None:
+def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
     """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
     now, lines = flatten(raw).arrays, list[str]()

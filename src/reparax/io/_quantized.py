@@ -187,7 +187,8 @@ def _read_parameter(
     by_output = FORMATS[matrix.format].block is None and block is None
     axes = _output_axis(entry) if by_output or not is_transposed else None
     stacked = tuple(range(len(entry.index) + len(experts)))
-    stage = Quantized(matrix.format, block_size=block, axis=axes, desc_act="order" in values, stacked=stacked)
+    format: Any = matrix.format
+    stage = Quantized(format, block_size=block, axis=axes, desc_act="order" in values, stacked=stacked)
     return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
 
 

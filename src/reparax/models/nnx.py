@@ -326,7 +326,8 @@ def _type_for_reading(kind: type[Any]) -> type[Any]:
         frame = frame and frame.f_back
         while frame and (module := frame.f_globals["__name__"]).startswith(("flax.", "jax.")):
             if module.startswith("flax.nnx.transforms."):
-                return kind.__setattr__(variable, name, value)
+                set_plain: Any = kind.__setattr__
+                return set_plain(variable, name, value)
             frame = frame.f_back
         return refuse(variable)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +89,12 @@ def optional(check: Callable[[Any, str, str], Any]) -> Callable[[Any, str, str],
     return lambda value, who, name: None if value is None else check(value, who, name)
 
 
-def one_of(*words: str) -> Callable[[Any, str, str], str]:
-    """A check that accepts one of these words."""
+def one_of(literal: Any) -> Callable[[Any, str, str], Any]:
+    """A check that accepts one of the words of a ``Literal``."""
+    words: tuple[str, ...] = get_args(literal)
     *most, last = map(repr, words)
 
-    def check(value: Any, who: str, name: str) -> str:
+    def check(value: Any, who: str, name: str) -> Any:
         if not isinstance(value, str) or value not in words:
             raise ValueError(f"{who} takes {name}={', '.join(most)} or {last}, but got {describe_argument(value)}.")
         return value

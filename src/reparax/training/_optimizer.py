@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,15 @@ from reparax.core.raw import FIXED, is_aligned, require_no_raw
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import combine, is_none, partition, require_tree
 
+T = TypeVar("T")
+
 Update = Callable[..., tuple[PyTree, PyTree]]
 CALL = "Call `tx.update(grads, state, raw)`."
 INSTEAD = "To train a raw tree, use `rpx.optimizer` alone: the result of `apply` is already in the image."
 
 
 @shows_usage
-def optimizer(tx: Any) -> Any:
+def optimizer(tx: T) -> T:
     """An optimizer for a whole raw tree: applies ``tx`` to the values that train, and leaves fixed values unchanged.
 
     ``tx`` never sees what :func:`partition` calls fixed: it keeps no state for it, its weight decay does not reach it,
@@ -72,7 +74,9 @@ def optimizer(tx: Any) -> Any:
       >>> optax.apply_updates(raw, updates)
       {'b': {'@freeze': {'@fixed': {'w': Array([1., 1.], dtype=float32)}}}, 'w': Array([0.9, 0.9], dtype=float32)}
     """
-    inner = tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx
+    inner: Any = tx
+    if hasattr(inner, "gradient_transformation"):
+        inner = inner.gradient_transformation()
     if getattr(inner, "_fields", ()) != ("init", "update"):
         raise TypeError(
             f"optimizer takes an optax transformation, but got a value of type {type(tx).__name__!r}. "
@@ -174,7 +178,7 @@ def projected(p: Parametrization) -> Transformation:
 
 
 @shows_usage
-def reset_moments(state: PyTree, before: PyTree, after: PyTree) -> PyTree:
+def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
     """Sets the moments of an optimizer to zero for weights that became active between two raw trees.
 
     While a mask hides a weight, its moments do not belong to its own gradients, or are old. This sets them to zero

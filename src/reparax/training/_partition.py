@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -13,9 +13,11 @@ from reparax.core.raw import FIXED, flatten_leaves, state_flags
 from reparax.core.where import is_bias_or_scale
 from reparax.numerics.arithmetic import has_gradient
 
+T = TypeVar("T")
+
 
 @shows_usage
-def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
+def partition(raw: T) -> tuple[T, T]:
     """Splits a raw tree into the values that train (free) and all others (fixed).
 
     Free values are floating and complex arrays. Fixed values are those under ``"@fixed"``; model state (nnx variables
@@ -51,7 +53,7 @@ def partition(raw: PyTree) -> tuple[PyTree, PyTree]:
 
 
 @shows_usage
-def combine(free: PyTree, fixed: PyTree) -> PyTree:
+def combine(free: T, fixed: T) -> T:
     """The raw tree that :func:`partition` split into ``free`` and ``fixed``.
 
     Raises:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,13 @@ from reparax.core.raw import FIXED, Flat, kind_of, nest, outer_markers, paramete
 from reparax.numerics.arithmetic import is_array, is_inexact, is_numeric, widened
 from reparax.training._partition import are_free
 
+T = TypeVar("T")
+
 SHOWN = 3  # arrays that an error names
 
 
 @shows_usage
-def transfer(
-    old: Parametrization, new: Parametrization, raw: PyTree, like: PyTree = None, *, nearest: bool = False
-) -> PyTree:
+def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = None, *, nearest: bool = False) -> T:
     """Converts a raw tree of ``old``, or an optimizer's state for it, to the chain ``new``; the model does not change.
 
     If ``new`` cannot start at the current weights, as ``Orthogonal`` cannot at others, this is an error, unless you

@@ -30,7 +30,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,9 @@ from reparax.programs.sums import (
     keeps_range,
     product_dtype,
 )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # ---- which weights are formed
 
@@ -555,7 +558,7 @@ def _may_make_in_program(jaxpr: Jaxpr) -> bool:
     return any(may_make(eqn) or _may_make_inside(eqn) for eqn in jaxpr.eqns)
 
 
-def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
+def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
     r"""``fun`` with products that multiply by the factors of weights and never form the weights.
 
     For :math:`W = W_0 + c A B`, it computes a product as :math:`x W_0 + c\, (x A) B`. The gradients of ``A`` and ``B``
@@ -602,7 +605,7 @@ def factored(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., 
     who = check_call("factored", fun, argnums)
 
     @functools.wraps(fun)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
         plan, facts = plan_sums(call.program, call.inputs, call.is_chosen)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,9 @@ from reparax.programs.rules import make_sum, move_sum, select_sum
 from reparax.programs.sources import lines_by_origin, paths_of
 from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
 from reparax.transforms._remat import remat
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -349,7 +352,7 @@ def _noise_origin(eqn: JaxprEqn, facts: Facts) -> NoiseOrigin:
     return NoiseOrigin(facts.origins, jax.ShapeDtypeStruct(output.shape, output.dtype))
 
 
-def local_reparametrization(fun: Callable[..., Any], argnums: Argnums = None) -> Callable[..., Any]:
+def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
     r"""``fun`` with separate noise for each example, without a copy of the weights for each.
 
     A weight with independent Gaussian entries, :math:`w = m + s \varepsilon`, is drawn once for all examples of a
@@ -414,7 +417,7 @@ def local_reparametrization(fun: Callable[..., Any], argnums: Argnums = None) ->
     who = check_call("local_reparametrization", fun, argnums)
 
     @functools.wraps(fun)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
         call, program, consts = _rewritten(Drawing(), Arguments.of(who, fun, argnums, args, kwargs))
         # A draw that nothing reads is not drawn.

@@ -32,17 +32,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal, ParamSpec, TypeVar
 
 from reparax.programs import jaxprs
 from reparax.programs.call import Argnums, Arguments, check_call
 from reparax.transforms._remat_derivative import recomputing_function
 from reparax.transforms._saved_residuals import check_this_jax
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def remat(
-    fun: Callable[..., Any], argnums: Argnums = None, *, keep: Literal["masks"] | None = None
-) -> Callable[..., Any]:
+
+def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"] | None = None) -> Callable[P, R]:
     """``fun`` with a backward pass that recomputes noise, masks and effective weights instead of storing them.
 
     The casts and transposes that the network makes of its weights are recomputed too, all from the raw parameters and
@@ -97,7 +98,7 @@ def remat(
         raise ValueError(f"{who} takes keep='masks' or keep=None, but got {keep!r}.")
 
     @functools.wraps(fun)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
         check_this_jax()
         call = Arguments.of(who, fun, argnums, args, kwargs).trace()
         if jaxprs.has_refs(call.program):

@@ -59,7 +59,7 @@ DENSE = {"cayley": by_cayley, "expm": by_expm, "householder": by_householder}
 
 
 @pytest.mark.parametrize("map", DENSE)
-@pytest.mark.parametrize("shape", [(5, 2), (3, 3), pytest.param((4, 1), marks=pytest.mark.thorough)], ids=str)
+@pytest.mark.parametrize("shape", mostly_thorough([(5, 2), (3, 3), (4, 1)], (5, 2)), ids=str)
 def test_each_map_is_its_dense_formula(map, shape):
     base, x = orthogonal(*shape), normal(*shape, seed=1)
     with jax.enable_x64():
@@ -67,7 +67,7 @@ def test_each_map_is_its_dense_formula(map, shape):
     np.testing.assert_allclose(got, DENSE[map](base, x), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("map", ["cayley", "expm"])
+@pytest.mark.parametrize("map", mostly_thorough(["cayley", "expm"], "expm"))
 def test_each_map_of_complex_matrices_is_its_dense_formula(map):
     base, x = unitary(5, 2), normal(5, 2, seed=2) + 1j * normal(5, 2, seed=3)
     with jax.enable_x64():
@@ -75,7 +75,7 @@ def test_each_map_of_complex_matrices_is_its_dense_formula(map):
     np.testing.assert_allclose(got, DENSE[map](base, x), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("map", mostly_thorough(DENSE, "expm"))
 def test_wide_matrices_and_batches_are_the_transposed_ones_one_by_one(map):
     base, x = np.stack([orthogonal(4, 2, seed=s) for s in range(3)]), normal(3, 4, 2)
     with jax.enable_x64():
@@ -84,7 +84,7 @@ def test_wide_matrices_and_batches_are_the_transposed_ones_one_by_one(map):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("map", mostly_thorough(DENSE, "cayley"))
 def test_grassmann_counts_what_lies_across_the_base_alone(map):
     base, x = orthogonal(5, 2), normal(5, 2, seed=1)
     with jax.enable_x64():
@@ -92,7 +92,7 @@ def test_grassmann_counts_what_lies_across_the_base_alone(map):
     np.testing.assert_allclose(got, DENSE[map](base, x - base @ base.T @ x), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("map", mostly_thorough(DENSE, "householder"))
 def test_far_from_the_base_the_columns_are_still_orthonormal(map):
     base, x = orthogonal(6, 3).astype(np.float32), 10 * normal(6, 3, dtype=np.float32)
     q = np.asarray(read(rpx.Orthogonal(map), marked(base, x)), np.float64)
@@ -149,7 +149,7 @@ def test_the_nearest_rotation_is_that_of_kabsch():
 # ---- weight decay, large matrices
 
 
-@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("map", mostly_thorough(DENSE, "householder"))
 def test_weight_decay_pulls_to_the_base_and_never_to_zero(map):
     base, x = orthogonal(4, 2), normal(4, 2, seed=1)
     for decay in (0.999, 0.1, 1e-30, 0.0):
@@ -180,7 +180,7 @@ def test_a_tall_matrix_needs_no_square_array(map):
 # ---- rebase
 
 
-@pytest.mark.parametrize("map", DENSE)
+@pytest.mark.parametrize("map", mostly_thorough(DENSE, "cayley"))
 def test_rebase_moves_the_base_to_the_current_point_and_keeps_it(map):
     p, raw = rpx.Orthogonal(map), marked(orthogonal(2, 4).astype(np.float32), normal(2, 4, dtype=np.float32))
     moved = jax.jit(p.update_base)(raw)

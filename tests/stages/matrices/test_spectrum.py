@@ -70,14 +70,20 @@ def started(stage, w):
     [
         pytest.param(rpx.matrices.FixedRank(2), with_singular_values(3.0, 1e-3, shape=(4, 3)), id="fixed rank"),
         pytest.param(
-            rpx.matrices.FixedRank(2), with_singular_values(2.0, 2.0, shape=(2, 5)), id="equal singular values"
+            rpx.matrices.FixedRank(2),
+            with_singular_values(2.0, 2.0, shape=(2, 5)),
+            id="equal singular values",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             rpx.matrices.FixedRank(2), with_singular_values(1.5e-6, 1.1e-6, shape=(4, 3)), id="hardly fixed rank"
         ),
         pytest.param(rpx.matrices.Invertible(), normal(3, 3), id="invertible"),
         pytest.param(
-            rpx.matrices.Invertible(eps=0.5), with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)), id="hardly invertible"
+            rpx.matrices.Invertible(eps=0.5),
+            with_singular_values(0.9, 0.6, 0.51, shape=(3, 3)),
+            id="hardly invertible",
+            marks=pytest.mark.thorough,
         ),
         pytest.param(
             rpx.matrices.Invertible(stacked=0), normal(2, 3, 3) + 1j * normal(2, 3, 3, seed=1), id="complex, batch"
@@ -88,7 +94,7 @@ def started(stage, w):
             with_singular_values(1.2, 0.9, 0.8, shape=(4, 3)),
             id="almost orthogonal",
         ),
-        pytest.param(rpx.matrices.AlmostOrthogonal(0.2), np.eye(3), id="identity"),
+        pytest.param(rpx.matrices.AlmostOrthogonal(0.2), np.eye(3), id="identity", marks=pytest.mark.thorough),
     ],
 )
 def test_init_is_exact_on_the_image(stage, w):

@@ -1,5 +1,7 @@
 """Each row of the table of formats against numpy, ml_dtypes, the specification of OCP, and numbers of its reference."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from grids import mostly_thorough
 from ml_dtypes import float4_e2m1fn, float8_e4m3fn, float8_e8m0fnu
 
 import reparax as rpx
+from reparax.stages.quantized._formats import FORMATS, FormatName
 
 
 def normal(*shape, seed=0, dtype=np.float32):
@@ -200,3 +203,7 @@ def test_stored_entries_may_have_an_order_of_their_own(stacked):
     place = np.random.default_rng(7).permutation(16)
     held["order"] = np.broadcast_to(place.astype(np.int32), held["order"].shape)
     np.testing.assert_array_equal(effective(p, raw)["w"], np.take(want, place, axis=-2))
+
+
+def test_type_checkers_know_each_format():
+    assert get_args(FormatName) == tuple(FORMATS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reparax.core.axes import Axes, Axis, check_axis, check_features, count_from_front, other_axes, position
-from reparax.core.fields import Number, by_array, field
+from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
 from reparax.core.leaf import Reparametrization
 from reparax.core.matrices import RowsAndColumns
 from reparax.core.roles import INPUTS
@@ -367,6 +367,7 @@ DRAWN = {"kaiming": _draw_kaiming, "gaussian": _draw_gaussian}
 """Starts that draw A, where B is zero."""
 SPLIT = {"pissa": _split_pissa, "olora": _split_olora}
 """Starts that move a part of the base into both factors."""
+Start = Literal["kaiming", "gaussian", "pissa", "olora"]
 
 
 class LoRA(RowsAndColumns):
@@ -433,9 +434,9 @@ class LoRA(RowsAndColumns):
     """
 
     rank: int = field(check_positive_whole)
-    alpha: Number = field(by_array(optional(check_number)), default=None)
+    alpha: FieldOf[OneNumber | None] = field(by_array(optional(check_number)), default=None)
     use_rslora: bool = field(check_flag, default=False, kw_only=True)
-    init_weights: str = field(one_of(*DRAWN, *SPLIT), default="kaiming", kw_only=True)
+    init_weights: Start = field(one_of(Start), default="kaiming", kw_only=True)
 
     raw_values: ClassVar[Values] = {
         "a": main(axes=("rows", "rank")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +59,13 @@ def householder(base: Array, x: Array) -> Array:
 _MAPS = {"cayley": cayley, "expm": exponential, "householder": householder}
 
 
+OrthogonalMap = Literal["cayley", "expm", "householder"]
+
+
 class _Orthonormal(RowsAndColumns, Constraint):
     """The stages of this file: a fixed base, and a free matrix that moves the effective matrix away from it."""
 
-    map: str = field(one_of("cayley", "expm", "householder"), default="cayley")
+    map: OrthogonalMap = field(one_of(OrthogonalMap), default="cayley")
 
     raw_values: ClassVar[Values] = {
         "x": main(decays=False, axes=("rows", "columns")),

@@ -6,7 +6,7 @@ import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -417,6 +417,9 @@ def _matrix_exponential(s: Array) -> Array:
     return product(half, half.mT)
 
 
+DefiniteMap = Literal["cholesky", "expm"]
+
+
 class PositiveDefinite(RowsAndColumns, Constraint):
     r"""Positive definite matrices: :math:`W = L L^T` or :math:`W = e^S`.
 
@@ -449,7 +452,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
       Pinheiro and Bates, *Unconstrained Parametrizations for Variance-Covariance Matrices*, 1996.
     """
 
-    map: str = field(one_of("cholesky", "expm"), default="cholesky")
+    map: DefiniteMap = field(one_of(DefiniteMap), default="cholesky")
 
     raw_values: ClassVar[Values] = {"x": main(decays=False)}
     dtypes: ClassVar[Any] = jnp.floating

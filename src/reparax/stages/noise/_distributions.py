@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from reparax.core.paths import Names, PyTree, Transformation, flatten_with_names
 from reparax.core.values import Values, aux, fixed, main
 from reparax.numerics.arguments import check_known_number, check_number, check_positive_number, number_that, one_of
 from reparax.numerics.arithmetic import inlined, scalar, softplus_inverse, widened
+
+Noise = Literal["independent", "factorized"]
 
 
 class Gaussian(Reparametrization):
@@ -82,7 +84,7 @@ class Gaussian(Reparametrization):
     std: Number = number_field(positive=True, default=0.01)
     prior: Number = number_field(positive=True, default=1.0)
     axis: Axes = field(check_slices, default=EACH, kw_only=True)
-    noise: str = field(one_of("independent", "factorized"), default="independent", kw_only=True)
+    noise: Noise = field(one_of(Noise), default="independent", kw_only=True)
 
     stochastic: ClassVar[bool] = True
     raw_values: ClassVar[Values] = {"mean": main(aligned=True), "rho": aux()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,9 @@ _RATE = number_that(
 )
 
 
+Relative = Literal["max", "std", "norm"]
+
+
 class VarNoise(_Drawn):
     r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
 
@@ -98,7 +101,7 @@ class VarNoise(_Drawn):
     """
 
     std: Number = field(by_array(number_that(math.isfinite, "a standard deviation is a finite number.")))
-    relative: str | None = field(optional(one_of("max", "std", "norm")), default=None, kw_only=True)
+    relative: Relative | None = field(optional(one_of(Relative)), default=None, kw_only=True)
     axis: Axes | None = field(check_features, default=None, kw_only=True)
 
     straight_through: ClassVar[Any] = property(lambda self: self.relative is not None)

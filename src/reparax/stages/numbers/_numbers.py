@@ -6,7 +6,7 @@ import functools
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,9 @@ _POSITIVE: dict[str, tuple[Function, Function]] = {
 }
 
 
+PositiveMap = Literal["softplus", "exp", "square"]
+
+
 class Positive(_Map):
     r"""Positive numbers: :math:`w = \log(1 + e^x)` (softplus), :math:`w = e^x` or :math:`w = x^2`.
 
@@ -97,7 +100,7 @@ class Positive(_Map):
       Dugas, Bengio, Bélisle, Nadeau and Garcia, *Incorporating Second-Order Functional Knowledge*, 2001.
     """
 
-    map: str = field(one_of("softplus", "exp", "square"), default="softplus")
+    map: PositiveMap = field(one_of(PositiveMap), default="softplus")
 
     dtypes: ClassVar[Any] = jnp.floating
 

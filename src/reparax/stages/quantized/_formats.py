@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -296,6 +296,12 @@ HALF = Scales("float16")
 ROUNDED = Scales("int8", least=8, top=127, shared=None)
 """``double_quant``. The rounding error of a scale is below a sixteenth, so the largest number stays the largest."""
 
+FormatName = Literal[
+    "int8", "int7", "int6", "int5", "int4", "int3", "int2", "int1",
+    "uint8", "uint7", "uint6", "uint5", "uint4", "uint3", "uint2", "uint1",
+    "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "nvfp4-pack",
+    "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
+]  # fmt: skip
 FORMATS = {
     **{f"int{bits}": Format(whole_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from reparax.stages.quantized._formats import (
     FORMATS,
     ROUNDED,
     Format,
+    FormatName,
     Grid,
     Scales,
     bounds_of,
@@ -105,14 +106,17 @@ def _check_block(value: Any, who: str, name: str) -> int | tuple[int, ...]:
     return check_positive_whole(value, who, name)
 
 
+Calibration = Literal["absmax", "rms", "fixed"]
+
+
 class Scaled(Reparametrization):
     """The base of both stages: decides which entries share a scale, and how a scale is found and stored."""
 
-    format: str = field(one_of(*FORMATS))
+    format: Any = field(one_of(FormatName))
     axis: Axes | None = field(check_features, default=None, kw_only=True)
     block_size: int | tuple[int, ...] | None = field(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = field(check_flag, default=False, kw_only=True)
-    calibration_method: str = field(one_of("absmax", "rms", "fixed"), default="absmax", kw_only=True)
+    calibration_method: Calibration = field(one_of(Calibration), default="absmax", kw_only=True)
     calibration_scale: float = field(
         number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
         default=1.0,
@@ -362,6 +366,9 @@ def _narrow_scale(scale: Array, dtype: Any) -> Array:
     return jnp.where(low, jnp.nextafter(near, jnp.copysign(jnp.inf, scale).astype(dtype)), near)
 
 
+Rounding = Literal["nearest", "stochastic"]
+
+
 class Quantized(Scaled):
     r"""Frozen weights stored in few bits: :math:`w = s \, (q - z) - o`.
 
@@ -451,7 +458,8 @@ class Quantized(Scaled):
       2022.
     """
 
-    rounding: str = field(one_of("nearest", "stochastic"), default="nearest", kw_only=True)
+    format: FormatName = field(one_of(FormatName))
+    rounding: Rounding = field(one_of(Rounding), default="nearest", kw_only=True)
     desc_act: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"q": main(fixed=True), "scale": fixed(), OTHERS: fixed(optional=True)}
@@ -530,6 +538,10 @@ def _straight_through_jvp(primals: tuple[Array, Array], tangents: tuple[Array, A
     return primals[1], tangents[0]
 
 
+TrainedFormat = Literal[FormatName, "ternary"]
+Step = Literal["absmax", "learned"]
+
+
 class FakeQuantized(Scaled):
     r"""Weights that the model reads in low precision and that train in full precision: :math:`w = s \, q(x / s)`.
 
@@ -570,8 +582,8 @@ class FakeQuantized(Scaled):
       Dong, Wang, Xue and Wei, *The Era of 1-bit LLMs*, 2024.
     """
 
-    format: str = field(one_of(*FORMATS, "ternary"))
-    step: str = field(one_of("absmax", "learned"), default="absmax", kw_only=True)
+    format: TrainedFormat = field(one_of(TrainedFormat))
+    step: Step = field(one_of(Step), default="absmax", kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main()}
     straight_through: ClassVar[bool] = True

@@ -365,8 +365,9 @@ class CudnnLSTM(Reparametrization):
         return values if self.biases else kernels
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        dtype = next(iter(values.values())).dtype
-        zeros = {name: jnp.zeros(self.hidden_size, dtype) for name in value_names(self._block) if "bias" in name}
+        biases = [name for name in value_names(self._block) if "bias" in name]
+        kernel = next(name for name in value_names(self._block) if name not in biases)
+        zeros = {name: jnp.zeros(self.hidden_size, values[kernel].dtype) for name in biases}
         return join_values(self._block, zeros | values, self._sizes)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from reparax.numerics.arguments import one_of
 
 Transform = Callable[[Array], Array]
 Tied = tuple[str, str, Transform | None]
+
+
+Unequal = Literal["raise", "overwrite"]
 
 
 class Tie(Parametrization):
@@ -67,7 +70,7 @@ class Tie(Parametrization):
     """
 
     ties: Any
-    unequal: str = field(one_of("raise", "overwrite"), default="raise", kw_only=True)
+    unequal: Unequal = field(one_of(Unequal), default="raise", kw_only=True)
 
     _is_layout: ClassVar[Any] = property(lambda self: self.unequal == "raise")
 

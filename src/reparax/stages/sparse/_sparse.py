@@ -26,7 +26,7 @@ from reparax.core.axes import (
 )
 from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
-from reparax.core.fields import Number, by_array, field
+from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
 from reparax.core.joint import Joint
 from reparax.core.leaf import Reparametrization
 from reparax.core.raw import Flat, Leaf
@@ -311,7 +311,7 @@ def count_error(stage: Pruning, size: int) -> str | None:
 class _Prune(_Masked, Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
-    sparsity: Number = field(optional(by_array(check_shares)), default=None)
+    sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     axis: Axes = field(check_slices, default=EACH, kw_only=True)
     count: int | None = field(optional(check_count), default=None, kw_only=True)
 
@@ -446,7 +446,7 @@ _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the wei
 class _Regrow(_Masked, Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
-    sparsity: Number = field(optional(by_array(check_shares)), default=None)
+    sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
     drop_fraction: Number = field(
         by_array(_FRACTION),
         default=0.3,
@@ -605,7 +605,7 @@ class GlobalMagnitudePruning(Joint):
     """
 
     arrays: None = dataclasses.field(default=None, init=False, repr=False)
-    sparsity: Number = field(optional(check_shares), default=None)
+    sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(check_shares), default=None)
     count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "mask": fixed()}
