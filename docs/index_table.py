@@ -45,7 +45,7 @@ def _section(page: str, families: list[str]) -> str:
 
 def _row(page: str, family: str, name: str, thing: object) -> str:
     root = "reparax" if family == "testing" else "rpx"
-    called = f"rpx.{name}" if name in TOP else f"{root}.{family}.{name}"
+    called = f"rpx.{name}" if name in TOP and family != "linen" else f"{root}.{family}.{name}"
     is_type = not callable(thing) or not getattr(thing, "__module__", "").startswith("reparax")
     text = "A type of arguments." if is_type else inspect.getdoc(thing) or ""
     first = re.split(r"(?<=[.:])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":")
