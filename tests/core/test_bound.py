@@ -96,7 +96,7 @@ def test_an_unused_weight_costs_no_operations():
 
 
 MARKED = {
-    "norms": rpx.WeightNorm(),
+    "norms": rpx.WeightNorm(axis=-1),
     "noise": rpx.Gaussian(0.1),
     "numbers": rpx.numbers.Scale(2.0),
     "matrices": rpx.matrices.Fibration(jnp.transpose, jnp.transpose),

@@ -19,18 +19,22 @@ class Same:
     number: int
 
 
-def mark_same(formula: Callable[..., Any], *args: Any) -> Any:
-    """``formula(*args)`` with a mark in place of each result that is one of the arguments."""
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Structure:
+    """That of results, which stand beside it in a list: not all nodes of other libraries can hold a mark."""
+
+    treedef: Any
+
+
+def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
+    """The structure and the leaves of ``formula(*args)``, with a mark in place of each that is one of the arguments."""
     numbers = {id(x): i for i, x in enumerate(jax.tree.leaves(args))}
-    return jax.tree.map(lambda x: Same(numbers[id(x)]) if id(x) in numbers else x, formula(*args))
+    leaves, treedef = jax.tree.flatten(formula(*args))
+    return [Structure(treedef), *(Same(numbers[id(x)]) if id(x) in numbers else x for x in leaves)]
 
 
-def given_for_same(results: Any, *args: Any) -> Any:
-    """``results`` with the arguments themselves in place of the marks."""
-    given = jax.tree.leaves(args)
-    return jax.tree.map(lambda x: given[x.number] if _is_same(x) else x, results, is_leaf=_is_same)
-
-
-def _is_same(x: object) -> bool:
-    """Whether ``x`` is such a mark."""
-    return isinstance(x, Same)
+def given_for_same(results: list[Any], *args: Any) -> Any:
+    """The results, with the arguments themselves in place of the marks."""
+    given, (structure, *leaves) = jax.tree.leaves(args), results
+    return structure.treedef.unflatten(given[x.number] if isinstance(x, Same) else x for x in leaves)
