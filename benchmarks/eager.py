@@ -19,12 +19,12 @@ from common.timing import Calls, Rows, heading, rows, show, shuffled
 import reparax as rpx
 
 STD = 0.1
-P = rpx.WeightNorm() >> rpx.VarNoise(STD)
+P = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(STD)
 EFFECTIVE: dict[str, Callable[[Any, jax.Array], Any]] = {
     "by hand": lambda raw, key: by_hand.noise(by_hand.weight_norm(raw), key, STD),
     "by hand, under jax.checkpoint": jax.checkpoint(lambda raw, key: by_hand.noise(by_hand.weight_norm(raw), key, STD)),
     "reparax": P.apply,
-    "reparax, chain made anew": lambda raw, key: (rpx.WeightNorm() >> rpx.VarNoise(STD)).apply(raw, key),
+    "reparax, chain made anew": lambda raw, key: (rpx.WeightNorm(axis=-1) >> rpx.VarNoise(STD)).apply(raw, key),
 }
 GRADIENTS: dict[str, Callable[[Any, Any], Any]] = {
     "jax.grad": lambda loss, raw: jax.grad(loss)(raw),

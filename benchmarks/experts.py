@@ -20,7 +20,7 @@ from peak import tpu
 import reparax as rpx
 
 EXPERTS, WIDTH, INNER, RANK, ROOM = 64, 512, 1024, 8, 32
-LORA = rpx.Freeze() >> rpx.LoRA(RANK, stacked=0)
+LORA = rpx.Freeze() >> rpx.LoRA(RANK, columns=-1, stacked=0)
 Product = Callable[[Any, Array, Array], Array]
 """Of matrices of experts, rows, and the expert of each."""
 

@@ -71,13 +71,18 @@ def networks() -> dict[str, tuple[Callable[[Any, jax.Array], jax.Array], Any, ja
     x = jax.random.normal(KEY, (2048, 1024))
     words = transformer(width=512, layers=4)
     return {
-        "4 layers of 1024, batch 2048": (dense, drawn({f"w{i}": (1024, 1024) for i in range(4)}), x, rpx.LoRA(RANK)),
-        "the same, scanned": (scanned, drawn({"w": (4, 1024, 1024)}), x, rpx.LoRA(RANK, stacked=0)),
+        "4 layers of 1024, batch 2048": (
+            dense,
+            drawn({f"w{i}": (1024, 1024) for i in range(4)}),
+            x,
+            rpx.LoRA(RANK, columns=-1),
+        ),
+        "the same, scanned": (scanned, drawn({"w": (4, 1024, 1024)}), x, rpx.LoRA(RANK, columns=-1, stacked=0)),
         "transformer": (
             words.loss,
             words.params,
             words.data,
-            rpx.LoRA(RANK, where=lambda path, w: w.ndim == 2 and "layer" in path),
+            rpx.LoRA(RANK, columns=-1, where=lambda path, w: w.ndim == 2 and "layer" in path),
         ),
     }
 
@@ -163,7 +168,12 @@ def choices(repeats: int, width: int = 512) -> dict[str, Rows]:
     found: dict[str, Rows] = {}
     for batch in (1, 16, 128, 1024):
         for rank in (1, 16, 128):
-            given = dense, drawn({f"w{i}": (width, width) for i in range(2)}), jnp.ones((batch, width)), rpx.LoRA(rank)
+            given = (
+                dense,
+                drawn({f"w{i}": (width, width) for i in range(2)}),
+                jnp.ones((batch, width)),
+                rpx.LoRA(rank, columns=-1),
+            )
             chosen = {name: way for name, way in ways(*given).items() if name in ("by hand", "apply", "factored")}
             programs = {
                 name: (jax.jit(jax.grad(loss)).lower(*args).compile(), args) for name, (loss, args) in chosen.items()

@@ -34,7 +34,7 @@ def gathered(text: str) -> float:
 
 def planned(base: rpx.Parametrization, chips: int, *, moves: bool, memory: str | None) -> dict[str, float]:
     """The program of a gradient; ``moves``: the body of the scan says where its layer goes."""
-    p, dtype = base >> rpx.LoRA(2), jnp.bfloat16
+    p, dtype = base >> rpx.LoRA(2, columns=-1), jnp.bfloat16
     lies_there = tpu(chips)
     if lies_there is None:
         raise SystemExit("libtpu is not installed, so there is no compiler of a TPU: pip install 'jax[tpu]'")

@@ -27,7 +27,7 @@ from common.timing import Rows, exact, heading, of_programs, peak_of, show
 
 import reparax as rpx
 
-P = rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1)
+P = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1)
 Loss = Callable[[Any, jax.Array, jax.Array], jax.Array]
 """Of a raw tree, a key and data."""
 KIB, MIB = 2**10, 2**20

@@ -33,18 +33,18 @@ NETWORKS = {"MLP": mlp, "convolution net": convnet, "transformer of 6 layers": t
 TASKS: dict[str, dict[str, Apply]] = {
     "weight norm": {
         "by hand": lambda raw, key, std: by_hand.weight_norm(raw),
-        "reparax": lambda raw, key, std: rpx.WeightNorm().apply(raw),
+        "reparax": lambda raw, key, std: rpx.WeightNorm(axis=-1).apply(raw),
     },
     "weight norm and noise": {
         "by hand": lambda raw, key, std: by_hand.noise(by_hand.weight_norm(raw), key, std),
-        "reparax": lambda raw, key, std: (rpx.WeightNorm() >> rpx.VarNoise(std)).apply(raw, key),
+        "reparax": lambda raw, key, std: (rpx.WeightNorm(axis=-1) >> rpx.VarNoise(std)).apply(raw, key),
     },
 }
 
 
 def start(name: str, params: Any) -> Any:
     """The raw tree of a way."""
-    return by_hand.with_lengths(params) if name == "by hand" else rpx.WeightNorm().init(params)
+    return by_hand.with_lengths(params) if name == "by hand" else rpx.WeightNorm(axis=-1).init(params)
 
 
 def descent(network: Network, apply: Apply) -> Any:

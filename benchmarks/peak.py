@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import reparax as rpx
 
-P = rpx.WeightNorm() >> rpx.VarNoise(0.075)
+P = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075)
 MIB = 2**20
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 Loss = Callable[[Any, Any], jax.Array]

@@ -45,9 +45,9 @@ def ours(task: str) -> dict[str, Make]:
     """The ways of reparax to do a task."""
     chains: dict[str, Callable[[float], rpx.Parametrization]] = {
         "plain": lambda strength: rpx.Chain(),
-        "weight norm": lambda strength: rpx.WeightNorm(),
+        "weight norm": lambda strength: rpx.WeightNorm(axis=-1),
         "noise": rpx.VarNoise,
-        "weight norm and noise": lambda std: rpx.WeightNorm() >> rpx.VarNoise(std),
+        "weight norm and noise": lambda std: rpx.WeightNorm(axis=-1) >> rpx.VarNoise(std),
         "weight dropout": rpx.WeightDropout,
         "spectral norm": lambda strength: rpx.SpectralNorm(),
         "orthogonal": lambda strength: rpx.Orthogonal(),

@@ -43,8 +43,8 @@ LAYOUTS = {"tensor parallel": None, "fully sharded": "data"}
 CHAINS = {
     "plain": rpx.Chain(),
     "noise and dropout": rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1),
-    "weight norm": rpx.WeightNorm(),
-    "weight norm, noise, dropout": rpx.WeightNorm() >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1),
+    "weight norm": rpx.WeightNorm(axis=-1),
+    "weight norm, noise, dropout": rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075) >> rpx.WeightDropout(0.1),
 }
 
 

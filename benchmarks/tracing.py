@@ -72,11 +72,11 @@ NETWORKS = {"24 dense layers": dense, "GPT-2": gpt2, "SmolLM2, scanned": smollm}
 def ways(loss: Loss, params: Any, data: Any, stacked: int | tuple[()] = ()) -> dict[str, Traced]:
     """For each table the functions to trace; the first is what the others are compared with."""
     kernels = rpx.all_but(".*(embed|bias|norm|scale)")
-    lora = rpx.Freeze(where=".*") >> rpx.LoRA(8, where=kernels, stacked=stacked)
+    lora = rpx.Freeze(where=".*") >> rpx.LoRA(8, columns=-1, where=kernels, stacked=stacked)
     chains = {
         "LoRA": (lora, ("factored",)),
         "noise": (rpx.VarNoise(0.1, where=kernels), ("local", "remat")),
-        "weight norm": (rpx.WeightNorm(where=kernels, stacked=stacked), ("remat", "factored")),
+        "weight norm": (rpx.WeightNorm(axis=-1, where=kernels, stacked=stacked), ("remat", "factored")),
     }
     tables: dict[str, Traced] = {}
     for name, (p, transforms) in chains.items():

@@ -71,10 +71,14 @@ def layers() -> Iterator[tuple[str, Step]]:
     stacks, words = {"layers": {"kernel": array(LAYERS, WIDTH, WIDTH)}}, array(BATCH, dtype=jnp.int32)
     chains = {
         "noise": rpx.VarNoise(0.01),
-        "weight norm": rpx.WeightNorm(stacked=0, where=STACK),
-        "LoRA": rpx.Freeze() >> rpx.LoRA(8, stacked=0, where=STACK),
+        "weight norm": rpx.WeightNorm(axis=-1, stacked=0, where=STACK),
+        "LoRA": rpx.Freeze() >> rpx.LoRA(8, columns=-1, stacked=0, where=STACK),
     }
-    bodies = {"noise": rpx.VarNoise(0.01), "weight norm": rpx.WeightNorm(), "LoRA": rpx.Freeze() >> rpx.LoRA(8)}
+    bodies = {
+        "noise": rpx.VarNoise(0.01),
+        "weight norm": rpx.WeightNorm(axis=-1),
+        "LoRA": rpx.Freeze() >> rpx.LoRA(8, columns=-1),
+    }
     for where, params in {"tied": {"embed": array(WORDS, WIDTH), **stacks}, "no embedding": stacks}.items():
         yield f"{where}, no chain", (dense, (params, words))
         for name, p in chains.items():
@@ -87,10 +91,10 @@ def model() -> Iterator[tuple[str, Step]]:
     """The losses of a language model that is fine-tuned."""
     params, words = language.params(), array(2, 65, dtype=jnp.int32)
     yield "full fine-tuning", (language.loss, (params, words))
-    frozen, lora = rpx.Freeze(where=".*"), rpx.LoRA(8, stacked=0, where=STACK)
+    frozen, lora = rpx.Freeze(where=".*"), rpx.LoRA(8, columns=-1, stacked=0, where=STACK)
     chains = {
         "LoRA": frozen >> lora,
-        "DoRA": frozen >> lora >> rpx.WeightNorm(detach=True, stacked=0, where=STACK),
+        "DoRA": frozen >> lora >> rpx.WeightNorm(axis=-1, detach=True, stacked=0, where=STACK),
         "QLoRA": rpx.Freeze(where=rpx.all_but(STACK))
         >> rpx.Quantized("nf4", block_size=64, stacked=0, where=STACK)
         >> lora,

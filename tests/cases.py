@@ -225,8 +225,8 @@ CASES = {
     ),
     "adapters": (
         rpx.Freeze()
-        >> rpx.LoRA(2, alpha=4.0, where="dense/kernel")
-        >> rpx.adapters.VeRA(3, where="out/kernel")
+        >> rpx.LoRA(2, alpha=4.0, columns=-1, where="dense/kernel")
+        >> rpx.adapters.VeRA(3, columns=-1, where="out/kernel")
         >> rpx.LoRA(1, rows=(0, 1, 2), columns=3, init_weights="pissa", where="conv/kernel"),
         model,
     ),

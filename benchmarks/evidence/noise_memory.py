@@ -38,7 +38,7 @@ KIB, MIB = 2**10, 2**20
 HEADS = 4
 PLAIN, APPLY, REMAT, LAYERS = "no noise", "apply", "rpx.remat", "jax.checkpoint of layers"
 CHAINS = {
-    "weight norm and noise": rpx.WeightNorm() >> rpx.VarNoise(0.075),
+    "weight norm and noise": rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075),
     "weight dropout": rpx.WeightDropout(0.5),
 }
 

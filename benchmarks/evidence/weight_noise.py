@@ -163,7 +163,7 @@ def cells(size: Size) -> dict[str, Cell]:
     for name, make in TASKS.items():
         task = make(size)
         bare, normed = (
-            over_settings(functools.partial(run, task, size, norm)) for norm in (rpx.Chain(), rpx.WeightNorm())
+            over_settings(functools.partial(run, task, size, norm)) for norm in (rpx.Chain(), rpx.WeightNorm(axis=-1))
         )
         for method in list(SETTINGS)[: size(4, 3)]:
             for setting in SETTINGS[method][: size(3, 1)]:

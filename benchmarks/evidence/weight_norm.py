@@ -53,7 +53,7 @@ def cells(size: Size) -> dict[str, Cell]:
 def training(task: str, method: str, size: Size) -> Callable[[Array, Array], dict[str, Array]]:
     """Trains and measures, from the key of a seed and a learning rate."""
     network, optimizer = task.split(", ")
-    p = rpx.WeightNorm() if method.startswith("weight norm") else rpx.Chain()
+    p = rpx.WeightNorm(axis=-1) if method.startswith("weight norm") else rpx.Chain()
     split, steps = digits(size(1000, 100)), size(STEPS, 2 * WINDOW)
 
     def start(key: Array) -> Params:

@@ -20,7 +20,7 @@ FILE = {"names": NAMES, "layouts": {EXPERTS: "experts:kernel"}}
 
 def lora(rank: int) -> rpx.Parametrization:
     """Each expert of each layer has an adapter of its own, and nothing else trains."""
-    return rpx.Freeze() >> rpx.LoRA(rank, stacked=(0, 1), where=EXPERTS)
+    return rpx.Freeze() >> rpx.LoRA(rank, columns=-1, stacked=(0, 1), where=EXPERTS)
 
 
 COMPRESSED = {

@@ -43,15 +43,17 @@ def both(strength: Array | float, body: str) -> rpx.Parametrization:
     return weight_dropout(strength, body) >> noise(strength, body)
 
 
+NORM = rpx.WeightNorm(axis={".*/(query|key|value)/kernel": (-2, -1), ".*": -1})
+"""A norm for each output, of which attention has one for each head and size."""
 CHAINS: dict[str, Callable[[Array | float, str], rpx.Parametrization]] = {
     "plain": lambda strength, body: rpx.Chain(),
     "dropout of activations": lambda strength, body: rpx.Chain(),
     "weight dropout": weight_dropout,
     "noise": noise,
     "both": both,
-    "weight norm": lambda strength, body: rpx.WeightNorm(),
-    "weight norm, noise": lambda strength, body: rpx.WeightNorm() >> noise(strength, body),
-    "weight norm, both": lambda strength, body: rpx.WeightNorm() >> both(strength, body),
+    "weight norm": lambda strength, body: NORM,
+    "weight norm, noise": lambda strength, body: NORM >> noise(strength, body),
+    "weight norm, both": lambda strength, body: NORM >> both(strength, body),
 }
 
 

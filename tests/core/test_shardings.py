@@ -255,6 +255,7 @@ def types_of(tree):
 ASK_FOR_AUTOMATIC_AXES = {
     "init": {
         *("low rank", "spectral norm", "maps of numbers", "joint norm", "rows and columns", "orthogonal", "definite"),
+        "spectra and patterns",
         *("singular values", "linear spaces", "adapters", "differences", "slices", "split", "low rank twice"),
         *("weight norm >> low rank >> noise", "low rank >> weight norm", "noise >> spectral norm", "noise on factors"),
         *("positive >> weight norm >> low rank", "weight norm >> split >> noise"),

@@ -178,7 +178,7 @@ def test_init_and_apply_leave_their_input_alone(build: Callable[[], Case], key: 
 @of_libraries(linen_boxes, nnx_module, equinox)
 def test_a_noisy_training_step_is_jitted_and_moves_every_raw_array(build: Callable[[], Case], key: Array) -> None:
     case = build()
-    p = rpx.WeightNorm() >> rpx.VarNoise(0.075, where=lambda path, w: w.shape == (3, 4) or w.shape == (4, 3))
+    p = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.075, where=lambda path, w: w.shape == (3, 4) or w.shape == (4, 3))
     raw = eqx.filter_jit(p.init)(case.params)
 
     def loss(raw: Any) -> Array:
@@ -239,10 +239,10 @@ def test_noise_is_that_of_nested_dicts_of_the_same_paths(build: Callable[[], Cas
 # Transforms. ------------------------------------------------------------------------------------------------------
 
 TRANSFORMED = [
-    rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1),
     rpx.SpectralNorm(),
     rpx.LowRank(4) >> rpx.WeightDropout(0.3),
-    rpx.Freeze() >> rpx.WeightNorm(),
+    rpx.Freeze() >> rpx.WeightNorm(axis=-1),
 ]
 
 every_chain = pytest.mark.parametrize("p", mostly_thorough(TRANSFORMED, *TRANSFORMED[:2]), ids=repr)

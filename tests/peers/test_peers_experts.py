@@ -150,7 +150,7 @@ def test_experts_of_peft_give_the_same_outputs_and_come_back_with_equal_bytes(na
 @pytest.mark.parametrize("name", mostly_thorough(MODELS, "qwen3_moe", "gpt_oss"))
 def test_peft_loads_experts_that_are_written(name, chosen, tmp_path):
     net = torch_model(name)
-    p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0, stacked=(0, 1), where=f"experts/({chosen})")
+    p = rpx.Freeze() >> rpx.LoRA(2, alpha=4.0, columns=-1, stacked=(0, 1), where=f"experts/({chosen})")
     free, fixed = rpx.partition(p.init(ours(net, name), jax.random.key(0)))
     rng = np.random.default_rng(1)
     raw = rpx.combine(jax.tree.map(lambda x: x + 0.2 * rng.standard_normal(x.shape, np.float32), free), fixed)

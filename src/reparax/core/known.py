@@ -15,7 +15,6 @@ from reparax.core.layers import Known
 from reparax.core.raw import Leaf
 from reparax.core.roles import Role
 from reparax.core.with_axes import axes_at, unset_fields
-from reparax.numerics.arithmetic import is_array
 
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
@@ -109,11 +108,13 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
 
 def _why_not_stacked(leaf: Leaf, w: Any, role: Role) -> str:
     """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
-    front, tree = w.shape[: w.ndim - len(leaf.known.axes)], leaf.tree
-    for number, n in leaf.known.beside if tree is not None else ():
-        place = tree.frame.places[number] if tree is not None else ()
-        other = None if tree is None else tree.arrays.get(place)
-        if other is not None and is_array(other) and (stack := other.shape[: other.ndim - n]) != front:
+    if (tree := leaf.tree) is None:
+        return ""
+    front = w.shape[: w.ndim - len(leaf.known.axes)]
+    for number, n in leaf.known.beside:
+        place = tree.frame.places[number]
+        other = tree.arrays.get(place)
+        if other is not None and (stack := other.shape[: other.ndim - n]) != front:
             return f"{leaf.known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
     return ""
 

@@ -68,7 +68,7 @@ CASES = {
 def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
     given, strides, padding, mode, rest = CASES[name]
     window, kernel = (6, 7), normal(3, 3, 2, 4)
-    p = rpx.SpectralNorm(300, input_shape=window, **given)
+    p = rpx.SpectralNorm(300, columns=-1, input_shape=window, **given)
     matrix = dense(kernel, window, strides, padding, mode, **rest)
     raw = p.update(p.init({"w": jnp.asarray(kernel)}))
     sigma = np.linalg.norm(matrix, 2)
@@ -85,7 +85,7 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
     kernel = np.ones((3, 3, 1, 1), np.float32)
     flat, whole = (
         np.asarray(projected(p, kernel))[0, 0, 0, 0]
-        for p in (rpx.SpectralNorm(columns=-1), rpx.SpectralNorm(input_shape=(8, 8), padding="CIRCULAR"))
+        for p in (rpx.SpectralNorm(columns=-1), rpx.SpectralNorm(columns=-1, input_shape=(8, 8), padding="CIRCULAR"))
     )
     np.testing.assert_allclose([1 / flat, 1 / whole], [3.0, 9.0], rtol=1e-5)
 
