@@ -103,7 +103,7 @@ PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
 def link_names(app, doctree):
     """Makes each name of the library in running text a link to its description."""
     page = app.env.docname
-    if page.startswith("api/"):  # whose docstrings say where they link to
+    if page.startswith("api/") and page != "api/index":  # whose docstrings say where they link to
         return
     for literal in list(doctree.findall(nodes.literal)):
         match = NAME.fullmatch(literal.astext())

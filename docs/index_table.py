@@ -39,15 +39,15 @@ def _section(page: str, families: list[str]) -> str:
     for family in families:
         module = importlib.import_module(f"reparax.{family}" if family == "testing" else FAMILIES[family].module)
         for name in FAMILIES[family].names if family in FAMILIES else ("check_laws",):
-            rows.append(_row(page, family, name, getattr(module, name)))
+            rows.append(_row(family, name, getattr(module, name)))
     return "\n".join([f"## [{TITLES[page]}]({page}.md)", "", "| | |", "|---|---|", *rows])
 
 
-def _row(page: str, family: str, name: str, thing: object) -> str:
+def _row(family: str, name: str, thing: object) -> str:
     root = "reparax" if family == "testing" else "rpx"
     called = f"rpx.{name}" if name in TOP and family != "linen" else f"{root}.{family}.{name}"
     is_type = not callable(thing) or not getattr(thing, "__module__", "").startswith("reparax")
     text = "A type of arguments." if is_type else inspect.getdoc(thing) or ""
     first = re.split(r"(?<=[.:])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":")
     first = re.sub(r":\w+:`~?\.?([^`]*)`", r"`\1`", first).replace("``", "`").replace("|", "\\|")
-    return f"| [`{called}`]({page}.md#reparax.{family}.{name}) | {first.removesuffix('.')} |"
+    return f"| `{called}` | {first.removesuffix('.')} |"

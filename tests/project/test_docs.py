@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from one_array import normal
-from public import FAMILIES, PUBLIC, TYPES
+from public import FAMILIES, PUBLIC, TOP, TYPES
 
 import reparax as rpx
 from benchmarks.common.shown import Results
@@ -22,6 +22,7 @@ from benchmarks.evidence.record import found
 from benchmarks.evidence.summary import NONE, difference
 from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported
 from reparax.core.names import FAMILIES as TABLE
+from reparax.core.names import family_of
 from reparax.testing import check_laws
 
 ROOT = Path(__file__).parents[2]
@@ -195,8 +196,10 @@ def test_the_api_pages_have_every_public_name_once():
     documented = [name for page in API for name in described(page)]
     public = [f"reparax.{family}.{name}" for family, (_, names) in TABLE.items() for name in names]
     assert sorted(documented) == sorted([*public, "reparax.testing.check_laws"])
-    index = re.findall(r"\]\(\w+\.md#(reparax\.\S+)\) \|", (ROOT / "docs" / "api" / "index.md").read_text())
-    assert sorted(index) == sorted(documented)
+    index = re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs" / "api" / "index.md").read_text(), flags=re.MULTILINE)
+    top = {f"reparax.{family_of()[name]}.{name}": f"rpx.{name}" for name in TOP}
+    called = top | {"reparax.testing.check_laws": "reparax.testing.check_laws"}
+    assert sorted(index) == sorted(called.get(name, name.replace("reparax.", "rpx.")) for name in documented)
 
 
 def test_the_table_of_stages_says_in_which_family_each_is():

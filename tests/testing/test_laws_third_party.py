@@ -145,18 +145,18 @@ class UnitTogether(rpx.stage.Joint):
 RIGHT = [
     LoRA(2),
     rpx.Freeze(where=".") >> TrainedLoRA(2),
-    LoRA(2) >> rpx.WeightNorm(),
+    LoRA(2) >> rpx.WeightNorm(axis=-1),
     Int8(),
     FreeInt8(),
     SingleInt8(),
     Int8() >> LoRA(2),
     Rounding(0.25),
     RoundedStorage(),
-    rpx.WeightNorm() >> Rounding(0.25),
-    FlippedSigns(0.3, where=".") >> rpx.WeightNorm() >> rpx.VarNoise(0.1),
+    rpx.WeightNorm(axis=-1) >> Rounding(0.25),
+    FlippedSigns(0.3, where=".") >> rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1),
     StochasticRounding(),
     Delta(),
-    rpx.WeightNorm() >> RunningScale(),
+    rpx.WeightNorm(axis=-1) >> RunningScale(),
     UnitTogether() >> rpx.VarNoise(0.1),
 ]
 

@@ -17,7 +17,7 @@ ANY = (*REAL, "complex64")
 
 # Each stage with the ranks and dtypes that its formula takes, and the least size of an axis.
 STAGES = {
-    "weight norm": (rpx.WeightNorm(where="w"), 1, ANY, 0),
+    "weight norm": (rpx.WeightNorm(axis=-1, where="w"), 1, ANY, 0),
     "weight norm of the whole": (rpx.WeightNorm(axis=None, where="w"), 0, ANY, 0),
     "spectral norm": (rpx.SpectralNorm(columns=-1, where="w"), 2, ANY, 0),
     "low rank": (rpx.LowRank(1, rows=0), 2, ANY, 1),
@@ -34,7 +34,7 @@ STAGES = {
     "pruning of slices": (rpx.MagnitudePruning(0.5, axis=-1, where="w"), 1, ANY, 0),
     "freeze": (rpx.Freeze(), 0, ANY, 0),
     "cast": (rpx.quantized.Cast("float32"), 0, REAL, 0),
-    "chain": (rpx.WeightNorm(where="w") >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1, where="w"), 1, ANY, 0),
+    "chain": (rpx.WeightNorm(axis=-1, where="w") >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.1, where="w"), 1, ANY, 0),
 }
 
 

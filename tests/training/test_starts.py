@@ -12,10 +12,10 @@ from one_array import normal
 import reparax as rpx
 
 STAGES = {
-    "weight_norm": rpx.WeightNorm(),
+    "weight_norm": rpx.WeightNorm(axis=-1),
     "standardization": rpx.norms.WeightStandardization(axis=-1),
-    "sphere": rpx.norms.Sphere(),
-    "ball": rpx.norms.MaxNorm(1.0),
+    "sphere": rpx.norms.Sphere(along=-1),
+    "ball": rpx.norms.MaxNorm(1.0, axis=-1),
     "orthogonal": rpx.Orthogonal(),
     "low_rank": rpx.LowRank(2),
     "symmetric": rpx.matrices.Symmetric(),

@@ -101,7 +101,7 @@ def loop(w, x, e, kept):
 STAGES = {
     "LoRA": lambda: rpx.Freeze() >> rpx.LoRA(2, columns=-1, stacked=0),
     "LowRank": lambda: rpx.LowRank(2, stacked=0),
-    "WeightNorm": lambda: rpx.WeightNorm(stacked=0),
+    "WeightNorm": lambda: rpx.WeightNorm(axis=-1, stacked=0),
     "LoRA of all together": lambda: rpx.LoRA(2, columns=-1),
     "DoRA": lambda: rpx.LoRA(2, columns=-1, stacked=0) >> rpx.WeightNorm(axis=-1, detach=True, stacked=0),
 }

@@ -151,7 +151,7 @@ NETWORKS = {  # made when they are asked for
 @pytest.mark.parametrize("name", NETWORKS)
 def test_nothing_is_kept_that_parameters_and_key_can_make_again(name, key):
     network, weights, x = NETWORKS[name]()
-    p = rpx.VarNoise(0.1) if "transformer" in name else rpx.WeightNorm() >> rpx.VarNoise(0.1)
+    p = rpx.VarNoise(0.1) if "transformer" in name else rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1)
     raw = p.init(weights)
 
     def loss(raw, key, x):
@@ -194,7 +194,7 @@ LOSSES = {
 @pytest.mark.parametrize("name", mostly_thorough(LOSSES, "contrastive"))
 def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
     network, weights = LOSSES[name]
-    p, x = rpx.WeightNorm() >> rpx.VarNoise(0.1), normal(6, 8)
+    p, x = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1), normal(6, 8)
     raw = jax.jit(p.init)(weights)
 
     def loss(raw, key, x):
@@ -245,7 +245,7 @@ def test_a_dropped_weight_gets_no_gradient(key):
 # ---- What is named
 
 
-P = rpx.WeightNorm() >> rpx.VarNoise(0.1)
+P = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1)
 WEIGHTS = mlp_weights()
 RAW = jax.jit(P.init)(WEIGHTS)
 X = normal(4, 8, seed=9)
@@ -285,7 +285,7 @@ def test_data_that_is_closed_over_is_data():
 def test_what_a_parametrization_reads_is_named_wherever_it_comes_from():
     def scheduled(raw, key, x, step):
         def inside(x, raw):
-            p = rpx.WeightNorm() >> rpx.VarNoise(0.1 / (1 + step))
+            p = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1 / (1 + step))
             return mlp(p.apply(raw, jax.random.fold_in(key, step)), x)
 
         return rpx.remat(inside)(x, raw)
@@ -673,7 +673,7 @@ def in_a_loop(w, x):
 
 
 def after_a_stage(w, x):
-    effective = rpx.WeightNorm().apply({"w": {"@weight_norm": {"v": w, "g": jnp.ones((1, 3))}}})["w"]
+    effective = rpx.WeightNorm(axis=-1).apply({"w": {"@weight_norm": {"v": w, "g": jnp.ones((1, 3))}}})["w"]
     return jnp.sum(jnp.sqrt(-jnp.abs(x @ effective)))
 
 
@@ -868,7 +868,7 @@ def test_shard_map(inside):
 
 
 def test_apply_keeps_no_more_than_effective_weights():
-    p = rpx.WeightNorm() >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2)
+    p = rpx.WeightNorm(axis=-1) >> rpx.VarNoise(0.1) >> rpx.WeightDropout(0.2)
     raw = jax.eval_shape(p.init, WEIGHTS)
     plain = kept(lambda w, _, x: mlp(w, x), WEIGHTS, ROOT, X)
     before = kept(lambda raw, key, x: mlp(p.apply(raw, key), x), raw, ROOT, X)
@@ -1012,7 +1012,7 @@ def test_a_batch_of_what_cannot_be_batched_after_its_derivative(f, key):
 
 def test_the_forward_pass_is_not_split_for_tangents_that_come_later():
     # JAX looks in loops and calls for what depends on a tangent, and leaves an empty call where it finds nothing.
-    p = rpx.WeightNorm()
+    p = rpx.WeightNorm(axis=-1)
     raw, product = p.init({"w": normal(8, 8)}), jax.jit(lambda x, w: jnp.tanh(x @ w))
 
     def loss(raw, x):
