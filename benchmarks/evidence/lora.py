@@ -43,8 +43,8 @@ def chains(size: Size) -> dict[str, rpx.Parametrization]:
     made: dict[str, rpx.Parametrization] = {FULL: rpx.Chain()}
     for method, ranks in RANKS.items():
         for rank in ranks[: size(len(ranks), 1)]:
-            adapter = rpx.Freeze() >> rpx.LoRA(rank)
-            made[f"{method} {rank}"] = adapter >> rpx.WeightNorm(detach=True) if method == DORA else adapter
+            adapter = rpx.Freeze() >> rpx.LoRA(rank, columns=-1)
+            made[f"{method} {rank}"] = adapter >> rpx.WeightNorm(axis=-1, detach=True) if method == DORA else adapter
     return made
 
 
