@@ -236,7 +236,7 @@ def test_what_the_network_does_not_say_is_asked_for():
     found = rpx.roles(tied, params, jnp.arange(7))
     with raises(
         ValueError,
-        "WeightNorm(where='place').with_axes at 'place': the network does not multiply it with data "
+        "WeightNorm(where='place').with_axes at 'place': no product of it with data is known "
         f"({found['place'].why}). Give its axes by number, or leave it out with `where`.",
     ):
         rpx.WeightNorm(where="place").with_axes(found)

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -113,6 +114,100 @@ def test_model_state_and_counters_do_not_train():
 
     total = rpx.summary(rpx.VarNoise(0.1), nnx.state(Normed())).total
     assert (total.free, total.fixed) == (2 * 3 + 3 + 2 * 3, 2 * 3 + 2)  # a key, and a count of the draws
+
+
+class OfEquinox(eqx.Module):
+    """A table, a layer, and a norm of two axes."""
+
+    words: eqx.nn.Embedding
+    linear: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+
+
+class OfNnx(nnx.Module):
+    """A table, heads, and layers under a scan."""
+
+    def __init__(self, rngs):
+        self.words, self.heads = nnx.Embed(11, 6, rngs=rngs), nnx.LinearGeneral(6, (2, 3), rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs))(rngs.split(3))
+
+
+def of_equinox():
+    key = jax.random.key(0)
+    return OfEquinox(eqx.nn.Embedding(11, 6, key=key), eqx.nn.Linear(6, 4, key=key), eqx.nn.LayerNorm((3, 2)))
+
+
+def plain():
+    types = {"embed": {"embedding": (11, 6)}, "layers": {"bias": (3, 6)}, "table": (3, 2), "out": {"kernel": (6, 4)}}
+    return jax.tree.map(jnp.zeros, types, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.mark.parametrize(
+    ("make", "axes", "left_out"),
+    [
+        (
+            of_equinox,
+            {
+                "linear/weight": ("columns=-2 (eqx.nn.Linear)", "axis=-2 (eqx.nn.Linear)"),
+                "words/weight": ("columns=-1 (eqx.nn.Embedding)",),
+            },
+            [
+                "LowRank leaves out norm/weight, norm/bias",
+                "WeightNorm leaves out words/weight, norm/weight, norm/bias",
+                "WeightDropout leaves out norm/weight, norm/bias",
+            ],
+        ),
+        (
+            lambda: OfNnx(nnx.Rngs(0)),
+            {
+                "heads/kernel": ("columns=(-2, -1) (nnx.LinearGeneral)", "axis=(-2, -1) (nnx.LinearGeneral)"),
+                "layers/kernel": ("columns=-1, stacked=0 (nnx.Linear)", "axis=-1, stacked=0 (nnx.Linear)"),
+                "words/embedding": ("columns=-1 (nnx.Embed)",),
+            },
+            [
+                "LowRank leaves out heads/bias, layers/bias",
+                "WeightNorm leaves out heads/bias, layers/bias, words/embedding",
+                "WeightDropout leaves out heads/bias, layers/bias",
+            ],
+        ),
+        (
+            plain,
+            {
+                "out/kernel": ("rows=0, columns=1 (a matrix)", "axis=-1 ('kernel')"),
+                "embed/embedding": ("rows=0, columns=1 (a matrix)",),
+                "table": ("rows=0, columns=1 (a matrix)",),
+            },
+            [
+                "LowRank leaves out layers/bias",
+                "WeightNorm leaves out embed/embedding, layers/bias, table",
+                "WeightDropout leaves out layers/bias",
+            ],
+        ),
+    ],
+    ids=["equinox", "nnx", "plain"],
+)
+def test_the_axes_of_stages_say_where_they_are_from_and_weights_left_out_are_listed(make, axes, left_out):
+    types = eqx.filter_eval_shape(make)
+    made = rpx.summary(rpx.LowRank(2) >> rpx.WeightNorm() >> rpx.WeightDropout(0.1), types)
+    assert {row.path: row.axes for row in made.rows if row.axes} == axes
+    _, titles, *lines = str(made).splitlines()
+    assert lines[-3:] == left_out
+    column = titles.index("axes")
+    shown = {line.split()[0]: line[column:] for line in lines[:-3] if line[column:]}
+    assert shown == {path: "; ".join(texts) for path, texts in axes.items()}
+
+
+def test_axes_that_the_user_gave_and_stages_without_axes():
+    given = rpx.WeightNorm(axis=0, where="out/.*") >> rpx.Orthogonal(columns=0, where="table")
+    made = rpx.summary(given >> rpx.VarNoise(0.1), jax.eval_shape(plain))
+    assert {row.path: row.axes for row in made.rows if row.axes} == {
+        "out/kernel": ("axis=0 (given)",),
+        "table": ("columns=0 (given)",),
+    }
+    assert made.left_out == ()
+    of_factors = rpx.summary(rpx.WeightNorm() >> rpx.LowRank(2), eqx.filter_eval_shape(of_equinox).linear)
+    assert of_factors.rows[1].axes == ("axis=-1 (eqx.nn.Linear)", "columns=-2 (eqx.nn.Linear)")  # (in, 2) and (2, out)
+    assert "axes" not in str(rpx.summary(rpx.VarNoise(0.1), jax.eval_shape(plain)))
 
 
 def test_notebooks_show_the_same_table_in_html():

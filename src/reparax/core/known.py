@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from reparax.core.axes import EACH, LAST, AxisNames, AxisNumbers, find_axes, stacked_axes_error
 from reparax.core.layers import Known
 from reparax.core.raw import Leaf
-from reparax.core.roles import Role
-from reparax.core.with_axes import axes_at, unset_fields
+from reparax.core.with_axes import axes_at, unset_fields, why_not_stacked
 
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
@@ -66,7 +65,7 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
     try:
         role = known.role(w.shape, w.dtype, stacked)
-        why = role.why or ("" if typical else _why_not_stacked(leaf, w, role))
+        why = role.why or ("" if typical else why_not_stacked(known, w, leaf.tree))
     except ValueError as error:
         why = str(error)
     else:
@@ -91,7 +90,7 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
     if not isinstance(by_roles := getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""
     axes = {name: getattr(bound, name) for name in stage._axis_fields}
-    used = {name: x for name, x in axes.items() if x not in (None, EACH, LAST)}
+    used = {name: x for name, x in axes.items() if x not in (None, (), EACH, LAST)}
     if not used and not stage.any_matrix:
         return ""
     unset = unset_fields(stage)
@@ -104,19 +103,6 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
     stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
     shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
     return f"{shown} ({source})"
-
-
-def _why_not_stacked(leaf: Leaf, w: Any, role: Role) -> str:
-    """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
-    if (tree := leaf.tree) is None:
-        return ""
-    front = w.shape[: w.ndim - len(leaf.known.axes)]
-    for number, n in leaf.known.beside:
-        place = tree.frame.places[number]
-        other = tree.arrays.get(place)
-        if other is not None and (stack := other.shape[: other.ndim - n]) != front:
-            return f"{leaf.known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
-    return ""
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stacked: AxisNumbers, why: str) -> str:

@@ -55,8 +55,8 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
     leaves = list(items(roles))
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
-    if not roles_by_place and (known := flatten(roles).frame.known):
-        return {path: _role_by_class(known[path], x) for path, x in leaves if is_array(x) and path in known}
+    if not roles_by_place and (known := (tree := flatten(roles)).frame.known):
+        return {path: _role_by_class(known[path], x, tree) for path, x in leaves if is_array(x) and path in known}
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
@@ -66,12 +66,29 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     return roles_by_place
 
 
-def _role_by_class(known: Known, x: Any) -> Role:
+def _role_by_class(known: Known, x: Any, tree: Flat) -> Role:
     """The role of an array of a layer; none if the layer does not say it."""
     try:
-        return known.role(x.shape, x.dtype)
+        role, why = known.role(x.shape, x.dtype), why_not_stacked(known, x, tree)
     except ValueError as error:
-        return Role(why=str(error), shape=x.shape, dtype=x.dtype)
+        why = str(error)
+    else:
+        if not why:
+            return role
+    return Role(why=why, shape=x.shape, dtype=x.dtype)
+
+
+def why_not_stacked(known: Known, w: Any, tree: Flat | None) -> str:
+    """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
+    if tree is None:
+        return ""
+    front = w.shape[: w.ndim - len(known.axes)]
+    for number, n in known.beside:
+        place = tree.frame.places[number]
+        other = tree.arrays.get(place)
+        if other is not None and (stack := other.shape[: other.ndim - n]) != front:
+            return f"{known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
+    return ""
 
 
 def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
@@ -205,7 +222,7 @@ def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) 
 def _why_unusable(role: Role, stacked: Collection[int]) -> str:
     """Why words mean nothing for one of the arrays along these axes, and what to do; empty if they mean something."""
     if role.why:
-        return f"the network does not multiply it with data ({role.why}). Give its axes by number"
+        return f"no product of it with data is known ({role.why}). Give its axes by number"
     if role.ambiguous:
         return f"the network uses it in several ways ({role.ambiguous}). Give its axes by number"
     if unknown := tuple(axis for axis in role.unknown() if axis not in stacked):

@@ -1,0 +1,298 @@
+"""Axes that nobody set, in models of nnx and equinox, and in linen modules: what is said, refused, and computed."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, table
+from flax import nnx
+from networks import KEY, normal
+
+import reparax as rpx
+from reparax.core.paths import items, path_text
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+class OwnNnx(nnx.Module):
+    """An array that no class knows, beside a layer that one does."""
+
+    def __init__(self):
+        self.kernel, self.layer = nnx.Param(jnp.ones((4, 6))), nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+
+
+class OwnEquinox(eqx.Module):
+    """As the one of nnx."""
+
+    weight: jax.Array
+    layer: eqx.nn.Linear
+
+
+class TurnedNnx(nnx.Linear):
+    """A layer that reads its kernel otherwise than the class from which it comes."""
+
+    def __call__(self, x):
+        return x @ self.kernel.T
+
+
+class TurnedEquinox(eqx.nn.Linear):
+    """As the one of nnx."""
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+def linear(*stack, bias=(), weight=(3, 4)):
+    """A layer of equinox with stacked axes in front of its weight, and others in front of its bias."""
+    arrays = jnp.ones((*stack, *weight)), jnp.ones((*bias, 3))
+    return eqx.tree_at(lambda m: (m.weight, m.bias), eqx.nn.Linear(4, 3, key=KEY), arrays)
+
+
+def linear_of_nnx(stack):
+    """A layer of nnx with a stacked axis in front of its kernel alone."""
+    layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    layer.kernel = nnx.Param(jnp.ones((stack, 4, 3)))
+    return layer
+
+
+NAMES = {
+    "rpx": rpx,
+    "nnx": nnx,
+    "KEY": KEY,
+    "own_nnx": OwnNnx(),
+    "own_equinox": OwnEquinox(jnp.ones((6, 4)), eqx.nn.Linear(6, 3, key=KEY)),
+    "turned_nnx": TurnedNnx(4, 3, rngs=nnx.Rngs(0)),
+    "turned_equinox": TurnedEquinox(4, 3, key=KEY),
+    "linear": linear,
+    "linear_of_nnx": linear_of_nnx,
+    "QUERY": {"query": jnp.ones((6, 2, 3))},
+    "PLAIN": {"kernel": jnp.ones((6, 4))},
+}
+
+
+@table(__file__)
+def test_what_no_class_knows_and_what_does_not_fit_is_refused_with_both_ways_out(case):
+    case.check(NAMES)
+
+
+# Both layouts ---------------------------------------------------------------------------------------------------------
+
+X = normal(5, 4)
+CHAINS = (
+    rpx.WeightNorm(),
+    rpx.SpectralNorm(60),  # from vectors that are drawn by path, so to the end
+    rpx.norms.WeightStandardization(),
+    rpx.norms.MaxNorm(0.5),
+    rpx.norms.Sphere(),
+    rpx.LoRA(2, init_weights="pissa"),  # draws nothing
+    rpx.sparse.NByM(1, 2),
+    rpx.WeightNorm() >> rpx.LoRA(2, init_weights="pissa"),
+)
+
+
+def after_a_step(p, layer, name, turn):
+    """The weight of a layer, turned to (in, out), after a step of gradient descent on its raw values."""
+
+    def weight(raw):
+        layer = p.apply(raw)
+        return turn(layer[name] if isinstance(layer, dict) else jnp.asarray(getattr(layer, name)))
+
+    free, fixed = rpx.partition(p.update(p.init(layer, KEY)))
+    grads = jax.grad(lambda free: jnp.sum(jnp.tanh(X @ weight(rpx.combine(free, fixed))) ** 2))(free)
+    return weight(rpx.combine(jax.tree.map(lambda x, g: x - 0.05 * g, free, grads), fixed))
+
+
+def test_a_step_changes_the_layers_of_linen_nnx_and_equinox_in_the_same_way():
+    w = normal(4, 6)
+    of_nnx = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    of_nnx.kernel = nnx.Param(w)
+    of_equinox = eqx.tree_at(lambda m: m.weight, eqx.nn.Linear(4, 6, key=KEY), w.T)
+
+    @jax.jit
+    def steps():
+        return [
+            (
+                after_a_step(p, {"kernel": w}, "kernel", jnp.asarray),
+                after_a_step(p, of_nnx, "kernel", jnp.asarray),
+                after_a_step(p, of_equinox, "weight", jnp.transpose),
+            )
+            for p in CHAINS
+        ]
+
+    for p, (linen, *others) in zip(CHAINS, steps(), strict=True):
+        assert not np.allclose(linen, w, atol=1e-4), p
+        for other in others:
+            np.testing.assert_allclose(other, linen, rtol=2e-4, atol=2e-5, err_msg=repr(p))
+
+
+# Stacked layers -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nnx.Module):
+    """A matrix, heads, a kernel and a scale."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 4, rngs=rngs)
+        self.heads = nnx.LinearGeneral(6, (2, 3), rngs=rngs)
+        self.conv = nnx.Conv(3, 5, (2,), rngs=rngs)
+        self.norm = nnx.LayerNorm(6, rngs=rngs)
+
+
+def stacked_nnx():
+    """Layers under one vmap, and under two."""
+    rngs = nnx.Rngs(0)
+    return {"one": nnx.vmap(Layer)(rngs.split(3)), "two": nnx.vmap(nnx.vmap(Layer))(rngs.split((2, 3)))}
+
+
+def stacked_equinox():
+    """Layers under one vmap, under two, and those of a scan."""
+
+    def layer(key):
+        return {"linear": eqx.nn.Linear(6, 4, key=key), "conv": eqx.nn.Conv1d(3, 5, 2, key=key)}
+
+    keys = jax.random.split(KEY, (2, 3))
+    return {
+        "one": eqx.filter_vmap(layer)(keys[0]),
+        "two": eqx.filter_vmap(eqx.filter_vmap(layer))(keys),
+        "scan": eqx.filter(eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY), eqx.is_array),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (
+            stacked_nnx,
+            {
+                "one/linear/kernel": (1,),
+                "one/heads/kernel": (1,),
+                "one/conv/kernel": (1, 2),
+                "two/linear/kernel": (2,),
+                "two/heads/kernel": (2,),
+                "two/conv/kernel": (2, 3),
+            },
+        ),
+        (
+            stacked_equinox,
+            {
+                "one/linear/weight": (2,),
+                "one/conv/weight": (2, 3),
+                "two/linear/weight": (3,),
+                "two/conv/weight": (3, 4),
+                "scan/layers/0/weight": (1,),
+                "scan/layers/1/weight": (2,),
+                "scan/layers/2/weight": (1,),
+            },
+        ),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_layers_in_front_are_stacked_by_class(make, inputs):
+    model = make()
+    arrays = {path_text(path): x for path, x in items(model)}
+    raw = {path_text(path): x for path, x in items(jax.jit(rpx.WeightNorm().init)(model))}
+    found = {path.removesuffix("/@weight_norm/g"): x for path, x in raw.items() if path.endswith("/g")}
+    assert found.keys() == inputs.keys()
+    for path, g in found.items():
+        want = np.sqrt(np.sum(np.square(arrays[path]), inputs[path], keepdims=True))
+        np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-6, err_msg=path)
+
+
+def test_a_stack_of_square_matrices_is_one_of_square_matrices_by_class():
+    layers = eqx.filter_eval_shape(eqx.filter_vmap(lambda key: eqx.nn.Linear(6, 6, key=key)), jax.random.split(KEY, 3))
+    weight, bias = rpx.summary(rpx.matrices.Symmetric(), layers).rows
+    assert (weight.path, weight.axes) == ("weight", ("columns=-2, stacked=0 (eqx.nn.Linear)",))
+    assert (bias.path, bias.axes) == ("bias", ())
+
+
+@pytest.mark.parametrize("make", [stacked_nnx, stacked_equinox], ids=["nnx", "equinox"])
+def test_in_the_body_of_a_scan_each_layer_has_the_axes_that_it_has_in_the_stack(make):
+    layers, p = make()["one"], rpx.LowRank(2) >> rpx.WeightNorm()
+    raw = jax.jit(p.init)(layers, KEY)
+    moved = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), raw)
+
+    @jax.jit
+    def both(raw):
+        return p.apply(raw), jax.lax.scan(lambda _, raw: (None, p.apply(raw)), None, raw)[1]
+
+    for (path, whole), one_by_one in zip(items(both(moved)[0]), jax.tree.leaves(both(moved)[1]), strict=True):
+        np.testing.assert_allclose(one_by_one, whole, rtol=1e-5, atol=1e-5, err_msg=path_text(path))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            stacked_nnx,
+            "WeightNorm(axis={'one/conv/kernel|one/linear/kernel|two/conv/kernel|two/linear/kernel': -1, "
+            "'one/heads/kernel|two/heads/kernel': (-2, -1)}, stacked={'one/conv/kernel|one/heads/kernel|"
+            "one/linear/kernel': 0, 'two/conv/kernel|two/heads/kernel|two/linear/kernel': (0, 1)})",
+        ),
+        (
+            stacked_equinox,
+            "WeightNorm(axis={'one/conv/weight|two/conv/weight': -3, 'one/linear/weight|scan/layers/\\\\d+/weight|"
+            "two/linear/weight': -2}, stacked={'one/conv/weight|one/linear/weight|scan/layers/1/weight': 0, "
+            "'scan/layers/0/weight|scan/layers/2/weight': (), 'two/conv/weight|two/linear/weight': (0, 1)})",
+        ),
+    ],
+    ids=["nnx", "equinox"],
+)
+def test_the_explicit_chain_of_stacked_layers(make, text):
+    model = make()
+    p = rpx.WeightNorm().with_axes(model)
+    assert repr(p) == text
+    explicit, bare = (jax.eval_shape(q.init, model) for q in (p, rpx.WeightNorm()))
+    assert [(path, x.shape) for path, x in items(explicit)] == [(path, x.shape) for path, x in items(bare)]
+
+
+# Linen ----------------------------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """The body of a scan."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.tanh(nn.Dense(6, name="dense")(x)), None
+
+
+class Network(nn.Module):
+    """A table, a convolution of three steps, heads, a scanned stack, and layers that differ in training."""
+
+    @nn.compact
+    def __call__(self, tokens, *, train):
+        x = nn.Embed(11, 5, name="words")(tokens)
+        x = nn.BatchNorm(use_running_average=not train, name="norm")(nn.Conv(6, (3,), name="conv")(x))
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        x = x + nn.MultiHeadDotProductAttention(2, name="heads")(x)
+        stack = nn.scan(Dense, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        return nn.Dense(4, name="last")(stack(name="layers")(x, None)[0])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_roles_of_a_linen_module_are_those_of_its_loss(train):
+    module, tokens = Network(), jnp.ones((2, 7), int)
+    with jax.numpy_rank_promotion("allow"):  # attention of linen adds biases so
+        variables = jax.eval_shape(lambda: module.init(KEY, tokens, train=False))
+        roles = rpx.linen.roles(module, tokens, train=train)
+
+        def loss(params, stats, tokens):
+            return jnp.sum(module.apply({"params": params, "batch_stats": stats}, tokens, train=False))
+
+        of_loss = rpx.roles(loss, variables["params"], variables["batch_stats"], tokens)
+    for p in (rpx.WeightNorm(), rpx.LoRA(2) >> rpx.SpectralNorm()):
+        assert p.with_axes(roles) == p.with_axes(of_loss)
+    assert repr(rpx.WeightNorm().with_axes(roles)) == (
+        "WeightNorm(axis={'conv/kernel|heads/out/kernel|last/kernel|layers/dense/kernel': -1, "
+        "'heads/key/kernel|heads/query/kernel|heads/value/kernel': (-2, -1)}, "
+        "stacked={'conv/kernel|heads/key/kernel|heads/out/kernel|heads/query/kernel|heads/value/kernel|last/kernel': "
+        "(), 'layers/dense/kernel': 0})"
+    )
+
+
+def test_what_is_no_linen_module_is_refused():
+    text = "rpx.linen.roles takes a linen module, but got 1. For functions, use `rpx.roles`."
+    with raises(TypeError, text):
+        rpx.linen.roles(1, X)
