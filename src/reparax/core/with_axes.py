@@ -85,8 +85,8 @@ def why_not_stacked(known: Known, w: Any, tree: Flat | None) -> str:
     front = w.shape[: w.ndim - len(known.axes)]
     for number, n in known.beside:
         place = tree.frame.places[number]
-        other = tree.arrays.get(place)
-        if other is not None and (stack := other.shape[: other.ndim - n]) != front:
+        shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
+        if shape is not None and (stack := shape[: len(shape) - n]) != front:
             return f"{known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
     return ""
 
