@@ -302,6 +302,7 @@ TUPLES = {
     "tuple": ({"kernel": K}, {"kernel": 2 * K}),
     "named tuple": Pair({"kernel": K}, {"kernel": 2 * K}),
     "tuple of arrays": (K, 2 * K),
+    "parameters of optax": optax.LookaheadParams({"kernel": K}, {"kernel": 2 * K}),
 }
 
 
@@ -309,7 +310,7 @@ TUPLES = {
 def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
     old, new = rpx.WeightNorm(axis=-1), rpx.Positive(where=".*/g") >> rpx.WeightNorm(axis=-1)
     raw, tx = old.init(TUPLES[name]), optax.adam(1e-3)
-    kind = "Pair" if name == "named tuple" else "tuple"
+    kind = type(TUPLES[name]).__name__
     text = (
         f"transfer cannot tell whether a {kind} is a raw tree of WeightNorm(axis=-1) or contains several, as the state "
         f"of an optimizer does. Pass the raw tree as `like`: the {kind} itself, or the one that the state belongs to."

@@ -57,7 +57,7 @@ class Bound:
       values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
       nodes: For each array the key path of its marker dict; none, if the stage has no markers.
       stacked: The axes along which independent arrays are stacked, counted from the front.
-      seed: The path on which draws depend, counted also where nothing is drawn; None if it is not counted.
+      seed: No number: the path that is hashed into the key, counted also where nothing is drawn; None if it is not.
       number: The number of its markers among those of their kind on an array.
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.

@@ -335,7 +335,7 @@ class Reparametrization(Leafwise):
                 found.look(leaf, fit=True)
 
     def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
-        return call_once_per_type(_mean_array, self, stacked, values)
+        return call_once_per_type(_array_without_draw, self, stacked, values)
 
     def _require_start(self, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
         """Requires the types of the raw values that ``init`` gives for an array.
@@ -364,7 +364,7 @@ class Reparametrization(Leafwise):
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         if self._bare:
-            return {"w": _mean_array(self, bound.stacked, values["w"])}
+            return {"w": _array_without_draw(self, bound.stacked, values["w"])}
         if key is None:
             return {"w": self._effective(bound.stacked, values["w"])}
         return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
@@ -501,7 +501,7 @@ def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None)
     return stage._over(stacked, stage.init_leaf)(w, keys)
 
 
-def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+def _array_without_draw(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
     return stage._over(stacked, formula)(dict(values))
@@ -509,7 +509,7 @@ def _mean_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -
 
 def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
-    like = jax.eval_shape(lambda values: _mean_array(stage, stacked, values), dict(values))
+    like = jax.eval_shape(lambda values: _array_without_draw(stage, stacked, values), dict(values))
     effective = stage._over(stacked, partial(_apply_formula, stage))(dict(values), keys_of_stack(key, like, stacked))
     checks.require_type("apply_leaf", effective, like)
     return effective

@@ -1,8 +1,9 @@
 """What chains are made of, and what authors of stages write.
 
 A stage derives from ``Reparametrization`` or ``Perturbation``, which act on one array, from ``Constraint``, whose image
-is a set, or from ``Joint``, which acts on several arrays. It declares its raw values with ``main``,
-``aux`` and ``fixed``, and its arguments with ``field``, ``number_field`` and ``axes_field``.
+is a set, or from ``Joint``, which acts on several arrays. What draws is a ``Perturbation`` if it has no raw values, and
+else a ``Reparametrization`` that is ``stochastic``; a ``Joint`` draws nothing. A stage declares its raw values with
+``main``, ``aux`` and ``fixed``, and its arguments with ``field``, ``number_field`` and ``axes_field``.
 
 ``Where``, ``Axes`` and ``Number`` are the types of arguments.
 """

@@ -374,4 +374,5 @@ def gguf(tensors: Tensors, shape: tuple[int, int], kind: Any) -> Matrix:
     return Matrix(name, FORMATS[name].block, values)
 
 
+# Files of mxfp4 and GGUF have other arguments: `_read_matrix` in `_quantized` calls their readers.
 READERS = {"gptq": gptq, "awq": awq, "bitsandbytes": bitsandbytes, "compressed-tensors": compressed_tensors}

@@ -364,8 +364,9 @@ def _holds_state(x: PyTree) -> bool:
 
 
 def _is_of_optax(x: object) -> bool:
-    """Whether ``x`` is a node of a state of optax."""
-    return isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
+    """Whether ``x`` is a node of a state of optax; its ``LookaheadParams`` are parameters."""
+    of_optax = isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
+    return of_optax and type(x).__name__ != "LookaheadParams"
 
 
 def distances(actual: PyTree, wanted: PyTree) -> dict[str, float]:

@@ -1,4 +1,8 @@
-"""Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do."""
+"""Functions of a loss: less memory, fewer operations, noise for each example, and reports of what they do.
+
+A new one checks its argument by ``check_call``, traces it by ``Arguments.of(...).trace()``, and follows weights by a
+class of ``Rules`` for the ``Interpreter``; ``_factored`` is the pattern. ``check_call`` says what may wrap what.
+"""
 
 from reparax.transforms._explain import explain as explain
 from reparax.transforms._factored import factored as factored

@@ -25,7 +25,7 @@ In both passes, each output of the early half is computed just before the late h
 
 ``_remat_derivative`` finds the early half, by the ``Mark`` of each ``apply``, splits the program, and builds the
 derivative; ``_remat_rewrites`` changes the program before; ``_remat_order`` orders the equations of a program, and says
-which must wait; ``_remat_call`` has the primitive that holds a program.
+which must wait. The primitives that hold a program are in ``_remat_derivative`` too.
 """
 
 from __future__ import annotations

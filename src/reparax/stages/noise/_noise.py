@@ -48,6 +48,7 @@ class _Drawn(Perturbation):
         """
 
     def apply_leaf(self, w: Array, key: Array) -> Array:
+        """Both steps together; a chain keeps the draw waiting instead, and calls ``perturb`` when the array is read."""
         return self.perturb(w, self.draw(w, key))
 
 

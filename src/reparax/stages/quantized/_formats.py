@@ -302,6 +302,7 @@ FormatName = Literal[
     "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "mxfp8", "mxfp4", "nvfp4", "nvfp4-pack",
     "gguf:q4_0", "gguf:q4_1", "gguf:q5_0", "gguf:q5_1", "gguf:q8_0", "gguf:q4_k", "gguf:q6_k",
 ]  # fmt: skip
+# A new one also needs its word above, and a line in the table of `Quantized`.
 FORMATS = {
     **{f"int{bits}": Format(whole_numbers(bits, signed=True)) for bits in range(8, 1, -1)},
     "int1": Format(table_numbers([-1.0, 1.0])),
