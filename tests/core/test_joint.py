@@ -129,7 +129,7 @@ def test_a_joint_stage_acts_on_main_values_of_later_stages_and_twice_in_a_row():
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-5), folded, params)
 
 
-class SharedGain(rpx.stage.Joint):
+class OneGain(rpx.stage.Joint):
     """Two arrays with one gain."""
 
     raw_values = {"x": rpx.stage.main(), "gain": rpx.stage.aux()}
@@ -150,14 +150,14 @@ QK = {"q": "(.*)q", "k": "(.*)k"}
 def test_stacked_layers_are_separate_arrays(axis):
     q, k = normal(3, 4, 2), normal(3, 4, 5, seed=1)
     stacked = {name: np.moveaxis(w, 0, axis) for name, w in {"q": q, "k": k}.items()}
-    p = SharedGain(QK, stacked=axis)
+    p = OneGain(QK, stacked=axis)
     raw, effective = jax.jit(lambda params: (raw := p.init(params), p.apply(raw)))(stacked)
-    np.testing.assert_array_equal(raw["q"]["@shared_gain"]["gain"], np.abs(q).max((1, 2)))
+    np.testing.assert_array_equal(raw["q"]["@one_gain"]["gain"], np.abs(q).max((1, 2)))
     largest = np.abs(q).max((1, 2), keepdims=True)
-    np.testing.assert_allclose(np.moveaxis(raw["k"]["@shared_gain"]["x"], axis, 0), k * largest, rtol=1e-6)
+    np.testing.assert_allclose(np.moveaxis(raw["k"]["@one_gain"]["x"], axis, 0), k * largest, rtol=1e-6)
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-6), effective, stacked)
     assert rpx.from_json(p.to_json()) == p
-    alone = SharedGain(QK).init(stacked)["q"]["@shared_gain"]["gain"]
+    alone = OneGain(QK).init(stacked)["q"]["@one_gain"]["gain"]
     np.testing.assert_array_equal(alone, np.abs(q).max())  # without it there is one gain for all layers
 
 
@@ -165,13 +165,13 @@ def test_stacked_layers_by_the_name_of_their_axis():
     nn = pytest.importorskip("flax.linen")
     q, k = normal(3, 4, 2), normal(3, 4, 5, seed=1)
     boxed = {"q": nn.Partitioned(q, ("layers", "in", "out")), "k": nn.Partitioned(k, ("layers", "in", None))}
-    p = SharedGain(QK, stacked="layers")
+    p = OneGain(QK, stacked="layers")
     raw = p.init(boxed)
-    np.testing.assert_array_equal(raw["q"]["@shared_gain"]["gain"].unbox(), np.abs(q).max((1, 2)))
+    np.testing.assert_array_equal(raw["q"]["@one_gain"]["gain"].unbox(), np.abs(q).max((1, 2)))
     np.testing.assert_allclose(p.apply(raw)["k"].unbox(), k, rtol=1e-6)
     unlike = {**boxed, "k": nn.Partitioned(np.moveaxis(k, 0, 1), ("in", "layers", None))}
     text = (
-        "SharedGain((('q', '(.*)q'), ('k', '(.*)k')), stacked='layers').init at 'q', 'k': expected the same stacked "
+        "OneGain((('q', '(.*)q'), ('k', '(.*)k')), stacked='layers').init at 'q', 'k': expected the same stacked "
         "axes in all arrays, got {'q': (0,), 'k': (1,)} for stacked='layers'. Stack them along the same axes, or leave "
         "some layers out with the expressions."
     )
