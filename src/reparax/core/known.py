@@ -70,7 +70,9 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
         why = str(error)
     else:
         if not why:
-            return replace(stage, **axes_at(stage, leaf, names, role))
+            axes_of_field = axes_at(stage, leaf, names, role)
+            is_same = all(axes == getattr(stage, name) for name, axes in axes_of_field.items())
+            return stage if is_same else replace(stage, **axes_of_field)
     raise ValueError(_unknown_axes(stage, leaf, w, names, stacked, why))
 
 

@@ -321,9 +321,7 @@ class Reparametrization(Leafwise):
         found = Found(self, method, tree)
         for leaf in found.selected():
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
-            w = found.look(leaf, fit=True)
-            with checks.locate_errors(who):
-                stage, stacked = self._arranged(leaf, w, found.names[place])
+            stage, stacked = found.arranged(leaf)
             nodes = {"w": (*place, node.mark)}
             bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
         return bounds
@@ -332,7 +330,7 @@ class Reparametrization(Leafwise):
         found = Found(self, "apply", tree)
         for leaf in found.of_nodes:
             if leaf.path == path and isinstance(leaf.content, Node):
-                found.look(leaf, fit=True)
+                found.arranged(leaf)
 
     def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
         return call_once_per_type(_array_without_draw, self, stacked, values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
@@ -169,11 +169,15 @@ class Leafwise(Parametrization):
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
+        if not self._varied:
+            return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
         return replace(self, **{name: value.at(path, like) for name, value in self._varied.items()})
 
     def at_path(self, path: str) -> Self | None:
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
+        if not self._by_path:
+            return self
         if not all(axes.matching(path) for axes in self._by_path.values()):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._by_path.items()})
@@ -272,7 +276,7 @@ class Leafwise(Parametrization):
             name, value = lost[0], self._by_path[lost[0]]
             raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
         numbers = self._varied.keys() - self._by_path.keys()
-        stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if typical else self).for_array(path, w)
+        stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if typical and numbers else self).for_array(path, w)
         stage = with_known_axes(stage, leaf, w, names, typical=typical)
         stacked = find_axes(stage.stacked, names)
         named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
@@ -307,6 +311,23 @@ class Leafwise(Parametrization):
         return misfits(self, tree, roles)
 
 
+@dataclass
+class Reading:
+    """What raw values say of their array.
+
+    Attributes:
+      stage: The stage at the array, with typical numbers.
+      stacked: Its stacked axes.
+      effective: The type of the array.
+      is_checked: Whether ``init`` is known to give such values for such an array.
+    """
+
+    stage: Any
+    stacked: AxisNumbers
+    effective: Any
+    is_checked: bool = False
+
+
 class Found:
     """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
 
@@ -316,16 +337,14 @@ class Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self.who, self._types = stage, CallName(stage, method), dict[Any, Any]()
+        self._stage, self.who, self._readings = stage, CallName(stage, method), dict[Any, Reading]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(self.who, stage.kind, nest(tree))
         self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
         self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
-        self.of_nodes, self._values = (
-            [leaf for leaf in self.leaves if isinstance(leaf.content, Node)],
-            dict[Names, Any](),
-        )
+        self.of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
+        self._values = dict[Names, Any]()
         for leaf in self.of_nodes:
             with locate_errors(self.who.at(leaf.path)):
                 self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
@@ -345,23 +364,37 @@ class Found:
                 )
         return chosen
 
-    def look(self, leaf: Leaf, *, fit: bool = False) -> Any:
-        """The type of an array; with ``fit``, an error for values that ``init`` would not give for such an array."""
-        if not isinstance(leaf.content, Node):
-            return type_of(leaf.content)
+    def look(self, leaf: Leaf) -> Any:
+        """The type of an array."""
+        return self._reading(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
+
+    def arranged(self, leaf: Leaf) -> tuple[Any, AxisNumbers]:
+        """The stage as it acts on the values at a leaf, and its stacked axes.
+
+        Raises:
+          ValueError: If ``init`` would not give such values for such an array.
+        """
+        reading = self._reading(leaf)
+        with locate_errors(self.who.at(leaf.path)):
+            if not reading.is_checked:
+                reading.stage._require_start(reading.stacked, self._values[leaf.place], reading.effective)
+                reading.is_checked = True
+            if self._stage._varied:  # the stage that read the values has typical numbers
+                return self._stage._arranged(leaf, reading.effective, self.names[leaf.place])
+        return reading.stage, reading.stacked
+
+    def _reading(self, leaf: Leaf) -> Reading:
+        """What :meth:`_read` finds at a leaf, once for all leaves with equal values."""
         names, types = self.names[leaf.place], self._values[leaf.place]
         known = leaf.known if asks_axes(self._stage) else None
-        group = fit, names, known, leaf.path if self._stage._by_path else None, *types.items()
-        if group not in self._types:
+        group = names, known, leaf.path if self._stage._by_path else None, *types.items()
+        if group not in self._readings:
             with locate_errors(self.who.at(leaf.path)):
-                stage, stacked, effective = self._read(leaf, names, types)
-                self._types[group] = effective
-                if fit:
-                    stage._require_start(stacked, types, effective)
-        return self._types[group]
+                self._readings[group] = self._read(leaf, names, types)
+        return self._readings[group]
 
-    def _read(self, leaf: Leaf, names: AxisNames | None, types: Mapping[str, Any]) -> tuple[Any, AxisNumbers, Any]:
-        """The stage at a leaf, its stacked axes, and the type of its array.
+    def _read(self, leaf: Leaf, names: AxisNames | None, types: Mapping[str, Any]) -> Reading:
+        """What raw values of these types say of their array.
 
         If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
         """
@@ -372,9 +405,9 @@ class Found:
                 stage, stacked = self._stage._arranged(leaf, w, names, typical=True)
                 effective = stage._effective_type(stacked, types)
                 if leaf.known.fits(effective.shape) and effective.ndim == w.ndim:
-                    return stage, stacked, effective
+                    return Reading(stage, stacked, effective)
         stage, stacked = self._stage._arranged(leaf, first, names, typical=True)
-        return stage, stacked, stage._effective_type(stacked, types)
+        return Reading(stage, stacked, stage._effective_type(stacked, types))
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
