@@ -312,7 +312,7 @@ class Leafwise(Parametrization):
 
 
 @dataclass
-class Reading:
+class Arrangement:
     """What raw values say of their array.
 
     Attributes:
@@ -337,7 +337,7 @@ class Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self.who, self._readings = stage, CallName(stage, method), dict[Any, Reading]()
+        self._stage, self.who, self._arrangements = stage, CallName(stage, method), dict[Any, Arrangement]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(self.who, stage.kind, nest(tree))
@@ -366,7 +366,7 @@ class Found:
 
     def look(self, leaf: Leaf) -> Any:
         """The type of an array."""
-        return self._reading(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
+        return self._arrangement(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
 
     def arranged(self, leaf: Leaf) -> tuple[Any, AxisNumbers]:
         """The stage as it acts on the values at a leaf, and its stacked axes.
@@ -374,26 +374,26 @@ class Found:
         Raises:
           ValueError: If ``init`` would not give such values for such an array.
         """
-        reading = self._reading(leaf)
+        arrangement = self._arrangement(leaf)
         with locate_errors(self.who.at(leaf.path)):
-            if not reading.is_checked:
-                reading.stage._require_start(reading.stacked, self._values[leaf.place], reading.effective)
-                reading.is_checked = True
+            if not arrangement.is_checked:
+                arrangement.stage._require_start(arrangement.stacked, self._values[leaf.place], arrangement.effective)
+                arrangement.is_checked = True
             if self._stage._varied:  # the stage that read the values has typical numbers
-                return self._stage._arranged(leaf, reading.effective, self.names[leaf.place])
-        return reading.stage, reading.stacked
+                return self._stage._arranged(leaf, arrangement.effective, self.names[leaf.place])
+        return arrangement.stage, arrangement.stacked
 
-    def _reading(self, leaf: Leaf) -> Reading:
+    def _arrangement(self, leaf: Leaf) -> Arrangement:
         """What :meth:`_read` finds at a leaf, once for all leaves with equal values."""
         names, types = self.names[leaf.place], self._values[leaf.place]
         known = leaf.known if asks_axes(self._stage) else None
         group = names, known, leaf.path if self._stage._by_path else None, *types.items()
-        if group not in self._readings:
+        if group not in self._arrangements:
             with locate_errors(self.who.at(leaf.path)):
-                self._readings[group] = self._read(leaf, names, types)
-        return self._readings[group]
+                self._arrangements[group] = self._read(leaf, names, types)
+        return self._arrangements[group]
 
-    def _read(self, leaf: Leaf, names: AxisNames | None, types: Mapping[str, Any]) -> Reading:
+    def _read(self, leaf: Leaf, names: AxisNames | None, types: Mapping[str, Any]) -> Arrangement:
         """What raw values of these types say of their array.
 
         If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
@@ -405,9 +405,9 @@ class Found:
                 stage, stacked = self._stage._arranged(leaf, w, names, typical=True)
                 effective = stage._effective_type(stacked, types)
                 if leaf.known.fits(effective.shape) and effective.ndim == w.ndim:
-                    return Reading(stage, stacked, effective)
+                    return Arrangement(stage, stacked, effective)
         stage, stacked = self._stage._arranged(leaf, first, names, typical=True)
-        return Reading(stage, stacked, stage._effective_type(stacked, types))
+        return Arrangement(stage, stacked, stage._effective_type(stacked, types))
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
