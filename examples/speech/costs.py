@@ -1,7 +1,8 @@
 """What noise and weight dropout cost: by hand, by a chain, and by a chain whose weights are computed when read.
 
 Run: python -m examples.speech.costs. It puts the numbers on file: milliseconds of a gradient, its temporary memory, and
-what of it is kept for the backward pass. Milliseconds need an idle machine.
+what of it is kept for the backward pass. Milliseconds need an idle machine. RETURNN's torch backend does the same in
+the same process; the extra ``peers`` installs it.
 """
 
 import argparse
@@ -77,17 +78,26 @@ def example(model: Recognizer, size: int) -> tuple[Any, Array, Batch]:
 
 def main() -> None:
     """Compiles, runs, and writes."""
+    from examples.speech import in_returnn  # which needs torch, as nothing else here does
+
     parser = argparse.ArgumentParser(prog="python -m examples.speech.costs", description=__doc__)
     parser.add_argument("--repeats", type=int, default=30)
     asked, model = parser.parse_args(), Recognizer(words=10)
     given = example(model, training.Setting.batch)
     ways = losses(model)
     programs = {way: jax.jit(jax.grad(loss)).lower(*given).compile() for way, loss in ways.items()}
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "temporary MiB": {way: each.memory_analysis().temp_size_in_bytes / 2**20 for way, each in programs.items()},
         "kept MiB": {way: rpx.transforms.saved_residuals(loss, *given).bytes() / 2**20 for way, loss in ways.items()},
-        "ms": of_programs({way: (program, given) for way, program in programs.items()}, asked.repeats),
     }
+    runs: dict[str, Any] = {way: (program, given) for way, program in programs.items()}
+    for name in in_returnn.WAYS:
+        way, (loss, gradient) = f"{name}, RETURNN", in_returnn.step_of(name, model.words)
+        runs[way] = (lambda loss=loss, gradient=gradient: gradient(loss())), ()
+        runs[way][0]()
+        for title, number in in_returnn.memory(loss, gradient).items():
+            found[title][way] = number
+    found["ms"] = of_programs(runs, asked.repeats)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "costs.json").write_text(json.dumps(machine() | found, indent=1) + "\n")
     print(json.dumps(found, indent=1))

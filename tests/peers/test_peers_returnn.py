@@ -144,3 +144,18 @@ def test_noise_and_dropout_have_the_mean_and_the_variance_of_returnn(change, p):
     variances = [((draws - WEIGHT) ** 2).mean() for draws in (there, np.asarray(here))]
     spread = np.std((np.asarray(here) - WEIGHT) ** 2) / here.size**0.5
     assert abs(variances[0] - variances[1]) < 4 * 2**0.5 * spread
+
+
+def test_the_recognizer_whose_costs_are_compared_is_ours():
+    from examples.speech import costs, in_returnn
+    from examples.speech.model import Recognizer
+
+    there, ours = in_returnn.InReturnn(10), costs.example(Recognizer(words=10), 1)[0]
+    n = sum(parameter.raw_tensor.numel() for parameter in there.parameters())
+    assert n == sum(w.size for w in jax.tree.leaves(ours))
+    for way in in_returnn.WAYS:
+        loss, gradient = in_returnn.step_of(way, 10)
+        grads = gradient(loss())
+        assert sum(g.numel() for g in grads) == n
+        found = in_returnn.memory(loss, gradient)
+        assert found["temporary MiB"] > found["kept MiB"] > 0
