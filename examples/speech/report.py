@@ -1,5 +1,6 @@
 """What a page shows of the numbers on file; it trains nothing."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -93,3 +94,18 @@ def verdicts(name: str, folder: Path = RESULTS) -> list[str]:
         than = f"{gap.word} from plain" if gap.word == NONE else f"{gap.word} than plain"
         said.append(f"With {way}, {told(rate)} % of the words of unseen voices are wrong: {than} ({size}).")
     return said
+
+
+def costs_table(folder: Path = RESULTS) -> str:
+    """A row for each way: milliseconds of a gradient beside plain, its temporary memory, and what of it is kept."""
+    found = json.loads((folder / "costs.json").read_text())
+    rows = [
+        [
+            way,
+            f"{ms['median']:.0f} ({ms['q1']:.0f} to {ms['q3']:.0f})",
+            f"{ms['ratio']:.2f}",
+            *(f"{found[title][way]:.1f}" for title in ("temporary MiB", "kept MiB")),
+        ]
+        for way, ms in found["ms"].items()
+    ]
+    return markdown(["a gradient", "ms", "of plain", "temporary MiB", "kept MiB"], rows)
