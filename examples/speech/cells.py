@@ -24,6 +24,8 @@ from examples.speech.voices import TASKS
 
 TABLES = [f"{task}_{body}" for task in TASKS for body in ("lstm", "conformer")]
 RATES, STRENGTHS, SEEDS = (1e-3, 3e-3, 6e-3), (0.5, 1.0, 1.5), 5
+WIDTHS, STEPS = {"lstm": 96, "conformer": 64}, {"lstm": 1500, "conformer": 1000}
+"""Units of a layer, and steps of training: a step of either body takes about as long."""
 VALUES = {way: RATES if way == base_of(way) else STRENGTHS for way in training.CHAINS}
 """Three values of one number for each way: of the learning rate, and, at the best one, of what the way adds."""
 
@@ -50,8 +52,8 @@ def trained(table: str, way: str, rate: float, strength: float, seed: int, size:
     task, body = table.split("_")
     data = features.corpus(task, "training", size(training.UTTERANCES, 16), training.DECIBELS, seed=0)
     development = features.corpus(task, "development", size(200, 10), (0.0, 10.0), seed=1)
-    model = Recognizer(len(TASKS[task]), body, size(Recognizer.width, 16), size(Recognizer.layers, 1))
-    setting = training.setting_of(way, model, strength, size(training.STEPS, 4))
+    model = Recognizer(len(TASKS[task]), body, size(WIDTHS[body], 16), size(Recognizer.layers, 1))
+    setting = training.setting_of(way, model, strength, size(STEPS[body], 4))
     losses, ends, raw = list[float](), list[float](), None
     for loss, now in training.fit(setting, data, rate=rate, strength=strength, seed=seed):
         raw = now

@@ -43,7 +43,10 @@ def both(strength: Array | float, body: str) -> rpx.Parametrization:
     return weight_dropout(strength, body) >> noise(strength, body)
 
 
-NORM = rpx.WeightNorm(axis={".*/(query|key|value)/kernel": (-2, -1), ".*": -1})
+NORM = {
+    "lstm": rpx.WeightNorm(axis=-1),
+    "conformer": rpx.WeightNorm(axis={".*/(query|key|value)/kernel": (-2, -1), r"(?!.*/(query|key|value)/).*": -1}),
+}
 """A norm for each output, of which attention has one for each head and size."""
 CHAINS: dict[str, Callable[[Array | float, str], rpx.Parametrization]] = {
     "plain": lambda strength, body: rpx.Chain(),
@@ -51,9 +54,9 @@ CHAINS: dict[str, Callable[[Array | float, str], rpx.Parametrization]] = {
     "weight dropout": weight_dropout,
     "noise": noise,
     "both": both,
-    "weight norm": lambda strength, body: NORM,
-    "weight norm, noise": lambda strength, body: NORM >> noise(strength, body),
-    "weight norm, both": lambda strength, body: NORM >> both(strength, body),
+    "weight norm": lambda strength, body: NORM[body],
+    "weight norm, noise": lambda strength, body: NORM[body] >> noise(strength, body),
+    "weight norm, both": lambda strength, body: NORM[body] >> both(strength, body),
 }
 
 

@@ -208,6 +208,21 @@ def test_ways_act_where_they_say(body):
     assert moved["weight dropout"] == (recurrent if body == "lstm" else inner)
 
 
+@pytest.mark.parametrize("body", ["lstm", "conformer"])
+def test_every_way_starts_from_weights_that_it_gives_back(body):
+    """Weight norm has a length for each output, of attention one for each head and size."""
+    batch, model = data(), network(body)
+    params = training.start(training.Setting("plain", model), batch, 0)
+    for way in training.CHAINS:
+        setting = training.Setting(way, model)
+        raw = training.start(setting, batch, 0)
+        jax.tree.map(lambda w, x: np.testing.assert_allclose(w, x, atol=1e-6), setting.chain(1.0).fold(raw), params)
+        if way.startswith("weight norm"):
+            assert raw["scores"]["kernel"]["@weight_norm"]["g"].shape == (1, 11)
+    if body == "conformer":
+        assert raw["conformer_0"]["attention"]["query"]["kernel"]["@weight_norm"]["g"].shape == (1, 4, 4)
+
+
 def test_from_its_first_step_on_noise_moves_the_loss_and_the_network_learns():
     """One program takes both strengths."""
     setting = training.Setting("noise", network("lstm"), steps=30, start=28, batch=4)
