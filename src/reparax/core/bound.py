@@ -57,7 +57,7 @@ class Bound:
       values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
       nodes: For each array the key path of its marker dict; none, if the stage has no markers.
       stacked: The axes along which independent arrays are stacked, counted from the front.
-      seed: No number: the path that is hashed into the key, counted also where nothing is drawn; None if it is not.
+      draw_path: The path that is hashed into the key, counted also where nothing is drawn; None if it is not.
       number: The number of its markers among those of their kind on an array.
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
@@ -71,7 +71,7 @@ class Bound:
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
     stacked: tuple[int, ...] = ()
-    seed: str | None = None
+    draw_path: str | None = None
     number: int = 1
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -140,7 +140,7 @@ def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     opening = [bound for bound in bounds if bound.nodes]
     random = [bound for bound in opening if bound.stage._draws]
-    drawn = keys.of_sites(random[0].stage.kind, [(bound.number, str(bound.seed)) for bound in random]) if random else []
+    drawn = keys.of_sites(random[0].stage.kind, [(bound.number, str(bound.draw_path)) for bound in random]) if random else []
     key_of = dict(zip(map(id, random), drawn, strict=True))
     swaps: list[Swap] = []
     for bound in opening:
@@ -167,7 +167,7 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
             earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
                 waiting[bound.inside[0]] = replace(earlier[0], stage=joined), earlier[1]
-                merged.append(str(bound.seed))
+                merged.append(str(bound.draw_path))
             else:
                 acting.append(bound)
         if waiting:
@@ -272,10 +272,10 @@ def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTre
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
             continue
         slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if "grad" in reads else None
-        seeds = [str(bound.seed) for bound in bounds]
-        numbers = keys.numbers(own.kind, seeds) if "key" in reads else []
+        draw_paths = [str(bound.draw_path) for bound in bounds]
+        numbers = keys.numbers(own.kind, draw_paths) if "key" in reads else []
         # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
-        drawn = keys.of_sites(f"{own.kind}.update", list(zip(numbers, seeds, strict=False)))
+        drawn = keys.of_sites(f"{own.kind}.update", list(zip(numbers, draw_paths, strict=False)))
         arrays = dict(effective.arrays)
         for j, bound in enumerate(bounds):
             with locate_errors(bound.who):

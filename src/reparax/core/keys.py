@@ -158,9 +158,9 @@ def draw_for_bounds(
 
     The paths ``merged`` are those whose noise an earlier stage draws; they count nevertheless.
     """
-    counting = [i for i, bound in enumerate(bounds) if bound.seed is not None]
-    seeds = [bounds[i].seed for i in counting]
-    numbers = dict(zip(counting, keys.numbers(kind, [*seeds, *merged]), strict=False))
+    counting = [i for i, bound in enumerate(bounds) if bound.draw_path is not None]
+    draw_paths = [bounds[i].draw_path for i in counting]
+    numbers = dict(zip(counting, keys.numbers(kind, [*draw_paths, *merged]), strict=False))
     groups: dict[Any, list[int]] = {}
     for i in counting:
         if bounds[i].is_random:
@@ -168,7 +168,7 @@ def draw_for_bounds(
     draw_of: dict[int, Array] = {}
     for number in sorted({number for number, _ in groups}):
         groups_of_number = [group for (n, _), group in groups.items() if n == number]
-        batch = keys.of_arrays(kind, number, [bounds[i].seed for group in groups_of_number for i in group])
+        batch = keys.of_arrays(kind, number, [bounds[i].draw_path for group in groups_of_number for i in group])
         start = 0
         for group in groups_of_number:
             assert batch is not None

@@ -91,7 +91,7 @@ class Perturbation(Leafwise):
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
         return [
-            Bound(stage, who, {"w": leaf.place}, {"w": {"w": leaf.place}}, stacked=stacked, seed=leaf.seed)
+            Bound(stage, who, {"w": leaf.place}, {"w": {"w": leaf.place}}, stacked=stacked, draw_path=leaf.draw_path)
             for leaf, who, stage, stacked in self._arrays(method, tree)
         ]
 
@@ -316,14 +316,14 @@ class Reparametrization(Leafwise):
                 values = {"w": dict.fromkeys(self.raw_values, leaf.place)} if self._bare else {"w": {}}
                 nodes = {} if self._bare else {"w": new_node(leaf.place, self.kind)}
                 number = next_number(leaf.place, self.kind)
-                bounds.append(Bound(stage, who, {"w": leaf.place}, values, nodes, stacked, leaf.seed, number))
+                bounds.append(Bound(stage, who, {"w": leaf.place}, values, nodes, stacked, leaf.draw_path, number))
             return bounds
         found = Found(self, method, tree)
         for leaf in found.selected():
             place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
             stage, stacked = found.arranged(leaf)
             nodes = {"w": (*place, node.mark)}
-            bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.seed))
+            bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.draw_path))
         return bounds
 
     def _require_own(self, tree: Flat, path: str) -> None:

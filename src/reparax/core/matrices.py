@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self
 
@@ -24,7 +24,56 @@ from reparax.core.roles import OUTPUTS
 from reparax.core.values import value_of
 
 AxisGroups = tuple[AxisNumbers, AxisNumbers]  # those of rows, and those of columns
-Sizes = dict[str, tuple[int, ...]]  # for rows, columns, and each axis of a raw value
+ValueAxes = tuple[str, ...] | None  # "rows", "columns" and others, as declared; None for the axes of the array itself
+ARRAY = ""
+"""The array itself, beside the names of its raw values."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of an array, and of its raw values, are merged to those of matrices, and split again.
+
+    Attributes:
+      rows: The row axes of the array, in the order in which they are merged.
+      columns: The column axes.
+      sizes: The sizes of the axes that are merged: of rows, of columns, and of each other axis of a raw value.
+    """
+
+    rows: AxisNumbers
+    columns: AxisNumbers
+    sizes: Mapping[str, tuple[int, ...]]
+
+    def merge(self, axes: ValueAxes, x: Array) -> Array:
+        """An array, or a raw value, for a formula on matrices."""
+        if axes is None:
+            return merge_axes(x, self.rows, self.columns)
+        return x.reshape([math.prod(sizes) for sizes in self.sizes_of(axes, x)]) if axes else x
+
+    def split(self, axes: ValueAxes, x: Array) -> Array:
+        """The inverse of :meth:`merge`; columns are as many as rows if they have no sizes, and numbers stay."""
+        if axes is not None:
+            shape = [n for axis, size in zip(axes, x.shape, strict=False) for n in self.sizes.get(axis, (size,))]
+            return x.reshape(shape) if shape else x
+        if x.ndim != 2:
+            return x
+        order = self.order(None)
+        if len(order) > 2:
+            x = x.reshape(*self.sizes["rows"], *self.sizes.get("columns", self.sizes["rows"]))
+        return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
+
+    def order(self, axes: ValueAxes) -> tuple[Any, ...]:
+        """What is equal where values are merged alike: the order of the array's axes, or the axes of a raw value."""
+        of_array = (*self.rows, *self.columns)
+        return of_array if axes is None else tuple(sorted(of_array)) if axes == ("rows", "columns") else axes
+
+    def count(self, axis: str) -> int:
+        """How many axes are merged to one of a matrix."""
+        return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
+
+    def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
+        """For each axis of a raw value the sizes that are merged to it."""
+        ends = [*accumulate(map(self.count, axes), initial=0)]
+        return [x.shape[start:end] for start, end in pairwise(ends)]
 
 
 class MatrixAxes(Reparametrization):
@@ -118,45 +167,47 @@ class RowsAndColumns(MatrixAxes):
         )
 
     def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        def of_merged(x: Any, *further: Any) -> Any:
-            # What the formula returns unchanged is not split, if it was merged from the order that it would have.
-            if isinstance(x, Mapping):
-                groups, sizes = self._read_sizes(x)
-                merged = {name: self._merged_value(name, value, groups) for name, value in x.items()}
-                given = {(self._order(name, groups), id(value)): x[name] for name, value in merged.items()}
-            else:
-                groups = self.axes_of(x.ndim)
-                merged, sizes = merge_axes(x, *groups), _sizes_of_groups(x, groups)
-                given = {(str((*groups[0], *groups[1])), id(merged)): x}
-            result = formula(merged, *further)
-            if isinstance(result, Mapping):
-                keys = {name: (self._order(name, groups), id(value)) for name, value in result.items()}
-                return {
-                    name: given[key] if key in given else self._split_value(name, result[name], groups, sizes)
-                    for name, key in keys.items()
-                }
-            if (key := (str((*groups[0], *groups[1])), id(result))) in given:
-                return given[key]
-            if isinstance(x, Mapping) and result.ndim not in (0, 2):
+        def of_merged(x: Any, *arguments: Any) -> Any:
+            arrays = x if (is_raw := isinstance(x, Mapping)) else {ARRAY: x}
+            layout = self._layout(arrays)
+            merged = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
+            result = formula(merged if is_raw else merged[ARRAY], *arguments)
+            results = result if isinstance(result, Mapping) else {ARRAY: result}
+            if is_raw and ARRAY in results and result.ndim not in (0, 2):
                 raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
-            return split_axes(result, groups, sizes) if result.ndim == 2 else result
+            # What the formula returns unchanged stays the same array, if it was merged as it would be split.
+            originals = {(layout.order(self._axes_of_value(name)), id(merged[name])): arrays[name] for name in arrays}
+            split = dict[str, Array]()
+            for name, matrix in results.items():
+                axes = self._axes_of_value(name)
+                original = originals.get((layout.order(axes), id(matrix)))
+                split[name] = layout.split(axes, matrix) if original is None else original
+            return split if isinstance(result, Mapping) else split[ARRAY]
 
         return of_merged
 
-    def _read_sizes(self, values: Mapping[str, Array]) -> tuple[AxisGroups, Sizes]:
-        """The row and the column axes of the array, and the sizes of the axes that its raw values have."""
-        base = next((x for name, x in values.items() if value_of(self.raw_values, name).base), None)
-        groups = self.axes_of(self._count_axes(values) if base is None else base.ndim)
-        sizes = {} if base is None else _sizes_of_groups(base, groups)
-        for name, value in values.items():
-            axes = value_of(self.raw_values, name).axes
-            ndim = sum(_counts(groups).get(axis, 1) for axis in axes)
-            if axes and value.ndim != ndim:
-                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {value.shape}: {OTHER_CHAIN}")
-            for axis, size in self._axis_sizes(name, value, groups).items():
+    def _axes_of_value(self, name: str) -> ValueAxes:
+        """The declared axes of a raw value, none for a number; those of the array, for it and for a base, are None."""
+        value = value_of(self.raw_values, name)
+        return None if name == ARRAY or value.base else value.axes
+
+    def _layout(self, arrays: Mapping[str, Array]) -> Layout:
+        """The layout of an array, from itself or from its raw values."""
+        own = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
+        rows, columns = self.axes_of(self._count_axes(arrays) if own is None else own.ndim)
+        sizes = dict[str, tuple[int, ...]]()
+        if own is not None:
+            sizes = {"rows": tuple(own.shape[i] for i in rows), "columns": tuple(own.shape[i] for i in columns)}
+        layout = Layout(rows, columns, sizes)
+        for name, x in arrays.items():
+            if not (axes := self._axes_of_value(name)):
+                continue
+            if x.ndim != (ndim := sum(map(layout.count, axes))):
+                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {x.shape}: {OTHER_CHAIN}")
+            for axis, size in zip(axes, layout.sizes_of(axes, x), strict=True):
                 if sizes.setdefault(axis, size) != size:
                     raise ValueError(f"expected {name} of {sizes[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
-        return groups, sizes
+        return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:
         """The number of axes of the array, from raw values with rows or columns."""
@@ -170,42 +221,6 @@ class RowsAndColumns(MatrixAxes):
         default = next(iter(count_of_group.values()), 1)  # a square matrix has equally many of both
         return sum(count_of_group.get(group, default) for group in axes_of_group)
 
-    def _order(self, name: str, groups: AxisGroups) -> str:
-        """The order in which the axes of a raw value are merged, if it has those of the array; else its name."""
-        value, order = value_of(self.raw_values, name), (*groups[0], *groups[1])
-        return str(order) if value.base else str((*sorted(order),)) if value.axes == ("rows", "columns") else name
-
-    def _axis_sizes(self, name: str, value: Array, groups: AxisGroups) -> Sizes:
-        """The sizes of each axis of a raw value; rows and columns may have several."""
-        axes, counts = value_of(self.raw_values, name).axes, _counts(groups)
-        ends = [*accumulate((counts.get(axis, 1) for axis in axes), initial=0)]
-        return {axis: value.shape[start:end] for axis, (start, end) in zip(axes, pairwise(ends), strict=True)}
-
-    def _merged_value(self, name: str, value: Array, groups: AxisGroups) -> Array:
-        """A raw value with merged axes, for the formula."""
-        if value_of(self.raw_values, name).base:
-            return merge_axes(value, *groups)
-        sizes = self._axis_sizes(name, value, groups)
-        return value.reshape([math.prod(size) for size in sizes.values()]) if sizes else value
-
-    def _split_value(self, name: str, value: Array, groups: AxisGroups, sizes: Sizes) -> Array:
-        """A raw value with split axes, for the raw tree."""
-        spec = value_of(self.raw_values, name)
-        if spec.base:
-            return split_axes(value, groups, sizes)
-        shape = [n for axis, size in zip(spec.axes, value.shape, strict=False) for n in sizes.get(axis, (size,))]
-        return value.reshape(shape) if shape else value
-
-
-def _counts(groups: AxisGroups) -> dict[str, int]:
-    """The numbers of row and of column axes."""
-    return {"rows": len(groups[0]), "columns": len(groups[1])}
-
-
-def _sizes_of_groups(w: Array, groups: AxisGroups) -> Sizes:
-    """The sizes of the axes of rows, and of those of columns."""
-    return {name: tuple(w.shape[axis] for axis in axes) for name, axes in zip(("rows", "columns"), groups, strict=True)}
-
 
 def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
     """An array, or the type of one, as a matrix."""
@@ -214,11 +229,3 @@ def merge_axes(w: Any, rows: AxisNumbers, columns: AxisNumbers) -> Any:
         return jax.ShapeDtypeStruct(shape, w.dtype)
     order = (*rows, *columns)
     return w if order == (0, 1) else w.transpose(order).reshape(shape)
-
-
-def split_axes(matrix: Array, groups: AxisGroups, sizes: Sizes) -> Array:
-    """The inverse of :func:`merge_axes`: the array for a matrix; columns are as many as rows if they have no sizes."""
-    order = (*groups[0], *groups[1])
-    if len(order) > 2:
-        matrix = matrix.reshape(*sizes["rows"], *sizes.get("columns", sizes["rows"]))
-    return matrix if order == (0, 1) else matrix.transpose([order.index(axis) for axis in range(len(order))])

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -65,7 +65,7 @@ class Leaf:
       place: Its key path in the raw tree.
       path: The path under which stages select it: the parameter's own path for a main value, the parameter's path and
         the value's name for an auxiliary value or a part.
-      seed: A path that no other array of the tree shares; random draws depend on it.
+      draw_path: A path that no other array of the tree shares; random draws depend on it.
       main: Whether it is a main value of each stage on its path, or no stage has replaced it.
       visible: Whether an earlier stage may select it.
       added: Whether it is added to a base that represents the array; only its place selects it.
@@ -76,7 +76,7 @@ class Leaf:
 
     place: Names
     path: str
-    seed: str
+    draw_path: str
     main: bool
     visible: bool
     added: bool
@@ -176,28 +176,45 @@ def _stage_class(place: Names, i: int) -> Kind:
     return stage
 
 
-Inside = tuple[Names, str, Value, bool]
-"""The names up to a marker, the name of a value under it, what that is, and whether a base stands for the array."""
+class MarkedValue(NamedTuple):
+    """The value that a key path names under one of its markers.
+
+    Attributes:
+      node: The names up to the marker, which is the last of them.
+      name: The name of the value.
+      declared: What the stage declares of it, and whether it is under ``"@fixed"``.
+      of_base: Whether the base of the array stands for it.
+    """
+
+    node: Names
+    name: str
+    declared: Value
+    of_base: bool
 
 
-def _values_along(place: Names, *, bases: bool = False) -> Iterator[Inside]:
-    """The value under each marker along ``place``; with ``bases``, a base counts as the main value."""
-    for i, name in enumerate(place):
-        if is_mark(name):
-            values, is_fixed = _stage_class(place, i).raw_values, FIXED in place[i + 1 : i + 2]
-            if len(place) <= i + 1 + is_fixed:
-                raise ValueError(
-                    f"The raw tree holds no values under {name!r} at {parameter_path(place)!r}: {OTHER_CHAIN}"
-                )
-            value = place[i + 1 + is_fixed]
-            declared = replace(value_of(values, value), fixed=is_fixed)
-            of_base = bases and any(other.base for other in values.values())
-            yield place[: i + 1], value, replace(declared, main=declared.base) if of_base else declared, of_base
+def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
+    """The value under each marker of a key path, the outermost first: of ``(..., "@weight_norm", "v")``, ``v``.
+
+    With ``bases``, a base counts as the main value of its array.
+    """
+    for i, mark in enumerate(place):
+        if not is_mark(mark):
+            continue
+        values_of_stage = _stage_class(place, i).raw_values
+        is_fixed = place[i + 1 : i + 2] == (FIXED,)
+        names_below = place[i + 2 :] if is_fixed else place[i + 1 :]
+        if not names_below:
+            raise ValueError(f"The raw tree holds no values under {mark!r} at {parameter_path(place)!r}: {OTHER_CHAIN}")
+        declared = replace(value_of(values_of_stage, names_below[0]), fixed=is_fixed)
+        of_base = bases and any(value.base for value in values_of_stage.values())
+        if of_base:
+            declared = replace(declared, main=declared.base)
+        yield MarkedValue(place[: i + 1], names_below[0], declared, of_base)
 
 
 def is_aligned(place: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-    declarations = [declared for _, _, declared, _ in _values_along(place)]
+    declarations = [value.declared for value in _marked_values(place)]
     return all(declared.base or (declared.main and declared.aligned) for declared in declarations)
 
 
@@ -206,30 +223,34 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
 
     With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
-    inside = {place: list(_values_along(place, bases=bases)) for place in places}
-    mains = dict[Names, set[str]]()
-    for node, name, declared, _ in itertools.chain(*inside.values()):
-        if declared.main:
-            mains.setdefault(node, set()).add(name)
+    values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
+    main_names = dict[Names, set[str]]()
+    for value in itertools.chain(*values_of_place.values()):
+        if value.declared.main:
+            main_names.setdefault(value.node, set()).add(value.name)
 
     def leaf_at(place: Names) -> Leaf:
-        path = seed = parameter_path(place)
-        all_main, visible, added, decays = True, True, False, True
-        for node, name, declared, of_base in inside[place]:
+        path = draw_path = parameter_path(place)
+        for node, name, declared, _ in values_of_place[place]:
             if declared.part or not declared.main:
-                path, seed = f"{path}/{name}", f"{seed}/{node[-1]}/{name}"
-            elif len(mains[node]) > 1:
-                seed = f"{seed}/{name}"
-            all_main = all_main and declared.main
-            visible = visible and (declared.main or not declared.fixed)
-            added = added or (of_base and not declared.main)
-            decays = decays and declared.decays
-        return Leaf(place, path, seed, all_main, visible, added, decays)
+                path, draw_path = f"{path}/{name}", f"{draw_path}/{node[-1]}/{name}"
+            elif len(main_names[node]) > 1:
+                draw_path = f"{draw_path}/{name}"
+        values = values_of_place[place]
+        return Leaf(
+            place,
+            path,
+            draw_path,
+            main=all(value.declared.main for value in values),
+            visible=all(value.declared.main or not value.declared.fixed for value in values),
+            added=any(value.of_base and not value.declared.main for value in values),
+            decays=all(value.declared.decays for value in values),
+        )
 
     leaves: dict[str, Leaf] = {}
     for leaf in map(leaf_at, places):
-        if leaves.setdefault(leaf.seed, leaf) is not leaf:
-            raise same_path_error(leaf.seed)
+        if leaves.setdefault(leaf.draw_path, leaf) is not leaf:
+            raise same_path_error(leaf.draw_path)
     return list(leaves.values())
 
 
@@ -371,7 +392,7 @@ class Flat:
         """What is known of the axes of the value at a place."""
         root = self.root(place)
         known = self.frame.known.get(root) or known_by_name(root[-1] if root else "")
-        for node, _, declared, _ in () if root == place else _values_along(place):
+        for node, _, declared, _ in () if root == place else _marked_values(place):
             if declared.base or (declared.main and declared.aligned):
                 continue
             makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]

@@ -104,7 +104,7 @@ class Tie(Parametrization):
                 self._require_equal(leaves[target], leaves[source], transform)
             elif target not in nodes:
                 raise ValueError(
-                    f"{who} got a tree that never went through init: {leaves[target].seed!r} holds a value of its "
+                    f"{who} got a tree that never went through init: {leaves[target].draw_path!r} holds a value of its "
                     f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
                 )
             elif tree.arrays[nodes[target].inside[0]] is not None:  # some formats store an empty node so
@@ -148,19 +148,19 @@ class Tie(Parametrization):
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, source) if isinstance(leaf.content, Node)]:
             raise ValueError(
-                f"{who} names {tied[0].seed!r}, which a later Tie of the chain has tied already. Use each path as a "
+                f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as a "
                 f"target once, and the owner of a tied array as the source."
             )
         shape = jax.eval_shape(jnp.asarray, target.content)
         given_type = jax.eval_shape(lambda x: transform(x), source.content)
         if (shape.shape, shape.dtype) != (given_type.shape, given_type.dtype):
             raise ValueError(
-                f"{who}: {target.seed!r} is {describe(shape)}, but its source {source.seed!r} gives "
+                f"{who}: {target.draw_path!r} is {describe(shape)}, but its source {source.draw_path!r} gives "
                 f"{describe(given_type)}. Add a transform from the source to the target."
             )
         if self.unequal == "raise" and _differ(target.content, source.content, transform):
             raise ValueError(
-                f"{who}: {target.seed!r} does not equal what its source {source.seed!r} gives, so tying would "
+                f"{who}: {target.draw_path!r} does not equal what its source {source.draw_path!r} gives, so tying would "
                 f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
@@ -169,7 +169,7 @@ class Tie(Parametrization):
         sources: dict[Names, tuple[Names, Transform]] = {}
         places_of_path: dict[str, dict[str, Names]] = {}
         for place, leaf in leaves.items():
-            places_of_path.setdefault(leaf.path, {})[leaf.seed] = place
+            places_of_path.setdefault(leaf.path, {})[leaf.draw_path] = place
         for target, source, transform in self._resolved(who, list(places_of_path)):
             for draw, place in places_of_path[target].items():
                 is_single = len(places_of_path[target]) == len(places_of_path[source]) == 1
