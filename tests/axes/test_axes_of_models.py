@@ -160,6 +160,7 @@ def stacked_equinox():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [
@@ -206,6 +207,7 @@ def test_stacked_axes_do_not_count_where_a_default_asks_how_many_axes_an_array_h
     assert {row.path: row.axes for row in rows if row.axes} == {"kernel": ("columns=-1, stacked=0 (nnx.Conv)",)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [stacked_nnx, stacked_equinox], ids=["nnx", "equinox"])
 def test_in_the_body_of_a_scan_each_layer_has_the_axes_that_it_has_in_the_stack(make):
     layers, p = make()["one"], rpx.LowRank(2) >> rpx.WeightNorm()
@@ -220,6 +222,7 @@ def test_in_the_body_of_a_scan_each_layer_has_the_axes_that_it_has_in_the_stack(
         np.testing.assert_allclose(one_by_one, whole, rtol=1e-5, atol=1e-5, err_msg=path_text(path))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("make", "text"),
     [

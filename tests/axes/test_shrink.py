@@ -142,6 +142,7 @@ def test_each_step_of_a_scan_loses_units_of_its_own_and_as_many():
     np.testing.assert_allclose(scanned(small, X), scanned(params, X), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
     fun, params, args, _ = NETWORKS["gemma"]()
     groups = axis_groups(fun, params, *args)
@@ -157,6 +158,7 @@ def test_heads_and_units_of_a_transformer_are_cut_and_its_stream_is_not():
     assert shrink(NONE, prune_units(params, [queries], 0.5), groups)["layers"]["q"].shape == (3, 2, 8, 4)
 
 
+@pytest.mark.thorough
 def test_units_of_experts_are_cut_where_they_are_dead_in_all_experts():
     fun, params, args, _ = NETWORKS["ragged_experts"]()
     groups = axis_groups(fun, params, *args)
@@ -171,6 +173,7 @@ def test_units_of_experts_are_cut_where_they_are_dead_in_all_experts():
     np.testing.assert_allclose(fun(small, *args), fun(params, *args), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_convolutional_network():
     def forward(params, x):
         settings = {"window_strides": (1, 1), "padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -210,6 +213,7 @@ def test_raw_values_are_cut_with_the_arrays_and_pass_check():
     np.testing.assert_allclose(mlp(p.fold(small), X), mlp(p.fold(raw), X), rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_closed_gates_are_cut():
     p = rpx.noise.HardConcrete(axis=0, where="c")
     raw = p.init(of_mlp())
@@ -269,6 +273,7 @@ def test_other_errors():
         prune_units(params, [replace(group, why_whole="it was not read from a program")], 0.5)
 
 
+@pytest.mark.thorough
 def test_scores_of_units_are_summed_over_a_group():
     params = of_mlp()
     scores = {"a": np.zeros((3, 6)), "b": np.array([0, 5, 0, 0, 0, 0.0]), "c": np.arange(12.0).reshape(6, 2)}
@@ -303,12 +308,14 @@ def dead_units(fun, params, args, seed=0):
         yield from (np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(NETWORKS, "gemma"))
 def test_no_output_depends_on_a_dead_unit(name):
     fun, params, args, _ = NETWORKS[name]()
     assert all(far < 1e-4 for far in dead_units(fun, params, args))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", mostly_thorough(range(20, 25), 20))
 def test_no_output_of_a_random_network_depends_on_a_dead_unit(seed):
     fun, params, _ = random_network(seed)

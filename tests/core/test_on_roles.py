@@ -385,6 +385,7 @@ def test_a_step_changes_both_layouts_of_a_weight_in_the_same_way(p):
     assert not np.allclose(require_equal_steps(p, w), w, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough([repr(p) for p, _ in CONSTRAINED], "Toeplitz()"))
 def test_a_step_changes_both_layouts_of_a_constrained_weight_in_the_same_way(name):
     ((p, start),) = (row for row in CONSTRAINED if repr(row[0]) == name)
@@ -413,6 +414,7 @@ class Heads(nn.Module):
         return x + nn.MultiHeadDotProductAttention(num_heads=4)(x), None
 
 
+@pytest.mark.thorough
 def test_the_spectral_norm_of_each_kernel_of_flax_attention_is_that_of_its_operator():
     x = jnp.ones((1, 5, 8))
     types = jax.eval_shape(lambda: Attention().init(jax.random.key(0), x))["params"]

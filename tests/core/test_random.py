@@ -188,6 +188,7 @@ def together(key, weights):
     return [(random.normal(key, w) + w, random.uniform(key, w, ()), random.uniform(key, w, (1,))) for w in weights]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", MESHES)
 def test_numbers_do_not_depend_on_the_sharding_and_need_no_communication(kind):
     mesh = mesh_of(kind)

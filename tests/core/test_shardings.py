@@ -291,6 +291,7 @@ def test_every_stage_runs_on_an_explicit_mesh_or_says_how(name):
                 assert types_of(jax.eval_shape(partial(slope, f), raw, key)) == types_of(rpx.partition(types)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", mostly_thorough([AxisType.Auto, AxisType.Explicit], AxisType.Explicit))
 @pytest.mark.parametrize("name", mostly_thorough(CASES, "prunings"))
 def test_values_on_a_mesh_are_those_of_one_device(name, axes):
@@ -459,6 +460,7 @@ def step_of(p, moved):
     return step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("format", "bits"),
     [("nf4", 4), *(pytest.param(*each, marks=pytest.mark.thorough) for each in (("int8", 8), ("int3", 3)))],
@@ -477,6 +479,7 @@ def test_codes_are_gathered_and_not_the_numbers_that_they_stand_for(format, bits
     np.testing.assert_allclose(compiled(*rpx.partition(raw), x)[0], want, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_frozen_base_lies_on_the_host_and_what_trains_on_the_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     p = rpx.Quantized("nf4", block_size=64) >> rpx.LoRA(2)

@@ -88,6 +88,7 @@ def test_a_stack_of_three_is_three_arrays(stage, axis):
         assert_close(got, restacked(each, axis))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", DRAWN, ids=repr)
 def test_the_start_of_each_stacked_array_is_drawn_by_itself(stage):
     many = stacked(stage, 0)
@@ -122,6 +123,7 @@ def test_masks_of_stacked_arrays_are_independent(broadcast):
     assert abs(kept.mean() - 0.5) < 5 * np.sqrt(0.25 / kept.size)
 
 
+@pytest.mark.thorough
 def test_neighbours_with_the_same_stacked_axes_draw_once_and_with_others_twice():
     w, key = {"w": np.ones((COUNT, 40, 50), np.float32)}, jax.random.key(1)
     one, other = (rpx.WeightDropout(0.5, broadcast_dims=-1, stacked=axes) for axes in (0, ()))

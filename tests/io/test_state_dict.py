@@ -261,6 +261,7 @@ STACKED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("style", mostly_thorough(["parametrizations", "hooks"], "parametrizations"))
 @pytest.mark.parametrize("name", mostly_thorough(STACKED, "weight norm", "orthogonal", "pruned together"))
 def test_a_stage_on_a_stack_is_one_on_each_layer(name, style):

@@ -278,6 +278,7 @@ def test_apply_inside_a_scan_over_layers_is_the_loop_over_layers(p: rpx.Parametr
     np.testing.assert_allclose(scanned, looped, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_static_argument_and_a_closure_and_a_bound_method_give_the_same(key: Array) -> None:
     raw = jax.jit(CHAIN.init)(_member(_layers(), 0))
     argument = jax.jit(lambda p, raw, key: p.apply(raw, key), static_argnums=0)(CHAIN, raw, key)
@@ -294,6 +295,7 @@ def test_an_exported_apply_gives_the_same_values(p: rpx.Parametrization) -> None
     _assert_close(exported.call(raw, jnp.uint32(5)), apply(raw, jnp.uint32(5)))
 
 
+@pytest.mark.thorough
 @every_chain
 def test_no_tracer_leaks(p: rpx.Parametrization, key: Array) -> None:
     gc.freeze()  # what other tests have left, which each search for leaks would go through
@@ -303,6 +305,7 @@ def test_no_tracer_leaks(p: rpx.Parametrization, key: Array) -> None:
         assert np.isfinite(jax.jit(jax.value_and_grad(lambda raw: p.apply(raw, key)["kernel"].sum()))(raw)[0])
 
 
+@pytest.mark.thorough
 @every_chain
 def test_no_key_is_used_twice(p: rpx.Parametrization, key: Array) -> None:
     chain = p >> rpx.VarNoise(0.1, where="kernel") >> rpx.VarNoise(0.2)

@@ -96,6 +96,7 @@ def test_nothing_of_a_family_is_imported_before_it_is_named():
 NEW = f"import sys; sys.path[:0] = {sys.path!r}; import reparax as rpx, jax, jax.numpy as jnp\n"
 
 
+@pytest.mark.thorough
 def test_without_what_is_imported_a_stage_of_yours_has_its_marker_and_chains_and_raw_trees_of_ours_are_read():
     """One has the name of a stage of ours, and one that of a private base of several."""
     yours = "".join(
@@ -142,6 +143,7 @@ def test_each_chain_is_read_and_applied_in_a_process_that_imported_none_of_its_f
     assert len(ours) > 50
 
 
+@pytest.mark.thorough
 def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
     code = (
         "import importlib, pkgutil\n"
@@ -155,6 +157,7 @@ def test_what_is_imported_while_a_program_is_traced_keeps_nothing_of_it():
     assert in_a_new_process(NEW + code) == ["True"]
 
 
+@pytest.mark.thorough
 def test_the_package_needs_no_library_until_its_module_is_named():
     """In a process of its own, where these libraries cannot be imported."""
     code = (

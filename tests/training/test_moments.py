@@ -29,6 +29,7 @@ def trained(p, tx, params, grads):
     return jax.tree.map(np.asarray, (raw, state))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("inner", "moments"), [("adam", 2), ("lion", 1)])
 def test_moments_are_zero_where_an_entry_became_active_and_nowhere_else(inner, moments):
     tx = rpx.optimizer(getattr(optax, inner)(0.1))
@@ -95,6 +96,7 @@ def test_it_runs_in_a_compiled_step_and_leaves_factored_moments_alone():
     jax.tree.map(np.testing.assert_array_equal, got, state)
 
 
+@pytest.mark.thorough
 def test_a_parameter_may_have_the_name_of_a_field_of_the_state():
     w = np.float32([[5, 4, 0, 0]])
     p = rpx.sparse.RigL(count=2, drop_fraction=1.0)

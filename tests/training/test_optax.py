@@ -90,6 +90,7 @@ PARTLY_FIXED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("p", mostly_thorough(PARTLY_FIXED, PARTLY_FIXED[1], PARTLY_FIXED[4]), ids=repr)
 def test_optax_partition_by_labels_never_moves_a_fixed_value(p: rpx.Parametrization, key: Array) -> None:
     transforms = {"free": _relaxed(optax.adamw(0.1, weight_decay=0.5)), "fixed": optax.set_to_zero()}
@@ -165,6 +166,7 @@ def _counted(traces: Counter[Any]) -> Callable[..., Array]:
     return step
 
 
+@pytest.mark.thorough
 def test_a_learned_std_gets_the_gradient_of_the_formula_and_moves(key: Array) -> None:
     raw = _params()
     trainable = {"raw": raw, "log_std": jnp.log(jnp.float32(0.1))}

@@ -77,6 +77,7 @@ def adamw(rate: Any = 1e-2, mask: Any = None) -> optax.GradientTransformationExt
 # Five hundred steps. ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_five_hundred_steps_of_adamw_leave_fixed_values_and_properties_alone() -> None:
     raw = init(P, params())
     after, state = trained(rpx.optimizer(adamw()), raw, 500)

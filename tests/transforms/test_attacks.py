@@ -156,6 +156,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # by jax 0.8.0, of the loss itself
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_an_attack_found(name):
@@ -170,6 +171,7 @@ def test_what_an_attack_found(name):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * largest)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "places"), [("uint8", [1, 250, 255]), ("int8", [1, 127, 5])])
 def test_rows_by_integers_that_do_not_count_them(dtype, places):
     def loss(r, places):
@@ -183,6 +185,7 @@ def test_rows_by_integers_that_do_not_count_them(dtype, places):
     np.testing.assert_allclose(own["b"], slope["b"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_convolution_with_a_result_in_float16():
     def convolved(r, x):
         kernel = ((2e4 * r["a"]) @ (1e-6 * r["b"])).astype(jnp.bfloat16)
@@ -215,6 +218,7 @@ def test_integers_that_a_cast_rounds_stay_rounded():
     np.testing.assert_allclose(rpx.factored(loss)(raw, X), np.asarray(X) @ np.full((6, 6), 256.0), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.thorough
 def test_an_algorithm_in_float16_keeps_its_operands():
     def made(r, x):
         return x @ jax.lax.dot(r["a"], r["b"], precision="F16_F16_F32")
@@ -227,6 +231,7 @@ def test_an_algorithm_in_float16_keeps_its_operands():
     assert [each.is_transformed for each in rpx.explain(used, raw, X).weights] == [False]
 
 
+@pytest.mark.thorough
 def test_a_rounding_in_bfloat16_stays():
     def loss(r, x):
         return x @ (r["a"] @ r["b"]).astype(jnp.bfloat16).astype(jnp.float32)
@@ -236,11 +241,13 @@ def test_a_rounding_in_bfloat16_stays():
     np.testing.assert_allclose(got, np.asarray(X) @ np.full((6, 6), 1 + 2**-6), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_terms_in_float16_are_formed():
     raw = {"w": {"@told": {"u": (1e3 * jnp.eye(6)).astype("f2"), "v": jnp.ones(6, "f2")}}}
     assert rpx.explain(lambda raw, x: x @ Told().apply(raw)["w"], raw, X.astype("f2")).weights == ()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batch", ["b", "2*b"])
 def test_a_batch_whose_size_is_not_known_when_the_loss_is_exported(batch):
     def loss(r, x, ids):
@@ -255,6 +262,7 @@ def test_a_batch_whose_size_is_not_known_when_the_loss_is_exported(batch):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_branches_of_other_platforms_are_not_compiled():
     def on_a_cpu(r, x):
         branches = {"tpu": lambda w: jnp.cos(x @ w), "cuda": lambda w: jnp.cos(x @ w)}
@@ -291,6 +299,7 @@ def test_terms_of_another_shape():
         Other().init({"w": W})
 
 
+@pytest.mark.thorough
 def test_what_a_loop_carries_gets_the_gradients_that_it_has_at_a_later_step():
     """A loop carries zero first, then a parameter's sum, at which gradients stop."""
     raw, x = {"a": jnp.full((32, 2), 0.1), "b": jnp.ones((2, 32))}, jnp.ones((4, 32))

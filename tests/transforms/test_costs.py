@@ -77,6 +77,7 @@ def test_adapters_cost_what_they_cost_by_hand(name):
     assert operations(loss, train, rest, x) >= 0.98 * full
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "order", [lambda f: jax.vmap(rpx.factored(f), AXES), lambda f: rpx.factored(jax.vmap(f, AXES))]
 )
@@ -166,6 +167,7 @@ def test_a_number_that_is_added_leaves_a_weight_in_factors(name):
     assert operations(rpx.factored(loss), factors, x) <= 1.05 * least < 0.2 * operations(loss, factors, x)
 
 
+@pytest.mark.thorough
 def test_values_of_a_weight_in_factors_with_a_number_added():
     a, b, x = normal(6, 2), normal(2, 5), normal(9, 6)
     losses = [rpx.factored(of_factors(change)) for change, *_ in NUMBERS.values()]
@@ -270,6 +272,7 @@ def test_a_class_with_another_formula_does_not_inherit_the_terms():
     assert np.allclose(got, expected, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_terms_are_those_of_the_formula_under_a_derivative_inside():
     p = Opaque()
     raw = jax.tree.map(lambda x: np.asarray(x) + np.float32(0.1), init(p, {"w": normal(8, 8)}))

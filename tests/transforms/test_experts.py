@@ -110,6 +110,7 @@ def compiled(f):
     return jax.jit(jax.grad(f)).lower(*split(LORA), DATA, SIZES).compile()
 
 
+@pytest.mark.thorough
 def test_experts_cost_what_they_cost_by_hand_in_factors_and_nothing_is_formed():
     mine, its = (compiled(f) for f in (rpx.factored(loss, (0, 1)), by_hand))
     assert mine.cost_analysis()["flops"] <= 1.1 * its.cost_analysis()["flops"]
@@ -119,6 +120,7 @@ def test_experts_cost_what_they_cost_by_hand_in_factors_and_nothing_is_formed():
     assert weight.reason.startswith("1 product, 0.")
 
 
+@pytest.mark.thorough
 def test_factors_in_half_precision_give_results_in_the_preferred_type():
     def half(free, fixed, x, sizes):
         w = LORA.apply(rpx.combine(free, fixed))["w"].astype(jnp.bfloat16)
@@ -132,6 +134,7 @@ def test_factors_in_half_precision_give_results_in_the_preferred_type():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-2 * np.max(np.abs(b))), got[1], want[1])
 
 
+@pytest.mark.thorough
 def test_a_gradient_inside_of_the_loss_forms_what_it_reads():
     """A product for each expert, such as the gradient of its matrix, is one of data: it needs no weight."""
 
@@ -174,6 +177,7 @@ def of_lookup(name, x, e, p=LORA):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(LOOKUPS, "index", "map", "promised"))
 def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name):
     def hand(free, fixed):
@@ -192,6 +196,7 @@ def test_matrices_of_experts_that_are_looked_up_cost_what_they_cost_by_hand(name
     assert weight.reason.startswith("1 product, 0.")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("stage", mostly_thorough(["one each", "one for all"], "one for all"))
 @pytest.mark.parametrize("name", mostly_thorough(LOOKUPS, "index", "take", "fill"))
@@ -213,6 +218,7 @@ def test_a_fill_value_of_its_own_forms_the_array():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), mine, its)
 
 
+@pytest.mark.thorough
 def test_matrices_that_are_looked_up_are_data_for_other_weights():
     """What reads them and a weight forms them, of the factors of those that were chosen, and not the weight."""
     both = rpx.Freeze() >> rpx.LoRA(2, stacked=0, where="table") >> rpx.LoRA(2, where="w")

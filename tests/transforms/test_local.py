@@ -200,6 +200,7 @@ def test_each_example_has_noise_of_its_own(name):
     assert_alike(own_draws(name), whole_draws(name))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", mostly_thorough(["dense", "dense, a spread for each", "two layers", "scan over layers"], "two layers")
 )
@@ -272,6 +273,7 @@ def test_numbers_leave_each_example_its_own_noise():
 # ---- contexts
 
 
+@pytest.mark.thorough
 def test_copies_under_vmap_with_a_key_for_each():
     name = "dense, a spread for each"
     case, raw, x = wide(name)
@@ -295,6 +297,7 @@ def test_examples_under_vmap_inside():
     assert_alike(flat(jax.jit(local_reparametrization(each))(raw, KEY, x)), whole_draws(name))
 
 
+@pytest.mark.thorough
 def test_noise_that_each_step_of_a_scan_draws():
     p, weights, x = rpx.Gaussian(0.3), normal(3, 4, 4), normal(4, seed=2)
     raw = init(p, {"w": weights})
@@ -311,6 +314,7 @@ def test_noise_that_each_step_of_a_scan_draws():
     assert_alike(flat(got), flat(whole))
 
 
+@pytest.mark.thorough
 def test_branches_draw_too():
     name = "dense, a spread for each"
     case, raw, x = wide(name)
@@ -346,6 +350,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(SHARDS, "columns", "summed"))
 def test_shards(name):
     case, raw, x = wide("square")
@@ -546,6 +551,7 @@ def kept(jaxpr):
             yield from kept(inside)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("p", "times"), [(rpx.Gaussian(0.1), 2), (rpx.VarNoise(0.1), 1)])
 def test_the_backward_pass_draws_once_for_both_of_its_products(p, times):
     """Gradients of data and of deviations read the draw, one of them transposed; one reads it if all are alike."""

@@ -102,6 +102,7 @@ def test_a_mask_without_whole_bytes_and_a_small_one_are_drawn_again(shape):
     assert draws(jax.grad(of_remat), {"w": jnp.ones(shape)}, KEY)[0] == 2
 
 
+@pytest.mark.thorough
 def test_numbers_that_are_read_otherwise_too_are_drawn_again():
     def loss(w, key):
         numbers = jax.random.uniform(key, w.shape)
@@ -110,6 +111,7 @@ def test_numbers_that_are_read_otherwise_too_are_drawn_again():
     assert kept(rpx.remat(loss, keep="masks"), STACK["w"], KEY) == {"weights": 0, "others": 0}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spec", mostly_thorough([Spec("x", None), Spec(None, "x"), Spec("x", "y")], Spec("x", "y")))
 def test_masks_of_sharded_weights(spec):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

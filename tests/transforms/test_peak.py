@@ -45,6 +45,7 @@ def test_remat_holds_the_weights_of_one_layer_at_a_time(n):
     assert remat <= plain + 3 * LAYER + n * lengths.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_under_scan_it_holds_those_of_one_step():
     n = 12
     shape = {"kernel": jax.ShapeDtypeStruct((n, WIDTH, WIDTH), jnp.float32)}
@@ -82,6 +83,7 @@ STAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(STAGES, "noise", "weight norm"))
 def test_weights_made_before_a_scan_are_made_in_its_steps(name):
     p = STAGES[name]
@@ -95,6 +97,7 @@ def test_weights_made_before_a_scan_are_made_in_its_steps(name):
     assert temporary(loss, raw) >= plain + (N - 1) * LAYER
 
 
+@pytest.mark.thorough
 def test_it_takes_no_more_where_there_is_nothing_to_recompute():
     tied = {"embed": jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32), "layers": STACK}
 
@@ -105,6 +108,7 @@ def test_it_takes_no_more_where_there_is_nothing_to_recompute():
     assert temporary(rpx.remat(loss), tied) <= temporary(loss, tied)
 
 
+@pytest.mark.thorough
 def test_factors_in_the_steps_of_a_scan_do_not_copy_frozen_weights():
     p = rpx.Freeze(where=".*") >> rpx.LoRA(4, where=".*")
     raw = jax.eval_shape(lambda w, key: jax.vmap(p.init)(w, jax.random.split(key, N)), STACK, KEY)

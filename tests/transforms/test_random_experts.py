@@ -205,6 +205,7 @@ def wide():
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("seed", mostly_thorough(SEEDS, 3))
 def test_experts_of_random_networks_are_loops(seed, check):

@@ -191,6 +191,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", mostly_thorough(LOSSES, "contrastive"))
 def test_nothing_is_kept_that_a_loss_makes_of_numbers_alone(name, key):
     network, weights = LOSSES[name]
@@ -298,6 +299,7 @@ def test_what_a_parametrization_reads_is_named_wherever_it_comes_from():
     assert kept(count, RAW, ROOT, X)["weights"] == 0
 
 
+@pytest.mark.thorough
 def test_what_a_parametrization_reads_inside_of_jit_and_of_scan_is_named_too():
     @jax.jit
     def step(h, raw_and_key):
@@ -512,6 +514,7 @@ def smooth(raw, key, x):
 SMOOTH = {"kernel": RAW["layer0"]["kernel"]}
 
 
+@pytest.mark.thorough
 def test_forward_mode_second_derivatives_and_hessians():
     direction = jax.tree.map(jnp.ones_like, SMOOTH)
 
@@ -538,6 +541,7 @@ def test_forward_mode_second_derivatives_and_hessians():
     trees_close(got, expected, rtol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["here", "in jit"])
 def test_forward_mode_of_what_has_no_backward_pass(inside, key):
     def pooled(x):
@@ -556,6 +560,7 @@ def test_forward_mode_of_what_has_no_backward_pass(inside, key):
         jax.grad(rpx.remat(loss), has_aux=True)(w, key, x)
 
 
+@pytest.mark.thorough
 def test_what_is_linear_in_the_data_can_be_transposed(key):
     def product(w, key, x):
         return x @ (jnp.sin(w) + jax.random.normal(key, w.shape))
@@ -690,6 +695,7 @@ def checked(f, *args):
     return str(jax.jit(checkify.checkify(f, errors=CHECKS))(*args)[0].get())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "f", mostly_thorough(CHECKED, of_negative_weights, by_a_check, after_a_stage), ids=lambda f: f.__name__
 )
@@ -705,6 +711,7 @@ def nothing_wrong(w, key, x):
     return jnp.sum(jnp.tanh(jnp.tanh(x @ jnp.sin(w)) @ jnp.cos(w)))
 
 
+@pytest.mark.thorough
 def test_checkify_finds_nothing_where_nothing_is_wrong(key):
     assert checked(jax.grad(rpx.remat(nothing_wrong)), normal(3, 3), key, normal(2, 3)) == "None"
 
@@ -762,6 +769,7 @@ def test_taylor_series_are_those_of_the_plain_function(number):
     np.testing.assert_allclose(slopes[0], moved, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_vmap_inside_and_outside():
     keys = jax.random.split(ROOT, 3)
 
@@ -828,6 +836,7 @@ def test_stages_in_the_body_of_a_scan(f):
 # ---- Many devices
 
 
+@pytest.mark.thorough
 def test_sharded_under_jit():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -843,6 +852,7 @@ def test_sharded_under_jit():
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_shard_map(inside):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
@@ -890,6 +900,7 @@ def test_apply_passes_on_what_it_does_not_change():
 # ---- What an attack found
 
 
+@pytest.mark.thorough
 def test_under_vmap_what_does_not_depend_on_the_batch_has_none(key):
     v = jnp.arange(1.0, 4.0)
 

@@ -244,6 +244,7 @@ def test_a_stage_that_takes_bases_cannot_select_what_is_added():
 # Differences, products, gains and vectors. -------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [

@@ -29,6 +29,7 @@ def loops(p, tree, key=KEYS[0]):
     return str(jax.make_jaxpr(p.apply)(tree, key)).count("scan[")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("impl", mostly_thorough(["threefry2x32", "rbg", "unsafe_rbg"], "threefry2x32", "rbg"))
 def test_a_batch_of_keys_draws_what_each_key_draws_alone(impl):
     keys = [jax.random.key(seed, impl=impl) for seed in range(3)]
@@ -106,6 +107,7 @@ def sharded(mesh):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "looped"), [(MESH, 0), (EXPLICIT, 1)], ids=["auto", "explicit"])
 def test_arrays_of_one_shape_and_different_shardings_need_no_communication(mesh, looped):
     p, tree = rpx.VarNoise(1.0), sharded(mesh)
@@ -121,6 +123,7 @@ def test_arrays_of_one_shape_and_different_shardings_need_no_communication(mesh,
         np.testing.assert_allclose(w, want[name], rtol=1e-6, atol=4 * EPS)
 
 
+@pytest.mark.thorough
 def test_inside_shard_map_arrays_of_one_type_draw_in_a_loop(key):
     p, tree = rpx.VarNoise(1.0), dict.fromkeys("ab", np.ones((16, 8), np.float32))
     local = jax.jit(jax.shard_map(p.apply, mesh=MESH, in_specs=(jax.P("a"), jax.P()), out_specs=jax.P("a")))
@@ -130,6 +133,7 @@ def test_inside_shard_map_arrays_of_one_type_draw_in_a_loop(key):
         np.testing.assert_allclose(w, np.tile(want[name], (4, 1)), rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("std", mostly_thorough([0.1, 0.3], 0.3))
 def test_company_changes_no_more_than_the_last_bits(std):
     draw = jax.jit(rpx.VarNoise(std).apply)

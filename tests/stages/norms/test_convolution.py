@@ -81,6 +81,7 @@ def test_the_norm_is_the_largest_singular_value_of_the_dense_matrix(name):
     np.testing.assert_allclose(image / np.linalg.norm(image), np.asarray(fixed["u"]).reshape(-1), atol=1e-2)
 
 
+@pytest.mark.thorough
 def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_root_of_its_area():
     kernel = np.ones((3, 3, 1, 1), np.float32)
     flat, whole = (
@@ -90,6 +91,7 @@ def test_it_differs_from_the_norm_of_the_matrix_of_the_kernel_by_at_most_the_roo
     np.testing.assert_allclose([1 / flat, 1 / whole], [3.0, 9.0], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_one_and_three_axes_and_the_layout_of_torch():
     line = normal(3, 2, 4)
     p = rpx.SpectralNorm(columns=-1, input_shape=6, padding="VALID")

@@ -274,6 +274,7 @@ def test_spectral_norm_brings_the_largest_singular_value_to_one(w, axis):
     assert top(read(p, settled(p, w)), axis) == pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("axes", [{"columns": (1, 2)}, {"rows": 0}, {"rows": (2, 1), "columns": 0}], ids=repr)
 def test_spectral_norm_of_a_kernel_of_attention_is_that_of_its_map(axes):
     # The worst case of four heads: one input feeds another direction in each. By heads, the norm of the map is 2.

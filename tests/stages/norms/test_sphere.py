@@ -212,6 +212,7 @@ def standardized(w, axis):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("axis", "inputs"),
     [

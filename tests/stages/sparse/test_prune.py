@@ -137,6 +137,7 @@ def test_a_lower_sparsity_brings_weights_back_and_a_new_init_starts_again():
     np.testing.assert_array_equal(read(rpx.MagnitudePruning(0.9), rpx.MagnitudePruning(0.0).update(pruned)), w)
 
 
+@pytest.mark.thorough
 def test_a_tuple_prunes_among_what_is_left_and_two_stages_among_all():
     w = normal(8, 4)
     for kind in (rpx.MagnitudePruning, rpx.sparse.GlobalMagnitudePruning):
@@ -180,6 +181,7 @@ def test_global_pruning_ranks_the_weights_of_all_arrays():
     np.testing.assert_array_equal(got["a"]["bias"], params["a"]["bias"])
 
 
+@pytest.mark.thorough
 def test_global_pruning_ranks_factors_that_share_a_path():
     p = rpx.sparse.GlobalMagnitudePruning(0.5) >> rpx.LowRank(2)
     w = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
@@ -194,6 +196,7 @@ def test_global_pruning_ranks_factors_that_share_a_path():
     np.testing.assert_allclose(read(p, raw), pruned[0] @ pruned[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_global_pruning_is_made_anew_from_what_earlier_stages_give_now():
     p = rpx.numbers.Scale(2.0, where="a") >> rpx.sparse.GlobalMagnitudePruning(0.5)
     raw = init(p, {"a": np.float32([[1, 2]]), "c": np.float32([[3, 4]])})
@@ -244,6 +247,7 @@ def test_random_pruning_takes_a_given_number_at_random(key):
     np.testing.assert_allclose(masks.mean(0).var(), 0.21 / 50, rtol=5 * np.sqrt(2 / 2000))
 
 
+@pytest.mark.thorough
 def test_random_pruning_of_slices_takes_zeros_first_and_projects_to_the_nearest():
     w = normal(6, 4) * np.array([1, 0, 1, 1e-30], np.float32)
     p = rpx.sparse.RandomPruning(count=1, axis=-1)

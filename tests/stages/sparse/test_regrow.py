@@ -98,6 +98,7 @@ def test_set_drops_the_smallest_and_grows_at_random():
     np.testing.assert_allclose(counts, 32 / 224, atol=4.5 * np.sqrt(32 / 224 * (1 - 32 / 224) / 500))
 
 
+@pytest.mark.thorough
 def test_without_what_an_update_reads_the_mask_stays():
     for p, given in (
         (rpx.sparse.RigL(0.5), {"key": jax.random.key(1)}),
@@ -126,6 +127,7 @@ def test_init_hides_no_numbers():
     np.testing.assert_array_equal(raw["w"]["@rigl"]["w"] != 0, mask_of(raw) != 0)
 
 
+@pytest.mark.thorough
 def test_numbers_that_are_none_do_not_change_the_density():
     p = rpx.sparse.RigL(0.5, drop_fraction=0.5)
     raw = init(p, {"w": normal(4, 4)}, jax.random.key(0))
@@ -144,6 +146,7 @@ def test_a_traced_share_is_kept_within_zero_and_one(drop):
     np.testing.assert_array_equal(mask_of(update(drop)), mask_of(update(float(np.clip(drop, 0, 1)))))
 
 
+@pytest.mark.thorough
 def test_gradients_reach_a_stage_through_those_behind_it():
     """By the chain rule: ``b = 10 a``, so a gradient by ``b`` counts tenfold at ``a``."""
     p = rpx.sparse.RigL(0.5, drop_fraction=0.5, where="a") >> rpx.Tie({"b": ("a", lambda a: 10.0 * a)})
@@ -162,6 +165,7 @@ def test_gradients_behind_noise_are_those_by_its_mean():
     np.testing.assert_array_equal(mask_of(raw), [[1.0, 0.0, 0.0, 1.0]])
 
 
+@pytest.mark.thorough
 def test_set_draws_for_each_of_stacked_arrays_alone():
     p, w = rpx.sparse.SET(0.5, drop_fraction=0.5, stacked=0), np.stack([normal(4, 4)] * 3)
     first = init(p, {"w": w}, jax.random.key(0))
@@ -173,6 +177,7 @@ def test_set_draws_for_each_of_stacked_arrays_alone():
     np.testing.assert_array_equal(fold(p, after)["w"], w * masks[0] * masks[1])
 
 
+@pytest.mark.thorough
 def test_set_grows_others_than_it_dropped_with_the_key_of_init_too(key):
     p, w = rpx.sparse.SET(0.5, drop_fraction=0.5), normal(40, 40)
     first = init(p, {"w": w}, key)
@@ -205,6 +210,7 @@ def test_a_stage_of_a_third_party_reads_the_gradient_and_a_key():
     jax.tree.map(np.testing.assert_array_equal, *(p.update(raw, key) for key in (None, jax.random.key(0))))
 
 
+@pytest.mark.thorough
 def test_two_stages_of_one_kind_on_an_array_read_each_its_own_gradient():
     p = Remembers(where="w") >> Remembers(where="w")
     raw = init(p, {"w": jnp.ones(2), "x": jnp.ones(2), "y": jnp.ones(2)})
