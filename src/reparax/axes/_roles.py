@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -58,32 +58,40 @@ def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwa
     reading = Reading(arguments)
     products = [use for use in reading.uses if isinstance(use, DataProduct)]
     products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
-    products = _with_members_apart(products, reading)
+    products = _stack_ensembles(products, reading)
     reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-    of, each = dict[int, list[DataProduct]](), list[Role]()
+    products_of_parameter = dict[int, list[DataProduct]]()
     for product in products:
-        for owner in {owner for owner, _ in product.inputs | product.outputs | product.stacked}:
-            of.setdefault(owner, []).append(product)
+        for parameter in {parameter for parameter, _ in product.inputs | product.outputs | product.stacked}:
+            products_of_parameter.setdefault(parameter, []).append(product)
+    roles_of_arguments = list[Role]()
     for i, x in enumerate(arguments.arrays):
-        role = _role_of(i, of.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-        each.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
-    return arguments.call(each, lambda *args, **_: args[argnums or 0])
+        role = _role_of(i, products_of_parameter.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+        roles_of_arguments.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
+    return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
 
 
-def _with_members_apart(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
-    """Products where axes that index members of an ensemble are stacked ones; what a product contracts is none."""
+def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
+    """The products with output axes that index the members of an ensemble among their stacked axes instead.
 
-    def atoms(of: Origins) -> frozenset[int]:
-        each = (reading.labels.atoms(reading.parameters[owner].labels[axis]) for owner, axis in of)
-        return frozenset[int]().union(*each)
+    An axis that any product contracts, by itself or as a part of a merged one, indexes no members.
+    """
 
-    contracted = frozenset[int]().union(*(atoms(product.inputs) for product in products))
-    members = frozenset(each for each in reading.members.found if not atoms(frozenset([each])) & contracted)
-    found = list[DataProduct]()
-    for product in products:
-        own = product.outputs & members
-        found.append(replace(product, outputs=product.outputs - own, stacked=product.stacked | own))
-    return found
+    def atoms_of(axes: Origins) -> frozenset[int]:
+        """What axes of parameters are merged from."""
+        labels = [reading.parameters[parameter].labels[axis] for parameter, axis in axes]
+        return frozenset[int]().union(*map(reading.labels.atoms, labels))
+
+    contracted = frozenset[int]().union(*(atoms_of(product.inputs) for product in products))
+    member_axes = frozenset(axis for axis in reading.members.found if not atoms_of(frozenset([axis])) & contracted)
+    return [
+        replace(
+            product,
+            outputs=product.outputs - member_axes,
+            stacked=product.stacked | (product.outputs & member_axes),
+        )
+        for product in products
+    ]
 
 
 def _add_use(uses: list[Use], new: Use) -> None:
@@ -132,28 +140,39 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
     """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
-    contracted, kept = inputs, outputs
-    found, left = list[tuple[DataProduct, Origins, Origins]](), between
+    inputs_of_data, outputs_of_data = inputs, outputs
+    resolved, unresolved = list[_Resolved](), between
     while True:
-        unknown = list[Between]()
-        for each in left:
-            for (inner, rest), (other, others) in ((each.left, each.right), (each.right, each.left)):
-                if rest & (inputs | outputs):
-                    reads = rest & inputs  # data meet the inner one first
-                    first, second, ends = (inner, other, (rest, others)) if reads else (other, inner, (others, rest))
-                    if first & contracted or second & kept:
-                        continue  # as in a penalty: data do not meet one weight after the other
-                    inputs, outputs = inputs | second, outputs | first
-                    found.append((DataProduct(second, first, each.stacked, each.line), *ends))
-                    break
+        still_unresolved = list[Between]()
+        for use in unresolved:
+            for (axes, free_axes), (other_axes, other_free_axes) in ((use.left, use.right), (use.right, use.left)):
+                if not free_axes & (inputs | outputs):
+                    continue
+                if free_axes & inputs:  # data meet this weight first, and the other one reads what it makes
+                    first, second, start, end = axes, other_axes, free_axes, other_free_axes
+                else:
+                    first, second, start, end = other_axes, axes, other_free_axes, free_axes
+                if first & inputs_of_data or second & outputs_of_data:
+                    continue  # as in a penalty: data do not meet one weight after the other
+                inputs, outputs = inputs | second, outputs | first
+                resolved.append(_Resolved(DataProduct(second, first, use.stacked, use.line), start, end))
+                break
             else:
-                unknown.append(each)
-        if len(unknown) == len(left):
+                still_unresolved.append(use)
+        if len(still_unresolved) == len(unresolved):
             break
-        left = unknown
-    both = [one for one, start, end in found if start & outputs or end & inputs]
-    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in both]
-    return [*(product for product, _, _ in found), *turned]
+        unresolved = still_unresolved
+    contradictory = [each.product for each in resolved if each.start & outputs or each.end & inputs]
+    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in contradictory]
+    return [*(each.product for each in resolved), *turned]
+
+
+class _Resolved(NamedTuple):
+    """A product of two weights, and the other axes of the one that data meet first, and of the second."""
+
+    product: DataProduct
+    start: Origins
+    end: Origins
 
 
 # ---- whether a chain fits

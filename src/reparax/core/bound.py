@@ -138,19 +138,20 @@ def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree
 
 def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
-    opening = [bound for bound in bounds if bound.nodes]
-    random = [bound for bound in opening if bound.stage._draws]
-    drawn = keys.of_sites(random[0].stage.kind, [(bound.number, str(bound.draw_path)) for bound in random]) if random else []
-    key_of = dict(zip(map(id, random), drawn, strict=True))
+    with_markers = [bound for bound in bounds if bound.nodes]
+    drawing = [bound for bound in with_markers if bound.stage._draws]
+    sites = [(bound.number, str(bound.draw_path)) for bound in drawing]
+    keys_of_sites = keys.of_sites(drawing[0].stage.kind, sites) if drawing else []
+    key_of_bound = dict(zip(map(id, drawing), keys_of_sites, strict=True))
     swaps: list[Swap] = []
-    for bound in opening:
+    for bound in with_markers:
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in bound.arrays.values()):
             raise TypeError(
                 f"{bound.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
             )
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in bound.arrays.items()}
         with locate_errors(bound.who):
-            values = bound.stage._init_at(bound, arrays, key_of.get(id(bound)))
+            values = bound.stage._init_at(bound, arrays, key_of_bound.get(id(bound)))
         swaps += [([place], bound.raw_values(name, values[name])) for name, place in bound.arrays.items()]
     return tree.swap(swaps)
 

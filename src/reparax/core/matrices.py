@@ -172,9 +172,9 @@ class RowsAndColumns(MatrixAxes):
             layout = self._layout(arrays)
             merged = {name: layout.merge(self._axes_of_value(name), array) for name, array in arrays.items()}
             result = formula(merged if is_raw else merged[ARRAY], *arguments)
-            results = result if isinstance(result, Mapping) else {ARRAY: result}
-            if is_raw and ARRAY in results and result.ndim not in (0, 2):
-                raise ValueError(f"expected the values of a matrix, got those of shape {result.shape}: {OTHER_CHAIN}")
+            results: Mapping[str, Any] = result if isinstance(result, Mapping) else {ARRAY: result}
+            if is_raw and (shape := getattr(results.get(ARRAY), "shape", ())) and len(shape) != 2:
+                raise ValueError(f"expected the values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
             # What the formula returns unchanged stays the same array, if it was merged as it would be split.
             originals = {(layout.order(self._axes_of_value(name)), id(merged[name])): arrays[name] for name in arrays}
             split = dict[str, Array]()
@@ -193,7 +193,7 @@ class RowsAndColumns(MatrixAxes):
 
     def _layout(self, arrays: Mapping[str, Array]) -> Layout:
         """The layout of an array, from itself or from its raw values."""
-        own = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
+        own: Any = next((x for name, x in arrays.items() if self._axes_of_value(name) is None), None)
         rows, columns = self.axes_of(self._count_axes(arrays) if own is None else own.ndim)
         sizes = dict[str, tuple[int, ...]]()
         if own is not None:

@@ -253,21 +253,28 @@ def is_table(leaf: Leaf) -> bool:
 def choose(
     who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool], look: Callable[[Leaf], Any]
 ) -> list[Leaf]:
-    """The leaves that are selected; ``by_default`` says whether the stage takes one if no ``where`` is given.
+    """The leaves that a stage acts on.
 
-    A predicate gets what ``look`` returns: the array, or its type.
+    Args:
+      who: How errors name the stage.
+      where: Its selection.
+      leaves: All leaves of a tree.
+      by_default: Whether the stage takes a leaf if no ``where`` is given.
+      look: What a predicate gets of a leaf: the array, or its type.
     """
-    seen = [leaf for leaf in leaves if _is_seen(where, leaf)]
-    if where is None:
-        return [leaf for leaf in seen if leaf.main and by_default(leaf)]
-    if isinstance(where, AllBut):
-        return [leaf for leaf in seen if leaf.main and not where.leaves_out(leaf.path) and by_default(leaf)]
-    if isinstance(where, str):
-        matches = re.compile(where).fullmatch
-        return [leaf for leaf in seen if matches(leaf.raw_path if "@" in where else leaf.path)]
-    if isinstance(where, Selected):  # it does not select values that stages put below its leaves
-        return [leaf for leaf in seen if (where(leaf.path, None) if leaf.main else leaf.path in where.paths)]
-    return [leaf for leaf in seen if _ask_predicate(who, where, leaf.path, look(leaf))]
+
+    def is_chosen(leaf: Leaf) -> bool:
+        if where is None:
+            return leaf.main and by_default(leaf)
+        if isinstance(where, AllBut):
+            return leaf.main and not where.leaves_out(leaf.path) and by_default(leaf)
+        if isinstance(where, str):
+            return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
+        if isinstance(where, Selected):  # it does not select values that stages put below its leaves
+            return where(leaf.path, None) if leaf.main else leaf.path in where.paths
+        return _ask_predicate(who, where, leaf.path, look(leaf))
+
+    return [leaf for leaf in leaves if _is_seen(where, leaf) and is_chosen(leaf)]
 
 
 def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:

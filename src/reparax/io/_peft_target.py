@@ -140,15 +140,17 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     for target in targets:
         targets_of_module.setdefault(target.module, []).append(target)
     names: dict[str, str] = {}
-    for module, several in targets_of_module.items():
-        if len(several) > 1 and len({target.rule for target in several} - {None}) < len(several):
-            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in several)
+    for module, targets_there in targets_of_module.items():
+        rules_given = {target.rule for target in targets_there} - {None}
+        if len(targets_there) > 1 and len(rules_given) < len(targets_there):
+            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in targets_there)
             raise ValueError(
                 f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
                 f"module. Give each its own rule in that order, such as names={{{rules}}}."
             )
-        in_order = sorted(several, key=lambda target: target.rule or 0)
-        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(reversed(in_order))}
+        # PEFT wraps the module once for each parameter, and the last one of them stands outside.
+        innermost_last = sorted(targets_there, key=lambda target: target.rule or 0, reverse=True)
+        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(innermost_last)}
     return names
 
 

@@ -275,15 +275,21 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
     are calls of one function, which leave no trace in the program.
     """
     alone = _Alone.of(program, eqn)
-    kind = kind_of(eqn)
-    # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
-    holds, linearized = bool(_programs_in(eqn)), any(map(_is_linearized, args))
-    gains = (kind is CustomJvp or (linearized and kind is Checkpoint)) and _any_is_traced(args) if holds else linearized
-    if eqn.effects or not gains or not alone.has_hash:
+    if eqn.effects or not _is_worth_sharing(eqn, args) or not alone.has_hash:
         return alone.function(*args)
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
         return _shared_function(alone)(*args)
+
+
+def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
+    """Whether an equation on these values has a derivative that takes JAX long, and that equal ones can share."""
+    is_linearized = any(map(_is_linearized, args))
+    if not _programs_in(eqn):
+        return is_linearized
+    # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
+    kind = kind_of(eqn)
+    return (kind is CustomJvp or (is_linearized and kind is Checkpoint)) and _any_is_traced(args)
 
 
 @functools.lru_cache(maxsize=4096)

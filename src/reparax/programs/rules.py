@@ -283,7 +283,7 @@ _MAKERS = {
 }
 
 
-def may_make(eqn: JaxprEqn) -> bool:
+def may_make_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
     kind = equations.kind_of(eqn)
     if kind not in _MAKERS - {equations.Add, equations.Subtract}:
@@ -291,11 +291,11 @@ def may_make(eqn: JaxprEqn) -> bool:
     output = type_of(eqn.outvars[0])
     if output.ndim < 2 or not has_range(output.dtype):
         return False
-    operand_types = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
+    operands = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if kind is equations.ConvertType:
-        return _holds_integers(operand_types[0].dtype)
-    smaller = [count_entries(aval.shape) < count_entries(output.shape) for aval in operand_types]
-    return all(smaller) if kind is equations.Dot else any(smaller)
+        return _holds_integers(operands[0].dtype)
+    are_smaller = [count_entries(x.shape) < count_entries(output.shape) for x in operands]
+    return all(are_smaller) if kind is equations.Dot else any(are_smaller)
 
 
 def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:

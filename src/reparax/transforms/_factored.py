@@ -44,7 +44,7 @@ from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, kind_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
-from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make, move_sum
+from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import lines_by_origin, paths_of
 from reparax.programs.sums import (
     Circle,
@@ -484,7 +484,7 @@ class Factoring:
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
         if not any(fact.known and fact.origins for fact in facts):
             return False
-        return _may_make_inside(eqn) if has_body(eqn) else out_facts.known and may_make(eqn)
+        return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
         eqn, args, out_facts = operation.eqn, operation.args, operation.out_facts
@@ -548,14 +548,14 @@ class Factoring:
         return None if self.plan.forms(weight.root) else weight
 
 
-def _may_make_inside(eqn: JaxprEqn) -> bool:
+def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation may make a sum."""
-    return declares(eqn) or any(map(_may_make_in_program, jaxprs.inner(eqn)))
+    return declares(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
 
 
-def _may_make_in_program(jaxpr: Jaxpr) -> bool:
+def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:
     """Whether an equation of a program, or of one inside it, may make a sum."""
-    return any(may_make(eqn) or _may_make_inside(eqn) for eqn in jaxpr.eqns)
+    return any(may_make_sum(eqn) or _may_make_sum_inside(eqn) for eqn in jaxpr.eqns)
 
 
 def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:

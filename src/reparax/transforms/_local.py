@@ -314,18 +314,18 @@ class Drawing:
 
     def _multiply(self, operation: Operation) -> Outs:
         """A product of data with a noisy weight, in which each row of the result draws; None if it is not linear."""
-        eqn, args = operation.eqn, operation.args
-        (i,) = (i for i, x in enumerate(args) if isinstance(x, Sum))
-        weight = Noisy.of(args[i])
-        mean_with_noise = weight and mean_and_noise(operation, i, weight)
-        if weight is None or mean_with_noise is None:
+        (position,) = (i for i, x in enumerate(operation.args) if isinstance(x, Sum))
+        weight = Noisy.of(operation.args[position])
+        if weight is None or (mean_with_noise := mean_and_noise(operation, position, weight)) is None:
             return None
-        (number,), (mean, noise) = self.state, mean_with_noise
-        result = noise(key_of_use(weight.key, number, sorted(operation.out_facts.differs)), mean)
+        mean, add_noise = mean_with_noise
+        (n_draws,) = self.state
+        key = key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs))
+        result = add_noise(key, mean)
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
-        self.state = [number + jnp.uint32(1)]
-        self.reads.append(NoisyRead(eqn, args[i].root, is_own=True))
+        self.state = [n_draws + jnp.uint32(1)]
+        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, is_own=True))
         return [result.astype(operation.view.type.dtype)]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:

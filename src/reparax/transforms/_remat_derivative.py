@@ -39,19 +39,19 @@ class RematCall:
     Attributes:
       program: The program.
       known_inputs: Which inputs are known: parameters and keys, from which weights are computed.
-      n_dots: How many inputs, the last, are tangents.
+      n_tangents: How many inputs, the last, are tangents.
       keeps_masks: Whether the backward pass reads masks in bits instead of drawing them again.
     """
 
     program: Jaxpr
     known_inputs: Flags
-    n_dots: int = 0
+    n_tangents: int = 0
     keeps_masks: bool = False
 
     @property
     def n_fixed(self) -> int:
         """How many inputs are not tangents."""
-        return len(self.known_inputs) - self.n_dots
+        return len(self.known_inputs) - self.n_tangents
 
 
 class CallPrimitive:
@@ -103,20 +103,20 @@ class _Primitive(Primitive):
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> list[Any]:
-        """The outputs."""
+        """The outputs of a call, which is one equation, but under ``jax.experimental.jet`` and for tangents."""
         if has_series(args):
             return jaxprs.evaluate(call_of(params).program, args)
         if jaxprs.PROGRAM in params:
             return super().bind(*args, **params)
+        # JAX gives a function in place of the program, whose first inputs are those that it has added.
         function, operands = jaxprs.replacement(args, params)
-        if params["n_dots"]:  # what is added need not be linear
+        if params["n_tangents"]:  # what is added need not be linear
             return function(*operands)
         program, consts = jaxprs.consts_first(jax.make_jaxpr(function)(*operands))
-        n_new = len(operands) - len(params["known_inputs"])
-        known_inputs = [*(True for _ in consts), *(False for _ in range(n_new)), *params["known_inputs"]]
-        return self.bind(
-            *consts, *operands, **_params(RematCall(program, known_inputs, keeps_masks=params["keeps_masks"]))
-        )
+        n_added = len(operands) - len(params["known_inputs"])
+        known_inputs = [True] * len(consts) + [False] * n_added + list(params["known_inputs"])
+        call = RematCall(program, known_inputs, keeps_masks=params["keeps_masks"])
+        return self.bind(*consts, *operands, **_params(call))
 
 
 def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
@@ -126,7 +126,7 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
     call = call_of(jaxprs.params_of_our_equation(eqn))
     program, read = jaxprs.keep_used(call.program, used_outputs)
     known_inputs = [flag for flag, is_read in zip(call.known_inputs, read, strict=True) if is_read]
-    call = replace(call, program=program, known_inputs=known_inputs, n_dots=sum(read[call.n_fixed :]))
+    call = replace(call, program=program, known_inputs=known_inputs, n_tangents=sum(read[call.n_fixed :]))
     invars = [v for v, flag in zip(eqn.invars, read, strict=True) if flag]
     outvars = [v for v, flag in zip(eqn.outvars, used_outputs, strict=True) if flag]
     return read, eqn.replace(invars=invars, outvars=outvars, params=_params(call))
@@ -134,13 +134,17 @@ def _prune_equation(used_outputs: Flags, eqn: Any) -> tuple[Flags, Any]:
 
 def _params(call: RematCall) -> dict[str, Any]:
     """The parameters of an equation, which JAX requires to be hashable."""
-    settings = {"known_inputs": tuple(call.known_inputs), "n_dots": call.n_dots, "keeps_masks": call.keeps_masks}
-    return {jaxprs.PROGRAM: call.program, **settings}
+    return {
+        jaxprs.PROGRAM: call.program,
+        "known_inputs": tuple(call.known_inputs),
+        "n_tangents": call.n_tangents,
+        "keeps_masks": call.keeps_masks,
+    }
 
 
 def call_of(params: Any) -> RematCall:
     """The call that parameters of an equation hold."""
-    return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_dots"], params["keeps_masks"])
+    return RematCall(params[jaxprs.PROGRAM], list(params["known_inputs"]), params["n_tangents"], params["keeps_masks"])
 
 
 # ---- both halves together

@@ -148,8 +148,8 @@ class Tie(Parametrization):
         who = CallName(self, "init")
         if tied := [leaf for leaf in (target, source) if isinstance(leaf.content, Node)]:
             raise ValueError(
-                f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as a "
-                f"target once, and the owner of a tied array as the source."
+                f"{who} names {tied[0].draw_path!r}, which a later Tie of the chain has tied already. Use each path as "
+                f"a target once, and the owner of a tied array as the source."
             )
         shape = jax.eval_shape(jnp.asarray, target.content)
         given_type = jax.eval_shape(lambda x: transform(x), source.content)
@@ -160,8 +160,8 @@ class Tie(Parametrization):
             )
         if self.unequal == "raise" and _differ(target.content, source.content, transform):
             raise ValueError(
-                f"{who}: {target.draw_path!r} does not equal what its source {source.draw_path!r} gives, so tying would "
-                f"change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
+                f"{who}: {target.draw_path!r} does not equal what its source {source.draw_path!r} gives, so tying "
+                f"would change the model. Set the target to that first, drop the tie, or pass `unequal='overwrite'`."
             )
 
     def _sources(self, who: CallName, leaves: Mapping[Names, Leaf]) -> dict[Names, tuple[Names, Transform]]:
