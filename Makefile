@@ -19,7 +19,7 @@ INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(P
 .PHONY: tables demo test test-thorough test-avx2 test-costs test-peers test-versions bench bench-device evidence example example-experts example-speech docs notebooks dist lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(RUN) -m reparax.demo
+	@$(RUN) -m reparax.demo
 
 test: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough"
@@ -115,6 +115,12 @@ $(RUN):
 $(VENV)/%.stamp: pyproject.toml | $(RUN)
 	@echo "Installing what 'make $*' needs, into $(VENV):"
 	$(INSTALL) -e '.[$*]'
+	@touch $@
+
+# The demo is the first that one sees of reparax, so pip is heard only if it fails.
+$(VENV)/demo.stamp: pyproject.toml | $(RUN)
+	@echo "Installing what the demo needs, into $(VENV): JAX, optax, scikit-learn and matplotlib."
+	@$(INSTALL) -e '.[demo]' > $(VENV)/demo.log 2>&1 || { cat $(VENV)/demo.log; exit 1; }
 	@touch $@
 
 # Type checking reads what the demo and the tests import.

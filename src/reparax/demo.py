@@ -320,6 +320,10 @@ def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains every configuration, prints the table and what it shows, and writes the plot."""
     settings, console = options(arguments), Console(highlight=False)
+    console.print(
+        f"Networks learn to read handwritten digits from 300 images, with {len(CHAINS)} parametrizations of their "
+        f"weights and with none. Then noise and rounding disturb the weights: who still reads the digits?"
+    )
     training, test = load()
     began = time.perf_counter()
     with Progress(console=console) as progress:
@@ -334,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(f"{settings.seeds} seeds, {settings.steps} steps each, {seconds:.0f} seconds of training.")
     console.print("One small data set, and nothing is tuned: do not read this as a ranking of the methods.")
     plot(scores).savefig(settings.plot, format="png", dpi=150)
-    console.print(f"Plot: {settings.plot}")
+    console.print(f"Plot: {settings.plot}. Read next: docs/quickstart.md, which explains each line of such a training.")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,9 @@ def test_main_prints_the_table_and_writes_the_plot(monkeypatch, capsys, tmp_path
     path = tmp_path / "plot.png"
     demo.main(["--steps", "10", "--seeds", "2", "--plot", str(path)])
     printed = capsys.readouterr().out
+    assert printed.startswith("Networks learn to read handwritten digits from 300 images")
+    assert "Read next: docs/quickstart.md" in " ".join(printed.split())
+    assert (Path(__file__).parents[2] / "docs/quickstart.md").is_file()
     for name in demo.CONFIGURATIONS:
         assert re.search(rf"│ {re.escape(name)} +│( +\d+\.\d ± \d+\.\d │){{3}}", printed)
     assert "2 seeds, 10 steps each" in printed
