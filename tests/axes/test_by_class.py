@@ -1,5 +1,6 @@
 """Axes that the class of a layer or the name of an array says, against those that the program of the network shows."""
 
+import functools
 from collections import Counter
 
 import equinox as eqx
@@ -86,31 +87,40 @@ def of_cell(make):
     return make(4, 5, key=KEY), lambda cell, x: cell(x, x[0] * jnp.ones(5)), normal(4)
 
 
-LSTM = eqx.nn.LSTMCell(4, 5, key=KEY)
-OF_NNX = {
-    "heads": (Heads, jnp.ones((2, 5), int)),
-    "images": (Images, normal(2, 6, 6, 3)),
-    "scanned": (Scanned, normal(2, 4)),
-    "lstm": (cell(nnx.LSTMCell), normal(2, 3, 4)),
-    "optimized lstm": (cell(nnx.OptimizedLSTMCell), normal(2, 3, 4)),
-    "gru": (cell(nnx.GRUCell), normal(2, 3, 4)),
-    "simple cell": (cell(nnx.SimpleCell), normal(2, 3, 4)),
-    "own": (Own, normal(2, 4)),
-}
-OF_EQUINOX = {
-    "mlp": (eqx.nn.MLP(4, 3, 7, 2, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
-    "scanned mlp": (eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
-    "ensemble": (ensemble(), lambda m, x: eqx.filter_vmap(lambda each: jax.vmap(each)(x))(m), normal(2, 4)),
-    "heads": (eqx.nn.MultiheadAttention(2, 6, 3, 4, 5, key=KEY), lambda m, x: m(x, x[:, :3], x[:, :4]), normal(5, 6)),
-    "convolution": (eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
-    "transposed": (eqx.nn.ConvTranspose2d(4, 6, 3, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
-    "gru": of_cell(eqx.nn.GRUCell),
-    "lstm": (LSTM, lambda m, x: m(x, (x[0] * jnp.ones(5), jnp.zeros(5))), normal(4)),
-    "table": (eqx.nn.Embedding(11, 6, key=KEY), lambda m, x: jax.vmap(m)(x), jnp.arange(3)),
-    "norm": (eqx.nn.LayerNorm((3, 4)), lambda m, x: m(x), normal(3, 4)),
-    "wrapped": (eqx.nn.WeightNorm(eqx.nn.Linear(4, 3, key=KEY)), lambda m, x: m(x), normal(4)),
-    "turned": (Turned(4, 3, key=KEY), lambda m, x: m(x), normal(3)),
-}
+@functools.cache
+def networks_of_nnx():
+    return {
+        "heads": (Heads, jnp.ones((2, 5), int)),
+        "images": (Images, normal(2, 6, 6, 3)),
+        "scanned": (Scanned, normal(2, 4)),
+        "lstm": (cell(nnx.LSTMCell), normal(2, 3, 4)),
+        "optimized lstm": (cell(nnx.OptimizedLSTMCell), normal(2, 3, 4)),
+        "gru": (cell(nnx.GRUCell), normal(2, 3, 4)),
+        "simple cell": (cell(nnx.SimpleCell), normal(2, 3, 4)),
+        "own": (Own, normal(2, 4)),
+    }
+
+
+@functools.cache
+def networks_of_equinox():
+    return {
+        "mlp": (eqx.nn.MLP(4, 3, 7, 2, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
+        "scanned mlp": (eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
+        "ensemble": (ensemble(), lambda m, x: eqx.filter_vmap(lambda each: jax.vmap(each)(x))(m), normal(2, 4)),
+        "heads": (
+            eqx.nn.MultiheadAttention(2, 6, 3, 4, 5, key=KEY),
+            lambda m, x: m(x, x[:, :3], x[:, :4]),
+            normal(5, 6),
+        ),
+        "convolution": (eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
+        "transposed": (eqx.nn.ConvTranspose2d(4, 6, 3, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
+        "gru": of_cell(eqx.nn.GRUCell),
+        "lstm": (eqx.nn.LSTMCell(4, 5, key=KEY), lambda m, x: m(x, (x[0] * jnp.ones(5), jnp.zeros(5))), normal(4)),
+        "table": (eqx.nn.Embedding(11, 6, key=KEY), lambda m, x: jax.vmap(m)(x), jnp.arange(3)),
+        "norm": (eqx.nn.LayerNorm((3, 4)), lambda m, x: m(x), normal(3, 4)),
+        "wrapped": (eqx.nn.WeightNorm(eqx.nn.Linear(4, 3, key=KEY)), lambda m, x: m(x), normal(4)),
+        "turned": (Turned(4, 3, key=KEY), lambda m, x: m(x), normal(3)),
+    }
 
 
 def lengths(p, params):
@@ -140,7 +150,7 @@ def compared(params, roles):
 
 
 def of_nnx(name):
-    make, x = OF_NNX[name]
+    make, x = networks_of_nnx()[name]
     model = make(nnx.Rngs(0))
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     roles = rpx.roles(lambda params, x: nnx.merge(graph, params, rest, copy=True)(x), params, x)
@@ -148,7 +158,7 @@ def of_nnx(name):
 
 
 def of_equinox(name):
-    model, call, x = OF_EQUINOX[name]
+    model, call, x = networks_of_equinox()[name]
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     return arrays, rpx.roles(lambda arrays, x: call(eqx.combine(arrays, rest), x), arrays, x)
 
@@ -164,11 +174,11 @@ def test_what_classes_and_names_say_is_what_programs_show_or_nothing():
 def counted():
     """How many arrays of all networks are equal, and how many are refused."""
     found = Counter()
-    for name in OF_NNX:
+    for name in networks_of_nnx():
         model, params, roles = of_nnx(name)
         found += compared(nnx.merge(nnx.graphdef(model), params, nnx.state(model, nnx.Not(nnx.Param))), roles)
         found += compared(params, roles)  # a state has no classes
-    for name in OF_EQUINOX:
+    for name in networks_of_equinox():
         found += compared(*of_equinox(name))
     for make in NETWORKS.values():
         forward, params, args, _ = make()
