@@ -17,13 +17,13 @@ TITLES = {
     "sparse": "Sparse and frozen",
     "shared": "Shared and packed",
     "adapters": "Adapters",
-    "quantized": "Few bits",
+    "quantized": "Quantization",
     "training": "Training",
     "transforms": "Transforms of a loss",
     "axes": "Axes",
     "io": "Files of torch, PEFT and few bits",
     "models": "Models that contain their chain",
-    "testing": "The laws of stages",
+    "testing": "Testing",
 }
 """Of each page, in the order of the index."""
 
