@@ -81,7 +81,7 @@ register_class(AllBut)
 
 
 def all_but(*patterns: Any) -> AllBut:
-    """A selection for ``where``: the stage's default, without the paths that match one of the regular expressions.
+    """For ``where``, everything but some paths: the stage's default without those that match a regular expression.
 
     Args:
       patterns: Regular expressions for whole paths. Each must match at least one path of the tree.

@@ -35,7 +35,7 @@ _STRENGTH = number_that(lambda strength: 0 <= strength < math.inf, "takes a fini
 
 
 class Delta(Reparametrization):
-    r"""A trained difference to fixed weights: :math:`w = w_0 + x`.
+    r"""A trained difference of full size to fixed weights: :math:`w = w_0 + x`.
 
     Raw values: ``x`` (main), like ``w``, zeros at the start; ``w`` (fixed), the base :math:`w_0`. ``init`` is exact,
     bit for bit. Earlier stages act on the difference: ``LowRank(4) >> Delta()`` has low rank,
@@ -88,7 +88,7 @@ class Delta(Reparametrization):
 
 
 class Hadamard(Reparametrization):
-    r"""An elementwise product: :math:`w = x \odot y`.
+    r"""The elementwise product of two trained arrays (LoHa): :math:`w = x \odot y`.
 
     Raw values: ``x`` and ``y``, both main, like ``w``. ``init`` gives ``x = w`` and ``y = 1``; it is exact, bit for
     bit, and a ``w`` of zeros trains. Earlier stages act on both: ``LowRank(4) >> Hadamard()`` is a product of two
@@ -122,7 +122,7 @@ class Hadamard(Reparametrization):
 
 
 class Gain(Reparametrization):
-    r"""Weights times trained factors: :math:`w = g \, x`.
+    r"""Weights times trained factors (IA3): :math:`w = g \, x`.
 
     Raw values: ``w`` (main), x, like ``w``; ``g`` (auxiliary), real, with the sizes of ``axis``, or a scalar; initially
     ones, in float32 for half-precision weights. ``init`` is exact, bit for bit. ``Freeze() >> Gain(axis=-1)`` is IA3 on
@@ -230,7 +230,7 @@ class TrainableSlices(Reparametrization):
 
 
 class Rotated(RowsAndColumns):
-    r"""Fixed weights times a trained block-diagonal matrix: :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
+    r"""Fixed weights times a trained block-diagonal matrix (OFT): :math:`W = \mathrm{diag}(R_1, \ldots, R_k) \, W_0`.
 
     Raw values: ``r`` (main) of shape ``(num_blocks, n, n)`` with n rows in each block, identities at the start; ``w``
     (fixed), the base :math:`W_0`, like ``W``. ``init`` is exact. With orthogonal blocks it is OFT, which keeps the

@@ -182,7 +182,7 @@ class SpecialOrthogonal(_Orthonormal):
 
 
 class Stiefel(_Orthonormal):
-    r"""Orthonormal columns, :math:`Q^H Q = I`: frames of k vectors in a space of n dimensions, :math:`n \ge k`.
+    r"""Orthonormal columns of tall matrices, :math:`Q^H Q = I`: k vectors in a space of n dimensions, n >= k.
 
     Raw values, maps and ``init`` as for :class:`Orthogonal`, which also takes wide matrices.
 

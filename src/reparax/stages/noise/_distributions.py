@@ -178,7 +178,7 @@ def ivon(
     weight_decay: Any = 1e-4,
     clip_radius: float = float("inf"),
 ) -> Transformation:
-    r"""An optax transformation for raw values of :class:`Gaussian` that finds :math:`\sigma` too: IVON.
+    r"""An optax transformation for raw values of :class:`Gaussian` that finds the variance too: IVON.
 
     It takes the gradients of one sample, or their mean over several, and writes means and standard deviations:
 

@@ -62,7 +62,7 @@ Relative = Literal["max", "std", "norm"]
 
 
 class VarNoise(_Drawn):
-    r"""Variational noise, or weight noise: :math:`w + \sigma \varepsilon` with :math:`\varepsilon \sim N(0, 1)`.
+    r"""Gaussian noise on weights (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
@@ -144,7 +144,7 @@ class VarNoise(_Drawn):
 
 
 class WeightDropout(_Drawn):
-    r"""DropConnect: :math:`w m / (1 - p)` with :math:`m \sim \mathrm{Bernoulli}(1 - p)`, so that the mean is :math:`w`.
+    r"""Dropout of weights (DropConnect): :math:`w m / (1 - p)`, :math:`m \sim \mathrm{Bernoulli}(1 - p)`, of mean w.
 
     The raw tree is the model's own. The probability is exact to :math:`2^{-23}`. Two consecutive stages with equal
     ``broadcast_dims`` on one array draw once: the keep probabilities multiply.

@@ -269,7 +269,7 @@ _FACTOR = number_that(lambda factor: 0 < abs(factor) < math.inf, "takes a finite
 
 
 class Scale(Reparametrization):
-    r"""A constant multiple, such as the multipliers of muP: :math:`w = c \, x`.
+    r"""A constant factor, such as the multipliers of muP: :math:`w = c \, x`.
 
     Raw value: ``x`` (main), like ``w``. ``init`` gives ``x = w / c``; it is exact up to rounding. Half-precision arrays
     are computed in float32.

@@ -39,7 +39,7 @@ from reparax.numerics.select import largest, largest_of_all
 
 
 class Freeze(Reparametrization):
-    """Frozen weights: ``w`` itself, as a fixed value.
+    """Weights that do not train: ``w`` itself, as a fixed value.
 
     Raw value: ``w`` (main, fixed). No gradient passes, and under :func:`reparax.optimizer` neither the optimizer nor
     weight decay changes it. ``init`` is exact.
@@ -151,7 +151,7 @@ class Mask(_Masked):
 
 
 class NByM(_Masked, Constraint):
-    r"""N:M sparsity, such as 2:4, :math:`w = m \, x`: of each ``m`` weights in a row, only the ``n`` largest.
+    r"""N:M sparsity, such as 2:4: :math:`w = m \, x`; of each ``m`` weights in a row, only the ``n`` largest.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zeros and ones. ``init`` is exact if ``w``
     has at least ``m - n`` zeros in each group, and otherwise starts at the nearest such point; among equal weights,
@@ -331,7 +331,7 @@ _ORDER = number_that(lambda order: order > 0, "takes the order of a norm, greate
 
 
 class MagnitudePruning(_Prune):
-    r"""Weights with a given sparsity: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
+    r"""Pruning of the smallest weights: :math:`w = m \, x`, with a mask :math:`m` of the largest magnitudes.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
     ``init`` is exact if ``w`` is already that sparse, and otherwise starts at the nearest such point; among equal
@@ -386,7 +386,7 @@ class MagnitudePruning(_Prune):
 
 
 class RandomPruning(_Prune):
-    r"""Weights with a given sparsity: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
+    r"""Pruning of random weights: :math:`w = m \, x`, with a constant random mask :math:`m` drawn at ``init``.
 
     Raw values: ``w`` (main), x, the weight itself; ``mask`` (fixed), real, zero or one for each weight, or each slice.
     Zeros are pruned first, so ``init`` is exact if ``w`` is already that sparse. Otherwise it starts at a random such
@@ -576,7 +576,7 @@ class SET(_Regrow):
 
 
 class GlobalMagnitudePruning(Joint):
-    r"""Weights with a given sparsity over all selected arrays together: :math:`w = m \, x`, keeping the largest.
+    r"""Pruning of the smallest weights of all selected arrays together: :math:`w = m \, x`, keeping the largest.
 
     Like :class:`MagnitudePruning`, with one ranking of all weights in the order of the tree. Raw values: ``w`` (main)
     and ``mask`` (fixed) for each array. ``init`` is exact if the arrays together are already that sparse.
