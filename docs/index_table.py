@@ -27,9 +27,9 @@ TITLES = {
 }
 """Of each page, in the order of the index."""
 ARGUMENTS = {
-    "Where": "The type of `where`: a regular expression, a predicate, or a selection.",
-    "Axes": "The type of arguments for axes: a number, a name, or several.",
-    "Number": "The type of arguments for numbers: one, a traced one, or one for each array.",
+    "Where": "The type of `where`, a regular expression, a predicate, or a selection.",
+    "Axes": "The type of arguments for axes, a number, a name, or several.",
+    "Number": "The type of arguments for numbers, one, a traced one, or one for each array.",
 }
 """The types of arguments, which have no docstring of their own."""
 
@@ -52,8 +52,7 @@ def _section(page: str, families: list[str]) -> str:
 def _row(family: str, name: str, thing: object) -> str:
     root = "reparax" if family == "testing" else "rpx"
     called = f"rpx.{name}" if name in TOP and family != "linen" else f"{root}.{family}.{name}"
-    is_type = not callable(thing) or not getattr(thing, "__module__", "").startswith("reparax")
-    text = ARGUMENTS[name] if is_type else inspect.getdoc(thing) or ""
+    text = ARGUMENTS.get(name) or inspect.getdoc(thing) or ""
     first = re.split(r"(?<=[.:])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":")
     first = re.sub(r":\w+:`~?\.?([^`]*)`", r"`\1`", first).replace("``", "`").replace("|", "\\|")
     return f"| `{called}` | {first.removesuffix('.')} |"
