@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reparax.core.axes import last_to_number
-from reparax.io._peft_method import (
+from reparax.io._peft_row import (
     Adapted,
     Given,
     Method,

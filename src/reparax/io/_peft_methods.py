@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from reparax.io._peft_lora import LORA, TOKENS, VERA
-from reparax.io._peft_method import (
+from reparax.io._peft_row import (
     Adapted,
     Given,
     Method,

@@ -19,8 +19,8 @@ from reparax.core.paths import Names, PyTree
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
 from reparax.io._peft_lora import BIAS
-from reparax.io._peft_method import Method, StageNode, Written, known_number
 from reparax.io._peft_methods import LORA, METHODS, TOKENS, method_of
+from reparax.io._peft_row import Method, StageNode, Written, known_number
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
 from reparax.stages.quantized import FakeQuantized, Quantized

@@ -120,8 +120,11 @@ class Traced:
     restore: Callable[[list[Any]], Any]
 
 
-def check_call(method: str, fun: Any, argnums: Any) -> str:
-    """Checks ``fun`` and ``argnums``, and returns the name of the call for errors."""
+def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = False) -> str:
+    """Checks ``fun`` and ``argnums``, and returns the name of the call for errors.
+
+    What ``follows_weights`` through the program refuses the result of ``remat``, which hides them.
+    """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
             f"{method} takes a function, but got {_describe_arrays(fun)!r} of type {type(fun).__name__}. Pass one, "
@@ -131,7 +134,7 @@ def check_call(method: str, fun: Any, argnums: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     # Not its repr, which may hold arrays.
-    if method in ("factored", "local_reparametrization", "explain") and getattr(function, "hides_weights", False):
+    if follows_weights and getattr(function, "hides_weights", False):
         raise ValueError(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."

@@ -92,7 +92,10 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
     """
     candidates = [fun, getattr(fun, "__wrapped__", None)]  # the second is what `jax.jit` wraps
     of_transform = [getattr(function, REPORTED) for function in candidates if hasattr(function, REPORTED)]
-    reported = of_transform[0] if of_transform else partial(planned, check_call("explain", fun, argnums), fun, argnums)
+    if of_transform:
+        reported = of_transform[0]
+    else:
+        reported = partial(planned, check_call("explain", fun, argnums, follows_weights=True), fun, argnums)
     found, *names = reported(args, kwargs)
     if isinstance(found, SumPlan):
         who = "" if of_transform else "with rpx.factored, "

@@ -602,7 +602,7 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
     References:
       Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang and Chen, *LoRA*, 2022.
     """
-    who = check_call("factored", fun, argnums)
+    who = check_call("factored", fun, argnums, follows_weights=True)
 
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:

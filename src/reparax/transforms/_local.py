@@ -414,7 +414,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     References:
       Kingma, Salimans and Welling, *Variational Dropout and the Local Reparameterization Trick*, 2015.
     """
-    who = check_call("local_reparametrization", fun, argnums)
+    who = check_call("local_reparametrization", fun, argnums, follows_weights=True)
 
     @functools.wraps(fun)
     def function(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""What a method of PEFT is here: the settings that are understood, and how it reads and writes one array."""
+"""What a row of the table of PEFT methods is: settings that are understood, and how it reads and writes one array."""
 
 import math
 import operator
