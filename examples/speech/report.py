@@ -91,7 +91,7 @@ def verdicts(name: str, folder: Path = RESULTS) -> list[str]:
         p = "p < 0.001" if gap.p < 0.001 else f"p = {gap.p:.3f}"
         size = f"{gap.mean:+.1f} ± {gap.error:.1f} points, {p}"
         than = f"{gap.word} from plain" if gap.word == NONE else f"{gap.word} than plain"
-        said.append(f"With {way}, {told(rate)} % of the words of unseen voices are wrong: {than} ({size}).")
+        said.append(f"With {way}, {told(rate)} %: {than} ({size}).")
     return said
 
 
