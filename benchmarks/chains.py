@@ -131,7 +131,7 @@ STAGES: list[tuple[tuple[str, ...], list[Stage | tuple[Stage, ...]]]] = [
     (AXES, [stage("Sphere", along=0), stage("Sphere", 2.0, along=-1)]),
     (AXES, [stage("MaxNorm", 1.0, axis=-1), stage("PoincareBall", 0.01, along=-1)]),
     (MATRICES, [stage("SpectralNorm"), stage("SpectralNorm", 3)]),
-    (("conv",), [stage("SpectralNorm", input_shape=(4, 4))]),
+    (("conv",), [stage("SpectralNorm", input_shape=(4, 4), columns=-1)]),
     (SQUARE, [stage(f"{name}", **INSIDE) for name in ("Symmetric", "Skew", "Triangular", "Diagonal")]),
     (
         SQUARE,

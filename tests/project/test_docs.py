@@ -19,8 +19,9 @@ from public import FAMILIES, PUBLIC, TOP, TYPES
 import reparax as rpx
 from benchmarks.common.shown import Results
 from benchmarks.evidence.record import found
-from benchmarks.evidence.summary import NONE, difference
+from benchmarks.evidence.summary import NONE, difference, told
 from benchmarks.evidence.weight_noise import NOISE, PLAIN, chosen, reported
+from examples.speech import report
 from reparax.core.names import FAMILIES as TABLE
 from reparax.core.names import family_of
 from reparax.testing import check_laws
@@ -142,18 +143,21 @@ def compared(told, task: str, ours: str, other: str) -> dict[str, str]:
 
 def test_the_numbers_of_the_readme_are_those_on_file():
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(README.read_text().split()))
-    told = found("weight_noise")
-    rounded = [reported(told[chosen(told, "text")[way]])["with 3 bits"] for way in (NOISE, PLAIN)]
+    on_file = found("weight_noise")
+    rounded = [reported(on_file[chosen(on_file, "text")[way]])["with 3 bits"] for way in (NOISE, PLAIN)]
     noise, plain = (f"{bits.mean():.2f} ± {bits.std(ddof=1) / len(bits) ** 0.5:.2f}" for bits in rounded)
     assert f"trained with noise scores {noise} bits per character, and {plain} without (five seeds" in text
     assert len(rounded[0]) == 5
-    assert compared(told, "digits", NOISE, PLAIN)["as trained"] == NONE
+    assert compared(on_file, "digits", NOISE, PLAIN)["as trained"] == NONE
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
     under, without = (results.median("batches", title, way) for way in ("remat", "apply"))
     taken = f"16 layers of 2048 at batch 32 takes {under:.0f} MiB of temporary memory instead of {without:.0f}."
     assert taken in text
     on_gpu, gpt = Results.newest("nvidia-h200"), "GPT-2, batch 8 x 512: peak MiB of a process"
     assert "on a GPU at batch 8 x 512 it saved nothing" in text
+    ways = report.ways_of(found("digits_lstm", report.RESULTS))
+    noisy, without = (told(report.wrong(ways[way], "unseen", None)) for way in ("noise", "plain"))
+    assert f"{noisy} % of the words of unseen voices wrong, and {without} % without" in text
     assert on_gpu.ratio("steps", gpt, "remat", "apply") >= 1
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert "is as fast as LoRA written by hand" in text

@@ -62,7 +62,7 @@ Relative = Literal["max", "std", "norm"]
 
 
 class VarNoise(_Drawn):
-    r"""Gaussian noise on weights (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
+    r"""Gaussian weight noise (variational noise): :math:`w + \sigma \varepsilon`, :math:`\varepsilon \sim N(0, 1)`.
 
     The raw tree is the model's own. Two consecutive stages on one array draw once, with the standard deviation
     :math:`\sqrt{\sigma_1^2 + \sigma_2^2}`. Complex arrays get complex noise with :math:`E|\varepsilon|^2 = 1`. Noise is
