@@ -83,10 +83,6 @@ def run(page: str, names: dict[str, object]) -> list[str]:
 def test_the_code_of_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": page}
-    if page == "concepts":
-        (first,) = re.findall(r"^>>> (import.*\n)>>> (params.*)", (DOCS / "concepts.md").read_text(), re.MULTILINE)
-        exec("".join(first), names)
-        names["key"] = jax.random.key(0)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         assert run(page, names) == []
 
