@@ -8,7 +8,7 @@ import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, OF_OTHER_CASES
+from cases import CASES, OF_EACH_CLASS
 
 import reparax as rpx
 from reparax.transforms import local_reparametrization
@@ -65,7 +65,7 @@ def assert_nothing_again(ways):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", [name for name in CASES if name not in OF_OTHER_CASES])
+@pytest.mark.parametrize("case", OF_EACH_CLASS)
 def test_the_formulas_of_no_stage_compile_again(case):
     p, params = CASES[case]
     assert_nothing_again(ways_of(p, p.init(params(), KEY))[0])
