@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -327,20 +327,20 @@ class Zeros:
         return replace(out, vanishing=zero, is_zero=self._is_zero(), equal=equal)
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
-        """The sums along axes of the operands."""
+        """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
         view, shapes = self.view, [v.aval.shape for v in self.view.operands]
         if isinstance(view, Dot | RaggedDot):
             return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
-            lhs, rhs, _ = view.dimension_numbers
-            return [self._sum_of_products(lhs[1], rhs[1], shapes[1][rhs[1]], line)]
-        left = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
-        gone = view.axes if isinstance(view, Reduce) else ()
-        axes = [zip(value.axes, shape, strict=True) for value, shape in zip(self.operands, shapes, strict=True)]
+            data, kernel, _ = view.dimension_numbers
+            return [self._sum_of_products(data[1], kernel[1], shapes[1][kernel[1]], line)]
+        reduced = view.axes if isinstance(view, Reduce) else ()
+        in_outputs = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
         return [
-            AxisSum(axis.label, n, NEVER, line)
-            for k, (axis, n) in enumerate(chain(*axes))
-            if n > 1 and (k in gone or not self.labels.atoms(axis.label) & left)
+            AxisSum(axis.label, size, NEVER, line)
+            for value, shape in zip(self.operands, shapes, strict=True)
+            for i, (axis, size) in enumerate(zip(value.axes, shape, strict=True))
+            if size > 1 and (i in reduced or not self.labels.atoms(axis.label) & in_outputs)
         ]
 
     def _sum_of_products(self, i: int, j: int, size: int, line: str) -> AxisSum:

@@ -106,16 +106,21 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
 
 
 def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    """For each path, its noisy weight, and how many products draw for each row, or why not."""
-    of_path: dict[str, list[NoisyRead]] = {}
+    """For each path, its noisy weight: how many products draw for each row, and what takes one draw for all rows."""
+    reads_by_path: dict[str, list[NoisyRead]] = {}
     for read in reads:
-        of_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
-    for path, all_reads in of_path.items():
-        of_one_draw = [read for read in all_reads if not read.is_own]
-        n = len(all_reads) - len(of_one_draw)
-        reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in of_one_draw)
-        yield Weight(path, describe(all_reads[0].origin.type), not of_one_draw, "; ".join(reasons))
+        reads_by_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
+    for path, reads_of_weight in reads_by_path.items():
+        shared = [read for read in reads_of_weight if not read.draws_per_row]
+        notes = [_count(n, "product")] if (n := len(reads_of_weight) - len(shared)) else []
+        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
+        type = describe(reads_of_weight[0].origin.type)
+        yield Weight(path, type, is_transformed=not shared, reason="; ".join(notes))
+
+
+def _count(n: int, noun: str) -> str:
+    """A number with its noun, as "2 products"."""
+    return f"{n} {noun}{'s' if n > 1 else ''}"
 
 
 def _weights_with_factors(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
@@ -125,7 +130,8 @@ def _weights_with_factors(plan: SumPlan, paths: Mapping[int, str], lines: Mappin
         if reads:
             type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
             reason = _reason_text(plan.costs(root), reads, lines, in_factors=not record.is_formed)
-            yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
+            path = common_path(record.origins, paths)
+            yield Weight(path, type, is_transformed=not record.is_formed, reason=reason)
 
 
 def _reason_text(
@@ -139,6 +145,6 @@ def _reason_text(
     if products:
         factored, formed = costs
         ratio = factored / formed if formed else 1.0
-        counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
+        counted = _count(len(products), "product")
         reasons = {f"{counted}, {'' if in_factors else 'in factors, '}{ratio:.2f} of the operations": None} | reasons
     return "; ".join(reasons)

@@ -244,12 +244,12 @@ class NoisyRead:
     Attributes:
       eqn: The equation that reads; None for the result of a program or of a body.
       origin: What made the weight.
-      is_own: Whether each row of the result has a draw of its own.
+      draws_per_row: Whether each row of the result has a draw of its own.
     """
 
     eqn: JaxprEqn | None
     origin: NoiseOrigin
-    is_own: bool
+    draws_per_row: bool
 
 
 A_DRAW = -1
@@ -325,12 +325,12 @@ class Drawing:
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
-        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, is_own=True))
+        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, draws_per_row=True))
         return [result.astype(operation.view.type.dtype)]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         del interpreter
-        self.reads.append(NoisyRead(eqn, x.root, is_own=False))
+        self.reads.append(NoisyRead(eqn, x.root, draws_per_row=False))
         return array_of(x)
 
 
@@ -446,16 +446,16 @@ def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, lis
 @functools.cache
 def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.check_this_jax(lambda: _draws_of_a_network() == [True, True, True])
+    jaxprs.check_this_jax(lambda: _small_network_draws_per_row() == [True, True, True])
 
 
-def _draws_of_a_network() -> list[bool]:
-    """For each product of a small network whether it draws for itself."""
-    w, rules = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
-    args = w, jax.random.key(0), w
+def _small_network_draws_per_row() -> list[bool]:
+    """Traces a small network with a noisy weight, and says for each of its products whether it draws for each row."""
 
     def noisy(w: Array, key: Array, x: Array) -> Array:
         return jaxprs.small_network(w + random.normal(key, w), x)
 
-    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, args, {}))
-    return [read.is_own for read in rules.reads]
+    w = x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    rules = Drawing()
+    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, (w, jax.random.key(0), x), {}))
+    return [read.draws_per_row for read in rules.reads]  # the rules keep what they have rewritten
