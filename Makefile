@@ -28,9 +28,10 @@ test: $(VENV)/test.stamp
 test-thorough: $(VENV)/test.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough
 
-# The numbers of the quick tests, as another processor rounds them: two programs may differ in the last bit there. XLA
-# compiles float16 from this instruction set on.
-NUMERIC := stages transforms training numerics
+# The quick tests whose numbers come from sums, square roots and roundings, as another processor rounds them: two programs
+# may differ in the last bit there. XLA compiles float16 from this instruction set on.
+NUMERIC := $(addprefix stages/,adapters matrices noise norms numbers quantized) $(addprefix numerics/test_,select.py terms.py) \
+  $(addprefix transforms/test_,attacks.py contexts.py local.py) training/test_transfer.py
 test-avx2: $(VENV)/test.stamp
 	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=AVX2" $(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" \
 	  $(NUMERIC:%=tests/%)
