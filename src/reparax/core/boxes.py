@@ -14,9 +14,19 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from reparax.core.axes import name_keywords, stated_axes
 from reparax.core.origins import Follow, inherit_entries
-from reparax.core.paths import Names, PyTree, flatten_with_names, has_ancestor, is_box, is_empty, items, path_text
+from reparax.core.paths import (
+    Names,
+    PyTree,
+    flatten_with_names,
+    has_ancestor,
+    is_box,
+    is_empty,
+    items,
+    name_keywords,
+    path_text,
+    stated_axes,
+)
 from reparax.core.raw import holds_markers
 
 

@@ -17,8 +17,8 @@ from jax.tree_util import register_static
 from reparax.core.calls import takes
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
-from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
-from reparax.core.raw import Leaf, parameter_path
+from reparax.core.paths import PyTree, describe, flatten_with_names, path_text
+from reparax.core.raw import Leaf, empty_nodes, nest, parameter_path
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
@@ -274,6 +274,8 @@ def choose(
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, look(leaf))
 
+    if isinstance(where, Selected | AllBut):
+        _require_known(who, where, leaves)
     return [leaf for leaf in leaves if _is_seen(where, leaf) and is_chosen(leaf)]
 
 
@@ -303,7 +305,7 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
-def require_known(who: object, where: Where, leaves: Sequence[Leaf], empty: Sequence[Names]) -> None:
+def _require_known(who: object, where: Selected | AllBut, leaves: Sequence[Leaf]) -> None:
     """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
 
     A place without a value of its own, such as a tied one, is known: the model has an array there.
@@ -311,8 +313,10 @@ def require_known(who: object, where: Where, leaves: Sequence[Leaf], empty: Sequ
     Raises:
       ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
     """
-    if not leaves or not isinstance(where, Selected | AllBut):
+    if not leaves:
         return
+    tree = leaves[0].tree
+    empty = () if tree is None else empty_nodes(nest(tree))
     known_paths = [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
