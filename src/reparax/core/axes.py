@@ -304,7 +304,10 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return given_for_same(jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts)), *args)
+        return given_for_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
+
+    def move_back(x: Array) -> Array:
+        return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
     return map_over_stack
 
@@ -342,11 +345,6 @@ def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
 def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
     """``x`` with the stacked axes first."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
-
-
-def _move_back(stacked: AxisNumbers, x: Array) -> Array:
-    """``x``, whose first axes are the stacked ones, with these in their own positions."""
-    return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
 
 def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:

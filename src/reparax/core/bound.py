@@ -221,11 +221,6 @@ def _join_noises(noise: Any, later: Any) -> Any:
     return noise.merged_with(later) if merges else None
 
 
-def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
-    """The effective tree of a raw one."""
-    return nest(apply_all(stages, flatten(raw), Keys(key)))
-
-
 def mean_stages(stages: Stages) -> list[Any]:
     """The stages without randomness."""
     return [part for stage in stages for part in stage.deterministic._parts]

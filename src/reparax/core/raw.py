@@ -308,15 +308,6 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
     return contents, describe_places(paths), treedef
 
 
-def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """``owners`` with each owner that copies a source replaced by the final source."""
-    final_owners = dict(owners)
-    for path in final_owners:
-        while final_owners[path] in sources:
-            final_owners[path] = sources[final_owners[path]]
-    return final_owners
-
-
 def empty_nodes(tree: PyTree) -> list[Names]:
     """The path of each empty node: the places without a value of their own."""
     return [path for path, leaf in items(tree, is_empty) if is_empty(leaf)]
@@ -355,16 +346,13 @@ def state_flags(tree: PyTree) -> list[bool]:
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
-        other_variable = has_ancestor(node, "Variable") and not _holds_parameter(node)
+        # The class `rpx.nnx.Fixed` holds a raw value of a parameter.
+        is_parameter = has_ancestor(node, "Param") or getattr(type(node), "holds_parameter", False)
+        other_variable = has_ancestor(node, "Variable") and not is_parameter
         beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
         other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags
-
-
-def _holds_parameter(variable: object) -> bool:
-    """Whether a variable is a ``Param``, or a raw value of one: ``rpx.nnx.Fixed``."""
-    return has_ancestor(variable, "Param") or getattr(type(variable), "holds_parameter", False)
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]

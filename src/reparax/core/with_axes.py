@@ -100,17 +100,20 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [new for part in parts for new in with_axes(part, tree, roles)]
-    answers: dict[str, dict[str, Any]] = {}
-    for leaf, axes_of_field in axes_of_leaves:
-        for name, axes in axes_of_field.items():
-            answers.setdefault(name, {})[leaf.path] = axes
-    for name, axes_of_path in answers.items():
-        for leaf, _ in axes_of_leaves:
-            axes_of_path.setdefault(leaf.path, getattr(stage.at_path(leaf.path), name))
-    new = _with_axes(stage, answers, paths, several=False)
-    if [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]:
-        new = _with_axes(stage, answers, paths, several=True)
-    return [new]
+
+    def numbered(*, by_path: bool) -> Any:
+        """The stage with these axes; by path where they differ, or in any case."""
+        new_axes = dict[str, Any]()
+        for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
+            answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+            others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
+            answers |= {path: getattr(stage.at_path(path), name) for path in others}
+            new_axes[name] = by_path_or_one(answers, paths, several=by_path)
+        return replace(stage, **new_axes)
+
+    new = numbered(by_path=False)
+    selects_others = [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]
+    return [numbered(by_path=True) if selects_others else new]
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
@@ -150,13 +153,6 @@ def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
-
-
-def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
-    """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
-    return replace(
-        stage, **{name: by_path_or_one(axes_of_path, paths, several=several) for name, axes_of_path in answers.items()}
-    )
 
 
 def _fields_in_words(stage: Any) -> dict[str, Any]:
