@@ -223,15 +223,19 @@ def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None
         return None
     order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
     old, shape = [axes[i] for i in order], [lengths[i] for i in order]
-    found = list[Axis]()
+    new_axes = list[Axis]()
     for (start, stop), sizes in _runs_of_axes(shape, new):
         long = [i for i in range(start, stop) if shape[i] != 1]
-        ones = iter([old[i] for i in range(start, stop) if shape[i] == 1])
-        made = iter(
-            _axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], [n for n in sizes if n != 1])
-        )
-        found += [operands.new(axis for axis in [next(ones, None)] if axis) if n == 1 else next(made) for n in sizes]
-    return tuple(found)
+        single = [old[i] for i in range(start, stop) if shape[i] == 1]
+        long_sizes = [n for n in sizes if n != 1]
+        long_axes = iter(_axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], long_sizes))
+        for n in sizes:
+            if n == 1:  # as of the next old axis of size 1, while there are any
+                new_axes.append(operands.new(single[:1]))
+                single = single[1:]
+            else:
+                new_axes.append(next(long_axes))
+    return tuple(new_axes)
 
 
 def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> Sequence[Axis]:

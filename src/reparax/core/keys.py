@@ -8,7 +8,7 @@ Noise of small arrays of one type is drawn in one loop; neighbouring noises on a
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,13 +57,11 @@ class Keys:
         for number in {number for number, _ in sites}:
             sites_of_number = [site for site in sites if site[0] == number]
             batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
-            key_of_site |= {} if batch is None else dict(zip(sites_of_number, _each_key(batch), strict=True))
+            if batch is not None:
+                # Where nothing is traced, one at a time: a program of many results is slow to compile.
+                each = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+                key_of_site |= zip(sites_of_number, each, strict=True)
         return [key_of_site.get(site) for site in sites]
-
-
-def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
-    """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
-    return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
 
 
 def is_one_key(key: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import EACH, LAST, AxisNames, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
 from reparax.core.layers import Known
 from reparax.core.raw import Leaf
 from reparax.core.with_axes import axes_at, unset_fields, why_not_stacked
@@ -45,7 +45,7 @@ def known_stack(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     return tuple(range(w.ndim - len(known.axes))) if known.is_class and known.axes and asks_axes(stage) else ()
 
 
-def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, typical: bool = False) -> Any:
+def with_known_axes(stage: Any, leaf: Leaf, w: Any, *, typical: bool = False) -> Any:
     """The stage at an array like ``w``, with the axes that nobody set as the array's layer or name says them.
 
     With ``typical``, the lengths of stacked axes are not those of the array.
@@ -55,7 +55,7 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
     """
     if not asks_axes(stage):
         return stage
-    known, stacked = leaf.known, find_axes(stage.stacked, names)
+    known, stacked = leaf.known, find_axes(stage.stacked, stage.names_at(leaf))
     n_own = w.ndim - len(stacked)
     if (
         n_own < 2
@@ -70,24 +70,23 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
         why = str(error)
     else:
         if not why:
-            axes_of_field = axes_at(stage, leaf, names, role)
+            axes_of_field = axes_at(stage, leaf, role)
             is_same = all(axes == getattr(stage, name) for name, axes in axes_of_field.items())
             return stage if is_same else replace(stage, **axes_of_field)
-    raise ValueError(_unknown_axes(stage, leaf, w, names, stacked, why))
+    raise ValueError(_unknown_axes(stage, leaf, w, stacked, why))
 
 
-def types_to_try(stage: Any, leaf: Leaf, names: AxisNames | None) -> list[Any]:
-    """Types that an array may have, whose values alone are known; the first one for an error."""
+def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
+    """Types that an array may have, whose values alone are known."""
     if not asks_axes(stage):
         return [None]
-    known, stacked = leaf.known, find_axes(stage.stacked, names)
+    known, stacked = leaf.known, find_axes(stage.stacked, stage.names_at(leaf))
     own = tuple(2 if size is None else size for size in known.sizes) or (2,) * (len(known.axes) or 2)
     counts = range(4) if known.is_class and known.axes and not stacked else [len(stacked)]
-    plain = [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
-    return [plain[0], *plain] if len(plain) > 1 else plain
+    return [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
 
 
-def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) -> str:
+def axes_in_words(stage: Any, bound: Any, known: Known) -> str:
     """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
     if not isinstance(by_roles := getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""
@@ -102,12 +101,12 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
         source = known.source if known.is_class else repr(known.source)
     else:
         source = "a matrix"
-    stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
+    stack = {} if bound.stacked == () else {"stacked": bound.stacked}
     shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
     return f"{shown} ({source})"
 
 
-def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stacked: AxisNumbers, why: str) -> str:
+def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: AxisNumbers, why: str) -> str:
     """The error for an array of whose axes nothing is known: what it may be, and what to write."""
     own = [axis for axis in range(w.ndim) if axis not in stacked]
     n = len(own)
@@ -118,7 +117,7 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stack
             continue
         with suppress(ValueError, TypeError):
             role = Known(letters).role_of_own(own, stacked, w.shape, w.dtype)
-            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, names, role))), []).append(meaning)
+            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, role))), []).append(meaning)
     writings = [f"{code} for {' or '.join(texts)}" for code, texts in ways.items()]
     return (
         f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or let your loss "

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNames, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.axes import EACH, LAST, ONE_AXIS, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
@@ -93,41 +93,42 @@ def why_not_stacked(known: Known, w: Any, tree: Flat | None) -> str:
 
 def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
-    leaves, names = tree.leaves(bases=stage._takes_base), stage._names_of(tree)
+    leaves = tree.leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
-    chosen = stage._selected("with_axes", tree, leaves, stacks=stacks)
-    axes_of_leaves = [(leaf, axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
+    chosen = stage._selected("with_axes", leaves, stacks=stacks)
+    axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [new for part in parts for new in with_axes(part, tree, roles)]
-    answers: dict[str, dict[str, Any]] = {}
-    for leaf, axes_of_field in axes_of_leaves:
-        for name, axes in axes_of_field.items():
-            answers.setdefault(name, {})[leaf.path] = axes
-    for name, axes_of_path in answers.items():
-        for leaf, _ in axes_of_leaves:
-            axes_of_path.setdefault(leaf.path, getattr(stage.at_path(leaf.path), name))
-    new = _with_axes(stage, answers, paths, several=False)
-    if [leaf.place for leaf in new._selected("with_axes", tree, leaves)] != [leaf.place for leaf in chosen]:
-        new = _with_axes(stage, answers, paths, several=True)
-    return [new]
+
+    def numbered(*, by_path: bool) -> Any:
+        """The stage with these axes; by path where they differ, or in any case."""
+        new_axes = dict[str, Any]()
+        for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
+            answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+            others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
+            answers |= {path: getattr(stage.at_path(path), name) for path in others}
+            new_axes[name] = by_path_or_one(answers, paths, several=by_path)
+        return replace(stage, **new_axes)
+
+    new = numbered(by_path=False)
+    selects_others = [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]
+    return [numbered(by_path=True) if selects_others else new]
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
-    names = stage._names_of(tree)
-    for leaf in stage._selected("with_axes", tree, tree.leaves(bases=stage._takes_base)):
+    for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         role, w = roles.get(leaf.place), leaf.content
         if role is None or role.why or role.ambiguous:
             continue
-        arranged, stacked = stage._arranged_for(CallName(stage, "with_axes", (leaf.path,)), w, leaf, names[leaf.place])
+        stage_here = stage._required_at("with_axes", leaf)
+        stacked = stage_here.stacked_axes
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
         numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
-        for field, (axes, word) in (
-            (replace(arranged, stacked=()) if stacked else arranged).axes_in_use(one_array).items()
-        ):
+        for field, (axes, word) in stage_here.axes_in_use(one_array).items():
             axes_from_end = tuple(axis - one_array.ndim for axis in axes)
             if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
                 yield Misfit(repr(stage), leaf.path, field, axes_from_end, numbers[word], role)
@@ -152,13 +153,6 @@ def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
-
-
-def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
-    """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
-    return replace(
-        stage, **{name: by_path_or_one(axes_of_path, paths, several=several) for name, axes_of_path in answers.items()}
-    )
 
 
 def _fields_in_words(stage: Any) -> dict[str, Any]:
@@ -195,7 +189,7 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
     return _one_or_tuple(role.stacked)
 
 
-def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
+def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
     path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
     axes_of_field, stage = dict[str, Any](), stage.at_path(path)
@@ -204,7 +198,7 @@ def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) 
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
     if not (words := _fields_in_words(stage)):
         return axes_of_field
-    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, names)
+    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, stage.names_at(leaf))
     if why := _why_unusable(known_role, stacked):
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
     numbers = axes_by_word(known_role, stacked)

@@ -217,7 +217,7 @@ def _acting_stages(made: Provenance) -> Acting:
         at: dict[str, dict[str, None]] = {}
         for bound in bounds:
             for place in bound.arrays.values():
-                axes = axes_in_words(stage._own, bound.stage, bound.stacked, made.raw.known_at(place))
+                axes = axes_in_words(stage._own, bound.stage, made.raw.known_at(place))
                 at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
         for path, texts in at.items():
             stages, axes_of_stages = acting.get(path, ((), ()))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.core import random
 from reparax.core.keys import key_of_use
+from reparax.core.paths import describe
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
@@ -27,8 +28,9 @@ from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inpu
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, move_sum, select_sum
-from reparax.programs.sources import lines_by_origin, paths_of
+from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.transforms._explained import Explained, Weight
 from reparax.transforms._remat import remat
 
 P = ParamSpec("P")
@@ -423,15 +425,30 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
-    def reported(args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
-        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
+    def reported(args: Sequence[Any], kwargs: Any) -> Explained:
+        """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
         rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
         call, *_ = _rewritten(rules, arguments)
-        return rules.reads, paths_of(arguments, call), lines_by_origin(call.program)
+        weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
+        return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))
 
     setattr(function, REPORTED, reported)
     return function
+
+
+def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+    """For each path, its noisy weight: how many products draw for each row, and what takes one draw for all rows."""
+    reads_by_path: dict[str, list[NoisyRead]] = {}
+    for read in reads:
+        reads_by_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
+    for path, reads_of_weight in reads_by_path.items():
+        shared = [read for read in reads_of_weight if not read.draws_per_row]
+        n = len(reads_of_weight) - len(shared)
+        notes = [f"{n} product{'s' if n > 1 else ''}"] if n else []
+        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
+        type = describe(reads_of_weight[0].origin.type)
+        yield Weight(path, type, is_transformed=not shared, reason="; ".join(notes))
 
 
 def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
