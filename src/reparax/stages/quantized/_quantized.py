@@ -17,7 +17,7 @@ from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
-from reparax.numerics.arguments import check_flag, check_positive_whole, number_that, one_of, optional
+from reparax.numerics.arguments import check_flag, check_known_positive_number, check_positive_whole, one_of, optional
 from reparax.numerics.arithmetic import inlined, widened
 from reparax.stages.quantized._formats import (
     FORMATS,
@@ -117,11 +117,7 @@ class Scaled(Reparametrization):
     block_size: int | tuple[int, ...] | None = field(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = field(check_flag, default=False, kw_only=True)
     calibration_method: Calibration = field(one_of(Calibration), default="absmax", kw_only=True)
-    calibration_scale: float = field(
-        number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
-        default=1.0,
-        kw_only=True,
-    )
+    calibration_scale: float = field(check_known_positive_number, default=1.0, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
