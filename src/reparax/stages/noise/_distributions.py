@@ -266,7 +266,9 @@ def ivon(
                 "rho": softplus_inverse(std) - rho,
             }
             momentum[path], hessian[path] = m, h
-        return _replace_pairs(updates, new_pairs), IvonState(count, momentum, hessian, state.start)
+        names, nodes, treedef = flatten_with_names(updates, _is_pair)
+        moved = [new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)]
+        return treedef.unflatten(moved), IvonState(count, momentum, hessian, state.start)
 
     return Transformation(init, update)
 
@@ -287,12 +289,6 @@ def _pairs_by_path(tree: PyTree) -> dict[str, Any]:
                 f"else. Make all weights that train `Gaussian(std)`, the last stage of the chain, with axis='each'."
             )
     return pairs
-
-
-def _replace_pairs(tree: PyTree, new_pairs: Mapping[str, Any]) -> PyTree:
-    """The tree with these values in place of the pairs at their paths."""
-    names, nodes, treedef = flatten_with_names(tree, _is_pair)
-    return treedef.unflatten([new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
 
 
 def _plain_path(names: Names) -> str:
