@@ -253,8 +253,8 @@ def transformations(case: Case) -> None:
         bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
         case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
     abstract = jax.eval_shape(p.init, params, key)
-    same_types = all((a.shape, a.dtype) == (w.shape, w.dtype) for _, a, w in paired(abstract, raw))
-    case.require(same_types, "eval_shape of init gives different shapes or dtypes")
+    types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
+    case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
 
 
 @law
