@@ -21,23 +21,25 @@ INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(P
 demo: $(VENV)/demo.stamp
 	@$(RUN) -m reparax.demo
 
+# Comparisons with torch have a part of their own: to import it takes longer than all else that is imported.
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough"
+	$(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" --ignore=tests/peers
 
 # What `make test` leaves out: grids over all stages, shapes and libraries.
 test-thorough: $(VENV)/test.stamp
-	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough
+	$(RUN) -m pytest -q -n auto --dist loadgroup -m thorough --ignore=tests/peers
 
-# The numbers of the quick tests, as another processor rounds them: two programs may differ in the last bit there. XLA
-# compiles float16 from this instruction set on.
-NUMERIC := stages transforms training numerics
+# The quick tests whose numbers come from sums, square roots and roundings, as another processor rounds them: two programs
+# may differ in the last bit there. XLA compiles float16 from this instruction set on.
+NUMERIC := $(addprefix stages/,adapters matrices noise norms numbers quantized) $(addprefix numerics/test_,select.py terms.py) \
+  $(addprefix transforms/test_,attacks.py contexts.py local.py) training/test_transfer.py
 test-avx2: $(VENV)/test.stamp
 	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_max_isa=AVX2" $(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" \
 	  $(NUMERIC:%=tests/%)
 
 # What each file costs.
 test-costs: $(VENV)/test.stamp
-	PYTHONPATH=tests $(RUN) -m pytest -q -p costs -n auto --dist loadgroup -m "not thorough"
+	PYTHONPATH=tests $(RUN) -m pytest -q -p costs -n auto --dist loadgroup -m "not thorough" --ignore=tests/peers
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers

@@ -301,7 +301,10 @@ CASES = {
 }
 
 OF_OTHER_CASES = {
+    "weight norm >> noise",
+    "tie >> noise",
     "noise on factors",
+    "noise on a length",
     "noise twice apart",
     "noise >> tie",
     "noise >> spectral norm",
@@ -319,3 +322,16 @@ OF_OTHER_CASES = {
     "positive >> weight norm >> low rank",
 }
 """Chains of stages that other cases have: what is said of stages one by one need not be shown of them again."""
+
+
+def first_of_each_class() -> list[str]:
+    """The cases with a stage of a class that no case before has: what no number that a stage is told can change."""
+    found, seen = list[str](), set[type]()
+    for name, (p, _) in CASES.items():
+        classes = set(map(type, rpx.Chain(tuple(p))))
+        found += [name] if classes - seen else []
+        seen |= classes
+    return found
+
+
+OF_EACH_CLASS = first_of_each_class()

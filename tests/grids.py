@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 
+def thorough(*row: Any) -> Any:
+    """A row with the mark."""
+    return pytest.param(*row, marks=pytest.mark.thorough)
+
+
 def mostly_thorough(rows: Iterable[Any], *quick: Any) -> list[Any]:
     """The rows, all but those named ``quick`` with the mark ``thorough``."""
     rows = list(rows)
     assert all(name in rows for name in quick), quick
-    return [row if row in quick else pytest.param(row, marks=pytest.mark.thorough) for row in rows]
+    return [row if row in quick else thorough(row) for row in rows]

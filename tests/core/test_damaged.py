@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES
-from grids import mostly_thorough
+from cases import CASES, OF_EACH_CLASS
+from grids import thorough
 
 import reparax as rpx
 
@@ -48,7 +48,7 @@ def damages(p, raw):
             yield replaced(raw, at, lambda node: {**node, "more": NUMBERS})
 
 
-@pytest.mark.parametrize("name", mostly_thorough(CASES, "weight norm >> tie"))
+@pytest.mark.parametrize("name", ["weight norm >> tie", *map(thorough, (*OF_EACH_CLASS, "low rank twice"))])
 def test_damaged_markers_are_refused(name):
     p, params = rpx.Chain(tuple(CASES[name][0])), jax.eval_shape(CASES[name][1])
     raw = jax.eval_shape(p.init, params, KEY)

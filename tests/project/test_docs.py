@@ -102,8 +102,8 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     free, fixed = (
         sum(x.size for x in jax.tree.leaves(part)) for part in rpx.partition(lora["p"].init(lora["model"], lora["key"]))
     )
-    assert f"# {free:,} new parameters train, the model's {fixed:,} do not" in second
-    assert f"# from {before:.1f} to {float(noisy['value']):.2f}" in first
+    assert f"# Trains {free:,} new parameters; the model's {fixed:,} are frozen." in second
+    assert f"# the loss falls from {before:.1f} to {float(noisy['value']):.2f}" in first
 
 
 def dense(x):

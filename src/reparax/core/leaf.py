@@ -31,7 +31,7 @@ from reparax.numerics.terms import Term, record_terms, sum_terms
 
 
 class Perturbation(Leafwise):
-    """A stage that changes arrays in place and leaves the raw tree alone.
+    """A stage that returns changed copies of arrays, and has no raw values.
 
     A subclass defines ``apply_leaf(w, key) -> w``, and ``mean_leaf(w) -> w`` if the mean over all keys is not ``w``
     itself. It may set ``stochastic = False`` if it is not random (then ``key`` is None), ``min_ndim = 2`` to exclude
