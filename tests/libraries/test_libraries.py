@@ -116,7 +116,7 @@ def bare_array() -> Case:
 
 # One container of each library, and the others, which differ in how JAX flattens them alone.
 CASES = [linen_boxes, nnx_module, haiku, equinox, list_of_tuples]
-MORE = [linen, linen_frozen, nnx_state, bare_array]
+MORE = [linen_frozen, nnx_state, bare_array]
 
 
 def of_libraries(*quick: Callable[[], Case]) -> pytest.MarkDecorator:

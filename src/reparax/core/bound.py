@@ -85,7 +85,7 @@ class Bound:
         return self.is_random and self.stage.draws_by_type
 
     @cached_property
-    def inside(self) -> list[Names]:
+    def value_places(self) -> list[Names]:
         """The key paths of all raw values."""
         return [place for places in self.values.values() for place in places.values()]
 
@@ -165,14 +165,14 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     for i, stage in enumerate(stages):
         bounds, acting, merged = stage.bind("apply", tree.before(stages[i + 1 :])), list[Bound](), list[str]()
         for bound in bounds:
-            earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
+            earlier = waiting.get(bound.value_places[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
-                waiting[bound.inside[0]] = replace(earlier[0], stage=joined), earlier[1]
+                waiting[bound.value_places[0]] = replace(earlier[0], stage=joined), earlier[1]
                 merged.append(str(bound.draw_path))
             else:
                 acting.append(bound)
         if waiting:
-            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.inside, *b.reads.values())])
+            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.value_places, *b.reads.values())])
         tree = _apply_bound(stage.kind, acting, tree, keys, waiting, merged)
         if bindings is not None:
             bindings.append((stage, bounds))
@@ -192,7 +192,7 @@ def _apply_bound(
     draws = draw_for_bounds(kind, bounds, arrays, keys, merged)
     for i, bound in enumerate(bounds):
         if bound.is_noise:
-            waiting[bound.inside[0]] = bound, draws[i]
+            waiting[bound.value_places[0]] = bound, draws[i]
             continue
         with locate_errors(bound.who):
             effective = bound.stage._apply_at(bound, bound.read(arrays), draws.get(i))
@@ -228,7 +228,7 @@ def mean_stages(stages: Stages) -> list[Any]:
 
 def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     """The types of the effective arrays, without randomness; an error if the formula does not take the raw values."""
-    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.inside, *bound.reads.values())}
+    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.value_places, *bound.reads.values())}
     mean = replace(bound, mean=True)
     with locate_errors(bound.who):
         return jax.eval_shape(lambda arrays: bound.stage._apply_at(mean, mean.read(arrays), None), arrays)

@@ -181,7 +181,7 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
-    stage, array = group[0].stage, jnp.asarray(arrays[group[0].inside[0]])
+    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
     drawn = stage.draw(array, keys)
@@ -194,7 +194,7 @@ def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
     """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
     if not bound.is_noise:
         return i
-    array = jnp.asarray(arrays[bound.inside[0]])
+    array = jnp.asarray(arrays[bound.value_places[0]])
     sharding = jax.typeof(array).sharding
     # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
     if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:

@@ -19,12 +19,12 @@ from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
-from reparax.core.known import asks_axes
 from reparax.core.leafwise import Leafwise, OwnNodes
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Leaf, flatten
 from reparax.core.unchanged import given_for_same, mark_same
+from reparax.core.unset_axes import asks_axes
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -409,7 +409,7 @@ class Reparametrization(Leafwise):
         def followed_axes(leaf: Leaf) -> dict[str, FollowedAxes]:
             """For each raw value of an array, which of its axes those of the value follow."""
             w, names = type_of(leaf.content), self.names_at(leaf)
-            group = w.shape, w.dtype, names, leaf.path if self._by_path else None, leaf.known if asks else None
+            group = w.shape, w.dtype, names, leaf.path if self._by_path else None, leaf.convention if asks else None
             if group not in axes_of_group:
                 stage = self._at(leaf, w, typical=True)
                 origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})

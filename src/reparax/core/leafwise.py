@@ -36,10 +36,10 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.known import asks_axes, known_stack, types_to_try, with_known_axes
 from reparax.core.paths import AxisNames, Names, type_of
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
+from reparax.core.unset_axes import asks_axes, stack_by_convention, types_to_try, with_axes_by_convention
 from reparax.core.where import (
     Where,
     by_path,
@@ -197,7 +197,7 @@ class Leafwise(Parametrization):
                 )
         numbers = self._varied.keys() - self._by_path.keys() if typical else ()
         stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self).for_array(leaf.path, w)
-        stage = with_known_axes(stage, leaf, w, typical=typical)
+        stage = with_axes_by_convention(stage, leaf, w, typical=typical)
         names = self.names_at(leaf)
         stacked = find_axes(stage.stacked, names)
         named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
@@ -292,7 +292,7 @@ class Leafwise(Parametrization):
         with locate_errors(who.at(leaf.path)):
             stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], self.names_at(leaf))
             if not stacked and stacks is None:
-                stacked = known_stack(stage, leaf, w)
+                stacked = stack_by_convention(stage, leaf, w)
         return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
 
     def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
@@ -303,7 +303,7 @@ class Leafwise(Parametrization):
 
 
 @dataclass
-class Reading:
+class NodeReading:
     """What raw values say of their array.
 
     Attributes:
@@ -326,7 +326,7 @@ class OwnNodes:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self._who, self._readings = stage, CallName(stage, method), dict[Any, Reading]()
+        self._stage, self._who, self._readings = stage, CallName(stage, method), dict[Any, NodeReading]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(self._who, stage.kind, nest(tree))
@@ -370,17 +370,17 @@ class OwnNodes:
         """The type of an array."""
         return self._reading(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
 
-    def _reading(self, leaf: Leaf) -> Reading:
+    def _reading(self, leaf: Leaf) -> NodeReading:
         """What the values at a leaf say, read once for all leaves with equal values."""
         stage, types = self._stage, self._types[leaf.place]
-        known = leaf.known if asks_axes(stage) else None
-        group = stage.names_at(leaf), known, leaf.path if stage._by_path else None, *types.items()
+        convention = leaf.convention if asks_axes(stage) else None
+        group = stage.names_at(leaf), convention, leaf.path if stage._by_path else None, *types.items()
         if group not in self._readings:
             with locate_errors(self._who.at(leaf.path)):
                 self._readings[group] = self._read(leaf, types)
         return self._readings[group]
 
-    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> Reading:
+    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> NodeReading:
         """What raw values of these types say of their array.
 
         If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
@@ -388,15 +388,15 @@ class OwnNodes:
         aligned = self._stage._aligned_type(types)
         candidates = [aligned] if aligned is not None else types_to_try(self._stage, leaf)
 
-        def read_as(w: Any) -> Reading:
+        def read_as(w: Any) -> NodeReading:
             stage = self._stage._at(leaf, w, typical=True)
             effective = jax.eval_shape(lambda values: stage._effective(values), types) if aligned is None else aligned
-            return Reading(stage, effective)
+            return NodeReading(stage, effective)
 
         for w in candidates if len(candidates) > 1 else ():
             with suppress(Exception):
                 reading = read_as(w)
-                if leaf.known.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
+                if leaf.convention.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
                     return reading
         return read_as(candidates[0])
 

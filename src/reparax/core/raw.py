@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from reparax.core.layers import Known, known_by_class, known_by_name
+from reparax.core.layers import Convention, convention_by_name, conventions_by_class
 from reparax.core.names import import_stage
 from reparax.core.paths import (
     AxisNames,
@@ -90,9 +90,9 @@ class Leaf:
     is_foreign: bool = False
 
     @cached_property
-    def known(self) -> Known:
+    def convention(self) -> Convention:
         """What is known of its axes before any program runs."""
-        return Known() if self.tree is None else self.tree.known_at(self.place)
+        return Convention() if self.tree is None else self.tree.convention_at(self.place)
 
     @property
     def axis_names(self) -> AxisNames | None:
@@ -152,15 +152,15 @@ class Node:
     mark: str
     below: list[Names]
 
-    @property
+    @cached_property
     def inside(self) -> list[Names]:
         """The key paths of all that is in the dict."""
         return [place for place in self.below if place[len(self.place)] == self.mark]
 
     @property
-    def beside(self) -> list[Names]:
-        """The key paths of all that stands beside the marker: none, unless the tree is damaged."""
-        return [place for place in self.below if place[len(self.place)] != self.mark]
+    def is_alone(self) -> bool:
+        """Whether nothing stands beside the marker, as in each tree that is not damaged."""
+        return len(self.below) == len(self.inside)
 
     @property
     def values(self) -> dict[str, Names]:
@@ -384,9 +384,9 @@ class Frame:
         return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
 
     @cached_property
-    def known(self) -> Mapping[Names, Known]:
+    def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
-        return {self.places[i]: known for i, known in known_by_class(self.treedef).items()}
+        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef).items()}
 
     @cached_property
     def skeleton(self) -> PyTree:
@@ -423,17 +423,19 @@ class Flat:
         """The tree for a stage that stands before these."""
         return replace(self, later=later)
 
-    def known_at(self, place: Names) -> Known:
+    def convention_at(self, place: Names) -> Convention:
         """What is known of the axes of the value at a place."""
         parameter = self.parameter_of(place)
-        known = self.frame.known.get(parameter) or known_by_name(parameter[-1] if parameter else "")
+        convention = self.frame.conventions.get(parameter) or convention_by_name(parameter[-1] if parameter else "")
+        if place == parameter:
+            return convention
         for node, _, declared, _ in _marked_values(place):
             if not _has_axes_of_array(declared):
                 makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
                 if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                    return Known(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
-                known = known.of_factor(declared.axes)
-        return known
+                    return Convention(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
+                convention = convention.of_factor(declared.axes)
+        return convention
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
         """A description of each place; an empty node has none."""
@@ -447,7 +449,7 @@ class Flat:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
         innermost, outer = dict[Names, None](), set[Names]()
         for place in self.arrays:
-            markers = [place[: i + 1] for i, name in enumerate(place) if is_mark(name)]
+            markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
             innermost |= dict.fromkeys(markers[-1:])
             outer.update(markers[:-1])
         own = [node for node in innermost if node not in outer and kind_of(node[-1]) == kind]
@@ -467,19 +469,19 @@ class Flat:
         values, depth = dict[str, Any](), len(node.place)
         for place in node.inside:
             x = self.arrays[place]
-            if len(place) == depth + 1 and is_empty(x) and not node.beside:
+            if len(place) == depth + 1 and is_empty(x) and node.is_alone:
                 return {}
             if len(place) - depth != (3 if FIXED in place[depth:] else 2) or place[-1] == FIXED or not is_array(x):
                 break
             values[place[-1]] = x
-        if node.beside or len(values) < len(node.inside):
+        if not node.is_alone or len(values) < len(node.inside):
             raise self._damage(node)
         return values
 
     def _damage(self, node: Node) -> ValueError:
         """The error for a marker dict that no stage left so."""
         nested: dict[Any, Any] = {}
-        for place in (*node.inside, *node.beside):
+        for place in sorted(node.below, key=lambda place: place[len(node.place)] != node.mark):
             _put(nested, place[len(node.place) :], self.arrays[place])
         for name in nested:
             if name != node.mark:

@@ -233,8 +233,8 @@ def by_path(where: Where) -> bool:
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
-    if leaf.known.is_class and leaf.known.axes:
-        return leaf.known.is_vector
+    if leaf.convention.is_of_layer:
+        return leaf.convention.is_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
@@ -244,8 +244,8 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 def is_table(leaf: Leaf) -> bool:
     """Whether an array is a table of embeddings, by its layer or its name."""
-    if leaf.known.is_class and leaf.known.axes:
-        return leaf.known.is_table
+    if leaf.convention.is_of_layer:
+        return leaf.convention.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 

@@ -13,7 +13,7 @@ from reparax.core.axes import EACH, LAST, ONE_AXIS, are_words, find_axes, one_st
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
-from reparax.core.layers import Known
+from reparax.core.layers import Convention
 from reparax.core.origins import Origins, compose_origins, keep_origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
@@ -55,8 +55,12 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
     leaves = list(items(roles))
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
-    if not roles_by_place and (known := (tree := flatten(roles)).frame.known):
-        return {path: _role_by_class(known[path], x, tree) for path, x in leaves if is_array(x) and path in known}
+    if not roles_by_place and (conventions := (tree := flatten(roles)).frame.conventions):
+        return {
+            path: _role_by_class(conventions[path], x, tree)
+            for path, x in leaves
+            if is_array(x) and path in conventions
+        }
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
@@ -66,10 +70,10 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     return roles_by_place
 
 
-def _role_by_class(known: Known, x: Any, tree: Flat) -> Role:
+def _role_by_class(convention: Convention, x: Any, tree: Flat) -> Role:
     """The role of an array of a layer; none if the layer does not say it."""
     try:
-        role, why = known.role(x.shape, x.dtype), why_not_stacked(known, x, tree)
+        role, why = convention.role(x.shape, x.dtype), why_not_stacked(convention, x, tree)
     except ValueError as error:
         why = str(error)
     else:
@@ -78,16 +82,16 @@ def _role_by_class(known: Known, x: Any, tree: Flat) -> Role:
     return Role(why=why, shape=x.shape, dtype=x.dtype)
 
 
-def why_not_stacked(known: Known, w: Any, tree: Flat | None) -> str:
+def why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
     """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
     if tree is None:
         return ""
-    front = w.shape[: w.ndim - len(known.axes)]
-    for number, n in known.beside:
+    front = w.shape[: w.ndim - len(convention.axes)]
+    for number, n in convention.beside:
         place = tree.frame.places[number]
         shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
         if shape is not None and (stack := shape[: len(shape) - n]) != front:
-            return f"{known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
+            return f"{convention.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
     return ""
 
 

@@ -1,5 +1,7 @@
 """The report of a transform: which weights a loss never forms, or which noisy weights draw for each example."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

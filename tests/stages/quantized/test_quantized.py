@@ -76,12 +76,13 @@ HOW = ({}, {"axis": -1}, {"block_size": 16}, {"axis": 0, "block_size": 4})
 )
 def test_stored_numbers_are_the_rounded_ones_bit_for_bit(case, dtype):
     name, how = case
-    w = {"w": normal(64, 8, dtype=dtype) * 1e-3}
+    w = {"w": np.asarray(normal(64, 8) * 1e-3, dtype)}
     stored, rounded = rpx.Quantized(name, **how), rpx.FakeQuantized(name, **how)
-    got, want = stored.apply(stored.init(w))["w"], rounded.apply(w)["w"]
+    got, want = effective(stored, init(stored, w))["w"], effective(rounded, w)["w"]
     assert got.dtype == want.dtype == dtype
-    assert jnp.array_equal(got, want)
-    assert jnp.array_equal(jax.jit(stored.apply)(jax.jit(stored.init)(w))["w"], want)
+    np.testing.assert_array_equal(got, want)
+    if case == ("int8", {}):
+        np.testing.assert_array_equal(stored.apply(stored.init(w))["w"], want)  # without jit too
 
 
 def test_a_compiled_loss_reads_the_weights_that_apply_gives():
