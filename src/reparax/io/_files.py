@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,11 @@ LARGEST = float(np.finfo(np.float32).max)
 def is_number(x: object) -> bool:
     """Whether a setting is a number, and finite in float32."""
     return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
+def is_size(x: Any) -> TypeGuard[int]:
+    """Whether a file gives a size: a whole number of at least 1."""
+    return type(x) is int and x >= 1
 
 
 def is_finite(x: np.ndarray) -> bool:

@@ -26,8 +26,7 @@ from reparax.core.where import all_but
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, pattern_of, require_known, stack_parts
-from reparax.io._peft_lora import BIAS
-from reparax.io._peft_methods import METHODS, selects_module
+from reparax.io._peft_methods import BIAS, METHODS, selects_module
 from reparax.io._peft_row import MERGE, Adapted, Given, Method, in_a_name, require
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array

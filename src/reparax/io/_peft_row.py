@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from reparax.core.axes import list_axes
 from reparax.core.chain import Parametrization
-from reparax.io._files import is_number, shown
+from reparax.io._files import is_number, is_size, shown
 from reparax.io._parameters import require_known, unstack_stage
 from reparax.io._peft_target import Target
 from reparax.stages.adapters import Rotated
@@ -44,11 +44,6 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, list | tuple | set) and all(isinstance(x, str) for x in value)
 
 
-def _is_rank(value: Any) -> bool:
-    """Whether a value is a whole number of at least 1."""
-    return type(value) is int and value >= 1
-
-
 def _is_indices(value: Any) -> bool:
     """Whether a value is a list of whole numbers from 0 to 2^31 - 1."""
     return isinstance(value, list | tuple) and all(type(x) is int and 0 <= x < 2**31 for x in value)
@@ -68,9 +63,9 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "any": (lambda value: True, ""),
     "flag": (lambda value: isinstance(value, bool), "True or False"),
     "number": (is_number, "a finite number"),
-    "rank": (_is_rank, "a whole number of at least 1"),
+    "rank": (is_size, "a whole number of at least 1"),
     # Each term is a product of matrices; PEFT has 5 of them, and float32 holds no more than these.
-    "terms": (lambda value: _is_rank(value) and value <= 100, "a whole number from 1 to 100"),
+    "terms": (lambda value: is_size(value) and value <= 100, "a whole number from 1 to 100"),
     "names": (_is_names, "a list of names"),
     "pattern": (lambda value: _is_pattern(value) or _is_names(value), "a list of names, or a regular expression"),
     "indices": (_is_indices, "a list of whole numbers"),
@@ -79,7 +74,7 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "a list of whole numbers, or a dict of names and, for each, such a list",
     ),
     "ranks by pattern": (
-        _by_pattern(_is_rank),
+        _by_pattern(is_size),
         "a dict of regular expressions and, for each, a whole number of at least 1",
     ),
     "numbers by pattern": (_by_pattern(is_number), "a dict of regular expressions and, for each, a finite number"),
@@ -161,6 +156,11 @@ class StageNode:
     values: Mapping[str, Any]
     target: Target
 
+    def maker(self, name: str) -> Any:
+        """The stage that makes a value; None if that is an array of the raw tree."""
+        value = self.values[name]
+        return value.stage if isinstance(value, StageNode) else None
+
     def of_one(self, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
         target = self.target
@@ -190,10 +190,10 @@ class StageNode:
           ValueError: If other stages than those of the place make it.
         """
         _, name, *below = place.replace("/@fixed", "").split("/", 2)
-        value, marker = self.values[name], below[0].partition("/")[0] if below else None
-        if (f"@{value.stage.kind}" if isinstance(value, StageNode) else None) != marker:
+        value, maker, marker = self.values[name], self.maker(name), below[0].partition("/")[0] if below else None
+        if (maker and f"@{maker.kind}") != marker:
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
-        if not isinstance(value, StageNode):
+        if not below:
             return self.target.part(value)
         return value.at(below[0]) if below[0] != marker else value
 
@@ -237,7 +237,8 @@ class Method:
       write: The PEFT form of raw values.
       configure: The configuration for what is written of all modules.
       banks: The names of tensors that all modules share, of which each takes its part.
-      biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method.
+      biases: PEFT's word for the biases of adapted modules, if it trains biases beside this method; the others of
+        ``bias`` are those for none and for all.
       alpha: The name of alpha in its configuration, if it has one.
       defaults: PEFT's values of settings that a configuration leaves out.
       layouts: The layouts of the weights that it adapts.
@@ -257,7 +258,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     layouts: tuple[str, ...] = ("kernel", "same")
     matrices: bool = False
-    words: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
+    words: dict[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
 
     def require_layout(self, target: Target) -> None:
         """Refuses a weight of which PEFT has no adapters by this method."""
@@ -285,11 +286,12 @@ class Method:
         """
         set_values = {key: value for key, value in config.items() if value is not None}
         known = [*self.settings.items(), ("any", _COMMON)]
+        words = self.words | ({"bias": ("none", "all", self.biases)} if self.biases else {})
         kinds = {key: kind for kind, keys in known for key in keys.split()}
         wrong: list[str] = []
         for key, value in set_values.items():
-            if key in self.words:
-                fits, takes = shown(value).lower() in [repr(word).lower() for word in self.words[key]], ""
+            if key in words:
+                fits, takes = shown(value).lower() in [repr(word).lower() for word in words[key]], ""
             else:
                 is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
                 fits = is_one(value)

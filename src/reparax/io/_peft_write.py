@@ -18,8 +18,7 @@ from reparax.core.leaf import Perturbation
 from reparax.core.paths import Names, PyTree
 from reparax.io._layouts import write_layout
 from reparax.io._parameters import Rules, require_known
-from reparax.io._peft_lora import BIAS
-from reparax.io._peft_methods import LORA, METHODS, TOKENS, method_of
+from reparax.io._peft_methods import BIAS, LORA, METHODS, TOKENS, method_of
 from reparax.io._peft_row import Method, StageNode, Written, known_number
 from reparax.io._peft_target import ATTENTION, PREFIX, Target, targets_of, wrapper_names
 from reparax.stages.adapters import Gain
@@ -184,12 +183,12 @@ def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) ->
         raise ValueError(ATTENTION)
     if not isinstance(node.stage, Gain):
         return method_of(node)
-    if not isinstance(base := node.values["w"], StageNode):
+    if (base := node.maker("w")) is None:
         raise ValueError(f"PEFT does not train what {node.stage!r} multiplies. Put `Freeze()` before it")
-    if not isinstance(base.stage, Freeze | Quantized):
+    if not isinstance(base, Freeze | Quantized):
         raise ValueError(f"PEFT has no equivalent of {node.stage!r} with other stages on its 'w'")
     if len(target.shape) == 1:
-        if not isinstance(node.values["g"], StageNode) or not isinstance(node.values["g"].stage, Tie):
+        if not isinstance(node.maker("g"), Tie):
             raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
         return None
     bias, axis = f"{target.module}.bias", node.stage.axis

@@ -8,12 +8,12 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from reparax.io._files import is_finite, is_number, shown
+from reparax.io._files import is_finite, is_number, is_size, shown
 from reparax.stages.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
@@ -82,11 +82,6 @@ def _require_bits(config: Mapping[str, Any], values: tuple[int, ...], expected: 
     if type(bits) is not int or bits not in values:
         raise ValueError(f"expected bits of {expected} in the configuration, got {shown(bits)}")
     return bits
-
-
-def _is_size(x: Any) -> TypeGuard[int]:
-    """Whether a file gives a size: a whole number of at least 1."""
-    return type(x) is int and x >= 1
 
 
 def _group_size(config: Mapping[str, Any], inputs: int) -> int:
@@ -167,7 +162,7 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         return None
     quant_state = _read_json(tensors[state])
     size = quant_state.get("blocksize")
-    if not _is_size(size) or quant_state.get("shape") != list(shape):
+    if not is_size(size) or quant_state.get("shape") != list(shape):
         found_values = f"{shown(size)} and {shown(quant_state.get('shape'))}"
         raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {found_values}")
     if inputs % 2:
@@ -182,7 +177,7 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         scale = take_tensor(tensors, "weight.absmax", (blocks,), "float32")
         return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
     many, offset = quant_state.get("nested_blocksize"), quant_state.get("nested_offset")
-    if not _is_size(many) or offset is None or not is_number(offset):
+    if not is_size(many) or offset is None or not is_number(offset):
         found_values = f"{shown(many)} and {shown(offset)}"
         raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {found_values}")
     table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")

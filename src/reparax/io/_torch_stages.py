@@ -21,7 +21,7 @@ from reparax.core.raw import parameter_path
 from reparax.io._layouts import axis_order, permute, read_layout, write_layout
 from reparax.io._parameters import ORTHOGONAL_MAPS, Entry, unstack_stage
 from reparax.numerics.arithmetic import widened
-from reparax.numerics.linalg import adjoint, product
+from reparax.numerics.linalg import adjoint, identity, product
 from reparax.stages.matrices import Orthogonal
 from reparax.stages.norms import SpectralNorm, WeightNorm
 from reparax.stages.sparse import Freeze, GlobalMagnitudePruning, MagnitudePruning, Mask, NByM, RandomPruning
@@ -311,14 +311,14 @@ def write_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts our values to torch's original and square base, for the same weight."""
     x, base = _as_tall(widened(values["x"])), _as_tall(widened(values["base"]))
     square = jnp.concatenate([base, jnp.linalg.qr(base, mode="complete")[0][..., base.shape[-1] :]], axis=-1)
-    original = _as_lower(stage, product(adjoint(square), x)) - _identity_of_shape(x.shape, x.dtype)
+    original = _as_lower(stage, product(adjoint(square), x)) - identity(x)
     return {"x": _turn_like(original, values["x"]), "base": square}
 
 
 def has_identity(values: Values) -> bool:
     """Whether the base is the identity, as without torch's trivialization."""
     base = _as_tall(values["base"])
-    return bool(jnp.array_equal(base, _identity_of_shape(base.shape, base.dtype)))
+    return bool(jnp.array_equal(base, identity(base)))
 
 
 def write_reflections(w: Array) -> Array:
@@ -326,17 +326,17 @@ def write_reflections(w: Array) -> Array:
     reflections, taus = jnp.linalg.qr(_as_tall(w), mode="raw")
     factors = reflections.mT
     signs = jnp.sign(jnp.diagonal(factors, axis1=-2, axis2=-1)) * jnp.where(taus == 0, -1, 1)
-    diagonal = _identity_of_shape(factors.shape, factors.dtype) * jnp.expand_dims(signs, -2)
+    diagonal = identity(factors) * jnp.expand_dims(signs, -2)
     return _turn_like(jnp.tril(factors, -1) + diagonal, w)
 
 
 def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _as_tall(widened(values["x"]))
-    rows, columns = original.shape[-2:]
-    identity = _identity_of_shape((*original.shape[:-2], rows, rows), original.dtype)
-    square = widened(values["base"]) if "base" in values else identity
-    base, x = square[..., :columns], product(square, jnp.tril(original, -1))
+    base, x = identity(original), jnp.tril(original, -1)
+    if "base" in values:
+        square = widened(values["base"])
+        base, x = square[..., : base.shape[-1]], product(square, x)
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":
         signs = _signs_in_torch(diagonal)
@@ -366,13 +366,8 @@ def _as_lower(stage: Orthogonal, x: Array) -> Array:
     lower = jnp.tril(x.at[..., :columns, :].add(-adjoint(top)), -1)
     if jnp.iscomplexobj(x):
         phases = jnp.expand_dims(jnp.diagonal(top - adjoint(top), axis1=-2, axis2=-1), -2) / 2
-        lower = lower + _identity_of_shape(x.shape, x.dtype) * phases
+        lower = lower + identity(x) * phases
     return lower
-
-
-def _identity_of_shape(shape: tuple[int, ...], dtype: Any) -> Array:
-    """The identity, in the last two axes of a shape."""
-    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)
 
 
 def _as_tall(x: Array) -> Array:

@@ -24,42 +24,20 @@ def _conv(m: Any) -> dict[str, Any]:
     return {"weight": ("oii", *shape), "bias": ("vv", m.out_channels, (1,) * m.num_spatial_dims)}
 
 
-def _embedding(m: Any) -> dict[str, Any]:
-    """A table."""
-    return {"weight": ("ro", m.num_embeddings, m.embedding_size)}
-
-
-def _cell(gates: int) -> Any:
+def _cell(m: Any, gates: int) -> dict[str, Any]:
     """Matrices of all gates, and biases."""
-
-    def arrays_of(m: Any) -> dict[str, Any]:
-        """What the cell holds."""
-        width = gates * m.hidden_size
-        weights = {"weight_ih": ("oi", width, m.input_size), "weight_hh": ("oi", width, m.hidden_size)}
-        return {**weights, "bias": ("v", width), "bias_n": ("v", m.hidden_size)}
-
-    return arrays_of
-
-
-def _norm(m: Any) -> dict[str, Any]:
-    """Scales and biases."""
-    return {"weight": ("v", m.shape), "bias": ("v", m.shape)}
-
-
-def _norm_of_channels(m: Any) -> dict[str, Any]:
-    """Scales and biases, one for each channel."""
-    return {"weight": ("v", None), "bias": ("v", None)}
+    width = gates * m.hidden_size
+    weights = {"weight_ih": ("oi", width, m.input_size), "weight_hh": ("oi", width, m.hidden_size)}
+    return {**weights, "bias": ("v", width), "bias_n": ("v", m.hidden_size)}
 
 
 LAYERS = {
     "Linear": _linear,
     "Conv": _conv,
     "ConvTranspose": _conv,
-    "Embedding": _embedding,
-    "GRUCell": _cell(3),
-    "LSTMCell": _cell(4),
-    "LayerNorm": _norm,
-    "RMSNorm": _norm,
-    "GroupNorm": _norm_of_channels,
-    "BatchNorm": _norm_of_channels,
+    "Embedding": lambda m: {"weight": ("ro", m.num_embeddings, m.embedding_size)},
+    "GRUCell": lambda m: _cell(m, 3),
+    "LSTMCell": lambda m: _cell(m, 4),
+    **dict.fromkeys(("LayerNorm", "RMSNorm"), lambda m: {"weight": ("v", m.shape), "bias": ("v", m.shape)}),
+    **dict.fromkeys(("GroupNorm", "BatchNorm"), lambda _: {"weight": ("v", None), "bias": ("v", None)}),
 }

@@ -7,17 +7,6 @@ from typing import Any
 NAME = "nnx"
 
 
-def _linear(m: Any) -> dict[str, Any]:
-    """A matrix, and a bias."""
-    return {"kernel": ("io", m.in_features, m.out_features), "bias": ("v", m.out_features)}
-
-
-def _linear_general(m: Any) -> dict[str, Any]:
-    """A matrix of several axes, and a bias."""
-    batch = tuple(m.batch_axis.values())
-    return {"kernel": ("sio", batch, m.in_features, m.out_features), "bias": ("sv", batch, m.out_features)}
-
-
 def _einsum(m: Any) -> dict[str, Any]:
     """A factor of an einsum, if the class says of which."""
     data, kernel, out = (m.einsum_str or ",->").replace("->", ",").split(",")
@@ -45,29 +34,25 @@ def _conv_transpose(m: Any) -> dict[str, Any]:
     return {"kernel": (letters, _window(m), *channels), "bias": ("v", m.out_features)}
 
 
-def _lora(m: Any) -> dict[str, Any]:
-    """Both factors."""
-    return {"lora_a": ("io", m.in_features, None), "lora_b": ("io", None, m.out_features)}
-
-
-def _embed(m: Any) -> dict[str, Any]:
-    """A table."""
-    return {"embedding": ("ro", m.num_embeddings, m.features)}
-
-
-def _norm(m: Any) -> dict[str, Any]:
-    """Scales and biases."""
-    return {"scale": ("v", None), "bias": ("v", None)}
+def _linear_general(m: Any) -> dict[str, Any]:
+    """A matrix of several axes, and a bias."""
+    batch = tuple(m.batch_axis.values())
+    return {"kernel": ("sio", batch, m.in_features, m.out_features), "bias": ("sv", batch, m.out_features)}
 
 
 LAYERS = {
-    "Linear": _linear,
+    **dict.fromkeys(
+        ("Linear", "LoRALinear"),
+        lambda m: {"kernel": ("io", m.in_features, m.out_features), "bias": ("v", m.out_features)},
+    ),
     "LinearGeneral": _linear_general,
     "Einsum": _einsum,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
-    "LoRA": _lora,
-    "LoRALinear": _linear,
-    "Embed": _embed,
-    **dict.fromkeys(("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"), _norm),
+    "LoRA": lambda m: {"lora_a": ("io", m.in_features, None), "lora_b": ("io", None, m.out_features)},
+    "Embed": lambda m: {"embedding": ("ro", m.num_embeddings, m.features)},
+    **dict.fromkeys(
+        ("BatchNorm", "LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"),
+        lambda _: {"scale": ("v", None), "bias": ("v", None)},
+    ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -50,14 +51,6 @@ def check_known_number(value: Any, who: str, name: str) -> float:
     return number
 
 
-def check_positive_number(value: Any, who: str, name: str) -> Any:
-    """Like :func:`check_number`, for a number that must be finite and greater than zero if it is known."""
-    number = check_number(value, who, name)
-    if isinstance(number, float) and not 0 < number < float("inf"):
-        raise ValueError(f"{who} got {name}={number}, but takes a finite number greater than 0.")
-    return number
-
-
 def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = False) -> Callable[[Any, str, str], Any]:
     """A check of a number that ``holds``, if it is known, or that must be known; the error ends with the rule."""
 
@@ -68,6 +61,11 @@ def number_that(holds: Callable[[float], bool], rule: str, *, known: bool = Fals
         return number
 
     return check
+
+
+_POSITIVE = (lambda number: 0 < number < math.inf), "takes a finite number greater than 0."
+check_positive_number = number_that(*_POSITIVE)
+check_known_positive_number = number_that(*_POSITIVE, known=True)
 
 
 def check_flag(value: Any, who: str, name: str) -> bool:

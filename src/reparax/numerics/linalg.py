@@ -26,8 +26,8 @@ def adjoint(w: Array) -> Array:
 
 
 def identity(like: Array) -> Array:
-    """Identity matrices with the batch shape and size of ``like``."""
-    return jnp.broadcast_to(jnp.eye(like.shape[-1], dtype=like.dtype), like.shape)
+    """Identity matrices of the shape and dtype of ``like``."""
+    return jnp.broadcast_to(jnp.eye(*like.shape[-2:], dtype=like.dtype), like.shape)
 
 
 def polar(w: Array) -> Array:

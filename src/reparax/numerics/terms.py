@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,15 +100,10 @@ class Term:
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
         arrays = [circulant(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
         arrays = [x.astype(dtype) for x in arrays]
-        sizes = {
-            letter: n
-            for letters, x in zip(spec.letters, arrays, strict=True)
-            for letter, n in zip(letters, x.shape, strict=True)
-        }
         x = jnp.einsum(f"{','.join(spec.letters)}->{once}", *arrays, precision="highest")
-        return with_diagonals(x, "".join(spec.axes)).reshape(
-            [functools.reduce(lambda n, letter: n * sizes[letter], axis, 1) for axis in spec.axes]
-        )
+        x = with_diagonals(x, "".join(spec.axes))
+        sizes = iter(x.shape)
+        return x.reshape([math.prod(itertools.islice(sizes, len(axis))) for axis in spec.axes])
 
 
 def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
@@ -116,12 +113,13 @@ def _spec_error(spec: Spec, arrays: Sequence[Array]) -> str | None:
     if len(spec.letters) != len(arrays):
         return f"names {len(spec.letters)} arrays, but got {len(arrays)}."
     sizes: dict[str, int] = {}
-    for letters, x in zip(spec.letters, _shapes(spec, arrays), strict=True):
-        if len(letters) != x.ndim:
-            return f"gives {letters!r} to an array of shape {x.shape}. Write one letter for each axis."
+    for letters, circle, x in zip(spec.letters, spec.circles, arrays, strict=True):
+        shape = (*x.shape, *x.shape[-1:]) if circle else x.shape
+        if len(letters) != len(shape):
+            return f"gives {letters!r} to an array of shape {shape}. Write one letter for each axis."
         if len(set(letters)) != len(letters):
             return f"has a letter twice in {letters!r}. Take the diagonal first."
-        for letter, n in zip(letters, x.shape, strict=True):
+        for letter, n in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, n) != n:
                 return f"gives {letter!r} to axes of {sizes[letter]} and of {n} entries."
     if missing := sorted(set("".join(spec.axes)) - set(sizes)):
@@ -144,12 +142,6 @@ def with_diagonals(x: Any, axes: Sequence[Any]) -> Any:
             n = x.shape[first_axis]
             x = x * jnp.eye(n, dtype=x.dtype).reshape([n if k in (first_axis, i) else 1 for k in range(x.ndim)])
     return x
-
-
-def _shapes(spec: Spec, arrays: Sequence[Array]) -> list[Any]:
-    """The arrays of a spec; a circulant matrix gets two axes for its last one."""
-    pairs = zip(arrays, spec.circles, strict=True)
-    return [jax.eval_shape(circulant, x) if circle and x.ndim else x for x, circle in pairs]
 
 
 def sum_terms(terms: Any) -> Array:

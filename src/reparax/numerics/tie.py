@@ -11,7 +11,7 @@ XLA for CPUs copies cheap operations into each reader, and keeps their operands 
 it does not copy a division, so there ``compute_once`` divides by ones; ``pull_back_once`` does it with cotangents.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -69,31 +69,14 @@ class _Identity(Primitive):
         return args[0] if has_series(args) else super().bind(*args, **params)
 
 
-_tie = _Identity("reparax_tie")
-_whole = _Identity("reparax_whole")
-_read = _Identity("reparax_read")
-_once = _Identity("reparax_once")
-_once_back = _Identity("reparax_once_back")
-
-
 def _tie_on_cpu(x: Array, barrier: Array) -> Array:
-    """``x``, plus a zero that is computed from ``barrier``."""
-    return _add_to_bits(x, _zero_from(barrier))
-
-
-def _zero_from(x: Array) -> Array:
-    """A uint32 zero that is computed from one entry."""
-    return _zero_from_bits(_bits_of_entry(x))
-
-
-def _bits_of_entry(x: Array) -> Array:
-    """The bits of the first entry, as a uint32."""
-    entry = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    """``x``, plus a zero that is computed from one entry of ``barrier``."""
+    entry = lax.reshape(lax.slice(barrier, (0,) * barrier.ndim, (1,) * barrier.ndim), ())
     if jnp.iscomplexobj(entry):
         entry = lax.real(entry)
     if jnp.issubdtype(entry.dtype, jnp.floating):
         entry = lax.bitcast_convert_type(lax.convert_element_type(entry, jnp.float32), jnp.uint32)
-    return lax.convert_element_type(entry, jnp.uint32)
+    return _add_to_bits(x, _zero_from_bits(lax.convert_element_type(entry, jnp.uint32)))
 
 
 def _zero_from_bits(bits: Array) -> Array:
@@ -142,30 +125,31 @@ def _partly_evaluate_tie(trace: Any, x: Any, barrier: Any) -> Any:
     return x if x.is_known() and not barrier.is_known() else trace.default_process_primitive(_tie, (x, barrier), {})
 
 
-def _register_identity(primitive: Primitive) -> None:
-    """Registers the value, derivative and batching of a primitive whose result is its operand."""
+def _identity(name: str, lowering: Callable[..., Any], **on_platform: Callable[..., Any]) -> _Identity:
+    """A primitive whose result is its operand, by the formula of its lowering; other platforms may have their own."""
+    primitive = _Identity(name)
     primitive.def_impl(lambda x: x)
     primitive.def_abstract_eval(lambda x: x)
     ad.deflinear2(primitive, lambda ct, x: [ct])
     batching.primitive_batchers[primitive] = lambda args, dims: (primitive.bind(*args), *dims)
+    mlir.register_lowering(primitive, mlir.lower_fun(lowering, multiple_results=False))
+    for platform, formula in on_platform.items():
+        mlir.register_lowering(primitive, mlir.lower_fun(formula, multiple_results=False), platform=platform)
+    return primitive
 
 
-_register_identity(_once_back)
-ad.deflinear2(_once_back, lambda ct, x: [compute_once(ct)])
-mlir.register_lowering(_once_back, lambda ctx, x: [x])
+def _same(x: Array) -> Array:
+    """The operand."""
+    return x
 
-_register_identity(_read)
-mlir.register_lowering(_read, lambda ctx, x: [x])
-mlir.register_lowering(_read, mlir.lower_fun(by_integers, multiple_results=False), platform="tpu")
 
-_register_identity(_whole)
-mlir.register_lowering(_whole, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
-mlir.register_lowering(_whole, lambda ctx, x: [x], platform="cpu")
+_whole = _identity("reparax_whole", lax.optimization_barrier, cpu=_same)
+_read = _identity("reparax_read", _same, tpu=by_integers)
+_once = _identity("reparax_once", lax.optimization_barrier, cpu=_divide_by_ones)
+_once_back = _identity("reparax_once_back", _same)
+ad.deflinear2(_once_back, lambda ct, x: [_once.bind(ct)])
 
-_register_identity(_once)
-mlir.register_lowering(_once, mlir.lower_fun(lax.optimization_barrier, multiple_results=False))
-mlir.register_lowering(_once, mlir.lower_fun(_divide_by_ones, multiple_results=False), platform="cpu")
-
+_tie = _Identity("reparax_tie")
 _tie.def_impl(lambda x, after: x)
 _tie.def_abstract_eval(lambda x, after: x)
 ad.primitive_jvps[_tie] = lambda primals, tangents: (_tie.bind(*primals), tangents[0])

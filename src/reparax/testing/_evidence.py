@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import operator
 import pickle
 import sys
 import tempfile
@@ -27,21 +26,20 @@ from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled_init(p: Parametrization, params: PyTree, key: Array) -> PyTree:
-    """``p.init(params, key)``, in one program for equal chains and types."""
-    return p.init(params, key)
+def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
+    """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
+    reads = any("grad" in stage.update_reads for stage in stages_of(p))
+    return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
 
 
-@partial(jax.jit, static_argnums=0)
-def compiled_apply(p: Parametrization, raw: PyTree, key: Array | None) -> PyTree:
-    """``p.apply(raw, key)``, in one program for equal chains and types."""
-    return p.apply(raw, key)
-
-
-def compiled_effective(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """The effective tree; the key is passed only if needed, so a deterministic chain shares its program with fold."""
-    return compiled_apply(p, raw, key if p.stochastic else None)
+compiled = partial(jax.jit, static_argnums=0)
+"""A function of a chain as one program for equal chains and types."""
+compiled_init = compiled(lambda p, params, key: p.init(params, key))
+compiled_apply = compiled(lambda p, raw, key: p.apply(raw, key))
+compiled_update = compiled(update_raw)
+compiled_update_base = compiled(lambda p, raw: p.update_base(raw))
+# A tuple is no state, and the law compares every bit.
+compiled_transfer = compiled(lambda p, raw: transfer(p, p, raw, raw, nearest=True))
 
 
 def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
@@ -49,28 +47,7 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
     return compiled_apply(p.deterministic, raw, None)
 
 
-def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:
-    """One update of ``raw``, with gradients if the chain reads them; the weights are used as gradients."""
-    reads = any("grad" in stage.update_reads for stage in stages_of(p))
-    return p.update(raw, key, p.fold(raw)) if reads else p.update(raw, key)
-
-
-compiled_update = jax.jit(update_raw, static_argnums=0)
-
-
-@partial(jax.jit, static_argnums=0)
-def compiled_update_base(p: Parametrization, raw: PyTree) -> PyTree:
-    """``p.update_base(raw)``, in one program for equal chains and types."""
-    return p.update_base(raw)
-
-
-@partial(jax.jit, static_argnums=0)
-def compiled_transfer(p: Parametrization, raw: PyTree) -> PyTree:
-    """``raw``, converted from ``p`` to ``p``."""
-    return transfer(p, p, raw, raw, nearest=True)  # a tuple is no state, and the law compares every bit
-
-
-@partial(jax.jit, static_argnums=0)
+@compiled
 def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[tuple[PyTree, PyTree]], ...]:
     """What each stage of a chain gives back, alone, with what it got: of the starts for ``params``, and of its image.
 
@@ -104,7 +81,7 @@ def _moved(raw: PyTree) -> PyTree:
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@compiled
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
     """A generic linear function of the effective tree, and its gradient with respect to the free values."""
     moving, fixed = trainable(raw)
@@ -118,7 +95,7 @@ def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
     return jax.value_and_grad(objective)(moving)
 
 
-@partial(jax.jit, static_argnums=0)
+@compiled
 def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str, PyTree]:
     """What the methods give, and the gradient of ``apply``."""
     raw = p.init(params, key)
@@ -129,36 +106,6 @@ def compiled_results(p: Parametrization, params: PyTree, key: Array) -> dict[str
         "update": p.fold(update_raw(p, raw, key)),
         "the gradient": slope(p, raw, key)[1],
     }
-
-
-@dataclass(frozen=True)
-class Alone:
-    """One stage of a chain, on the output of earlier stages without noise; the result still holds later markers.
-
-    Attributes:
-      chain: The chain.
-      number: The number of the stage in it, from 0.
-    """
-
-    chain: Parametrization
-    number: int
-
-    @property
-    def stage(self) -> Parametrization:
-        """The stage itself."""
-        return stages_of(self.chain)[self.number]
-
-    def apply(self, raw: PyTree, key: Array) -> PyTree:
-        """The output of the stage, on that of the earlier stages without noise."""
-        return apply_raw([self.stage], self._input_of_stage(raw), key)
-
-    def fold(self, raw: PyTree) -> PyTree:
-        """The same, without noise of the stage."""
-        return apply_raw(mean_stages([self.stage]), self._input_of_stage(raw))
-
-    def _input_of_stage(self, raw: PyTree) -> PyTree:
-        """The tree that the stage gets: what the earlier stages make of ``raw`` without noise."""
-        return apply_raw(mean_stages(stages_of(self.chain)[: self.number]), raw)
 
 
 class Doubled(Reparametrization):
@@ -175,7 +122,7 @@ class Doubled(Reparametrization):
         return values["x"] * 2 if is_inexact(values["x"]) else values["x"]
 
 
-@partial(jax.jit, static_argnums=0)
+@compiled
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
     """What ``p`` gives behind and before another stage, each with what it should give."""
     doubled = Doubled()
@@ -197,13 +144,15 @@ def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, 
     }
 
 
-@partial(jax.jit, static_argnums=0)
-def deviations(p: Alone, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
-    """Deviations of draws from the mean that ``p`` claims: the claim, and their sum and sum of squares over ``keys``.
+@partial(jax.jit, static_argnums=(0, 1))
+def deviations(p: Parametrization, number: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
+    """Deviations of draws from the mean that a stage claims: the claim, and their sum and sum of squares over ``keys``.
 
-    For each array there are the entries, their average, and their average in units of the claim.
+    The stage is that of a number in a chain, on the output of earlier stages without noise; what it makes still holds
+    later markers. For each array there are the entries, their average, and their average in units of the claim.
     """
-    mean = p.fold(raw)
+    stage, tree = stages_of(p)[number], apply_raw(mean_stages(stages_of(p)[:number]), raw)
+    mean = apply_raw(mean_stages([stage]), tree)
     claimed_mean = jax.tree.map(comparable, mean)
     sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed_mean)
 
@@ -215,7 +164,7 @@ def deviations(p: Alone, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTr
         return jnp.concatenate([entries, totals / max(1, m.size)])
 
     def add(sums_so_far: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
-        differences = jax.tree.map(spread, p.apply(raw, key), claimed_mean)
+        differences = jax.tree.map(spread, apply_raw([stage], tree, key), claimed_mean)
         squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), differences)
         return (
             jax.tree.map(jnp.add, sums_so_far[0], differences),
@@ -349,11 +298,6 @@ def array_paths(tree: PyTree) -> list[str]:
     return [path for path, _ in named_arrays(tree)]
 
 
-def named_types(tree: PyTree) -> list[tuple[str, tuple[int, ...], np.dtype]]:
-    """The path, the shape and the dtype of each leaf."""
-    return [(path, w.shape, w.dtype) for path, w in named_arrays(tree)]
-
-
 def _describe_type(w: Array) -> str:
     """The dtype and the shape of an array, and whether its type is weak, as text."""
     weak = "weakly typed " if jax.typeof(w).weak_type else ""
@@ -400,17 +344,12 @@ def batch_of_two(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
 
 
-def zeros_of(params: PyTree) -> PyTree:
-    """Zeros of the same shapes and dtypes."""
-    return jax.tree.map(lambda w: jnp.asarray(np.zeros(w.shape, w.dtype)), params)
-
-
-def clear_first_row(w: Array) -> Array:
+def clear_first_row(w: Array) -> np.ndarray:
     """``w`` with zeros in its first row."""
     with_zeros = np.array(w)
     if with_zeros.size and with_zeros.ndim:
         with_zeros[0] = 0
-    return jnp.asarray(with_zeros)
+    return with_zeros
 
 
 def large(w: Array) -> Array:
@@ -463,10 +402,9 @@ def stages_of(p: Parametrization) -> tuple[Parametrization, ...]:
 
 def without_means(p: Parametrization) -> Parametrization:
     """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
-    means = [stage.deterministic for stage in stages_of(p)]
-    left_out = [isinstance(mean, Mean) and isinstance(mean.stage, Perturbation) for mean in means]
-    stages = [stage for stage, is_out in zip(stages_of(p), left_out, strict=True) if not is_out]
-    return p if len(stages) == len(stages_of(p)) else functools.reduce(operator.rshift, stages, Chain())
+    means = [(stage, stage.deterministic) for stage in stages_of(p)]
+    out = [stage for stage, mean in means if isinstance(mean, Mean) and isinstance(mean.stage, Perturbation)]
+    return Chain(tuple(stage for stage in stages_of(p) if stage not in out)) if out else p
 
 
 def by_pickle(raw: PyTree) -> PyTree:

@@ -27,14 +27,12 @@ from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
 from reparax.testing._evidence import (
-    Alone,
     Case,
     array_paths,
     batch_of_two,
     beside_another,
     clear_first_row,
     compiled_apply,
-    compiled_effective,
     compiled_fold,
     compiled_init,
     compiled_results,
@@ -54,7 +52,6 @@ from reparax.testing._evidence import (
     move_along,
     move_randomly,
     named_arrays,
-    named_types,
     normal,
     paired,
     picklable,
@@ -65,7 +62,6 @@ from reparax.testing._evidence import (
     update_raw,
     widened_if_inexact,
     without_means,
-    zeros_of,
 )
 from reparax.training import combine, partition
 
@@ -145,15 +141,16 @@ def right_inverse(case: Case) -> None:
 def types(case: Case) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
     p, params = case.p, case.params
-    for effective in (jax.eval_shape(p.fold, case.raw), compiled_effective(p, case.raw, case.key)):
+    key = case.key if p.stochastic else None  # a deterministic chain shares its program with fold
+    for effective in (jax.eval_shape(p.fold, case.raw), compiled_apply(p, case.raw, key)):
         case.require(array_paths(effective) == array_paths(params), "the effective tree has different paths")
         for path, actual, want in paired(effective, params):
             same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
             case.require(same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}")
-    _require_shardings(case)
+    _require_shardings(case, key)
 
 
-def _require_shardings(case: Case) -> None:
+def _require_shardings(case: Case, key: Array | None) -> None:
     """An effective array keeps its sharding if a raw value of its path and shape has it."""
     devices = jax.devices()[:2]
     mesh = Mesh(np.array(devices), ("devices",))
@@ -166,7 +163,7 @@ def _require_shardings(case: Case) -> None:
     raw = compiled_init(case.p, placed, case.key)
     leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for path, actual, want in paired(compiled_effective(case.p, raw, case.key), placed):
+    for path, actual, want in paired(compiled_apply(case.p, raw, key), placed):
         source = sharding_of.get((path, want.shape))
         follows = source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
         case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
@@ -255,8 +252,9 @@ def transformations(case: Case) -> None:
     for way, actual in results.items():
         bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
         case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
-    same_types = named_types(jax.eval_shape(p.init, params, key)) == named_types(raw)
-    case.require(same_types, "eval_shape of init gives different shapes or dtypes")
+    abstract = jax.eval_shape(p.init, params, key)
+    types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
+    case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
 
 
 @law
@@ -317,7 +315,7 @@ def mean(case: Case) -> None:
     """
     for i, stage in enumerate(stages_of(case.p)):
         if stage.stochastic:
-            claimed, sums, squares = deviations(Alone(case.p, i), case.raw, jax.random.split(case.key, 1024))
+            claimed, sums, squares = deviations(case.p, i, case.raw, jax.random.split(case.key, 1024))
             for (path, m, total), (_, square) in zip(paired(claimed, sums), named_arrays(squares), strict=True):
                 off, error = deviation(np.asarray(total), np.asarray(square), 1024)
                 excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
@@ -356,7 +354,7 @@ def gradients(case: Case) -> None:
     for where, point in {
         "its start": case.raw,
         "a row of zeros": compiled_init(p, jax.tree.map(clear_first_row, params), key),
-        "zero": compiled_init(p, zeros_of(params), key),
+        "zero": compiled_init(p, jax.tree.map(np.zeros_like, params), key),
     }.items():
         for path, g in named_arrays(slope(p, point, key)[1]):
             case.require(np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")

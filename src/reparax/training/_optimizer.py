@@ -99,19 +99,14 @@ def optimizer(tx: T) -> T:
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
-        return _function_of_free(value, free, fixed)
+
+        def of_free(*args: Any, **kwargs: Any) -> Any:
+            raw_args = (combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args)
+            return value(*raw_args, **kwargs)
+
+        return of_free
     is_tree = jax.tree.structure(value, is_leaf=is_none) == jax.tree.structure(free, is_leaf=is_none)
     return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=is_none) if is_tree else value
-
-
-def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
-    """A function of raw trees as one of their free parts."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raw_args = [combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args]
-        return function(*raw_args, **kwargs)
-
-    return call
 
 
 def _neutral_update(x: Any) -> Any:
@@ -210,28 +205,22 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
       >>> rpx.training.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
       Array([[1., 1., 0., 1.]], dtype=float32)
     """
-    hidden = _activated_entries(_activated_by_mask(before, after), after)
+    grown = _activated_by_mask(before, after)
     free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
     paths, leaves, treedef = flatten_with_names(state)
     # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
     fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
 
-    def flags(path: Names) -> Array | None:
+    def reset(path: Names, x: Any) -> Any:
         starts = [i for i in range(len(path) + 1) if path[i:] in free]
-        return hidden.get(path[max(starts, key=lambda i: fits[path[:i]]) :]) if starts else None
-
-    return treedef.unflatten([_zero_where(x, flags(path)) for x, path in zip(leaves, paths, strict=True)])
-
-
-def _activated_entries(grown: dict[Names, Array], raw: PyTree) -> dict[Names, Array]:
-    """For the path of each masked value, which of its entries or slices became active."""
-    flags_of: dict[Names, Array] = {}
-    for path, x in items(raw):
+        raw_path = path[max(starts, key=lambda i: fits[path[:i]]) :] if starts else ()
         for node, flags in grown.items():
-            below = path[: len(node)] == node and FIXED not in path and is_array(x) and is_aligned(path)
-            if below and _covers(flags, x):
-                flags_of[path] = flags | flags_of.get(path, False)
-    return flags_of
+            below = raw_path[: len(node)] == node and is_aligned(raw_path)
+            if starts and below and is_array(x) and _covers(flags, x):
+                x = jnp.where(flags, jnp.zeros_like(x), x)
+        return x
+
+    return treedef.unflatten([reset(path, x) for x, path in zip(leaves, paths, strict=True)])
 
 
 def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
@@ -258,13 +247,6 @@ def _masks_by_node(raw: PyTree) -> dict[Names, Array]:
 def _covers(flags: Array, x: Any) -> bool:
     """Whether there is a flag for each entry of ``x``, or for each slice."""
     return flags.ndim == x.ndim and all(n in (1, size) for n, size in zip(flags.shape, x.shape, strict=True))
-
-
-def _zero_where(x: Any, flags: Array | None) -> Any:
-    """``x`` with zeros where a flag is set; as it is, if there are no flags or they do not fit."""
-    if flags is None or not is_array(x) or not _covers(flags, x):
-        return x
-    return jnp.where(flags, jnp.zeros_like(x), x)
 
 
 def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:

@@ -230,16 +230,11 @@ def _all_within(nodes: AbstractSet[Names], path: Names) -> bool:
 
 
 def _act_alike(stage: Parametrization, other_stage: Parametrization) -> bool:
-    """Whether two stages act in the same way on an array that both select."""
+    """Whether two stages act in the same way on an array that both select; those that hold arrays do not."""
     names = [field.name for field in dataclasses.fields(stage) if field.name != "where"]
-    return type(stage) is type(other_stage) and all(
-        _equal_settings(getattr(stage, name), getattr(other_stage, name)) for name in names
-    )
-
-
-def _equal_settings(x: Any, y: Any) -> bool:
-    """Whether two settings are equal; those that hold arrays are not."""
-    return not any(map(is_array, jax.tree.leaves((x, y)))) and x == y
+    pairs = [(getattr(stage, name), getattr(other_stage, name, None)) for name in names]
+    holds_arrays = any(map(is_array, jax.tree.leaves(pairs)))
+    return type(stage) is type(other_stage) and not holds_arrays and all(x == y for x, y in pairs)
 
 
 def _equal_numbers(x: Any, y: Any) -> bool:

@@ -66,11 +66,7 @@ class Delta(Reparametrization):
       Networks*, 2018.
     """
 
-    strength: Number = field(
-        by_array(_STRENGTH),
-        default=0.0,
-        kw_only=True,
-    )
+    strength: Number = field(by_array(_STRENGTH), default=0.0, kw_only=True)
 
     raw_values: ClassVar[Values] = {"x": main(aligned=True), "w": fixed(base=True)}
     min_ndim: ClassVar[int] = 2

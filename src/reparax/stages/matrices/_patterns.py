@@ -481,7 +481,7 @@ class PositiveDefinite(RowsAndColumns, Constraint):
         if self.map != "cholesky":
             raise ValueError(f"map={self.map!r} has no log_det, but map='cholesky' has. Use that map.")
         raw = Triangular().apply_leaf({"x": values["x"]})
-        diagonal, lower = (jnp.diagonal(m, axis1=-2, axis2=-1) for m in (raw, cholesky_of_entries(values["x"])))
+        diagonal, lower = map(_diagonal_of, (raw, cholesky_of_entries(values["x"])))
         powers = jnp.arange(diagonal.shape[-1], 0, -1, dtype=diagonal.dtype)
         return jnp.sum(jnp.log(2.0) + powers * jnp.log(lower) + jax.nn.log_sigmoid(diagonal))
 

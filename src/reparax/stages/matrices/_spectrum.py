@@ -76,8 +76,8 @@ class LowRank(RowsAndColumns, Constraint):
     rank: int = field(check_positive_whole)
 
     raw_values: ClassVar[Values] = {"u": main(axes=("rows", "rank")), "v": main(axes=("rank", "columns"))}
-
     transposes: ClassVar[bool] = True
+    random_init: ClassVar[Any] = False  # only rows of zeros are drawn
 
     def refuse_leaf(self, w: Array) -> str | None:
         return rank_error(self.rank, w) if self.outside != "unchecked" or 0 in w.shape else None
@@ -90,10 +90,6 @@ class LowRank(RowsAndColumns, Constraint):
             noise = unit(jax.random.normal(key, v.shape, widened(v).dtype), rows).astype(v.dtype)
             v = jnp.where(is_zero(v, rows), noise, v)
         return {"u": u, "v": v}
-
-    @property
-    def random_init(self) -> bool:
-        return False  # only rows of zeros are drawn
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         u, v = values["u"], values["v"]
@@ -144,15 +140,13 @@ class Kronecker(RowsAndColumns, Constraint):
 
     shape: tuple[int, int] = field(check_two)
 
+    random_init: ClassVar[Any] = False  # only rows of zeros are drawn
+
     def refuse_leaf(self, w: Array) -> str | None:
         return why_not_divisible(self.shape, w)
 
     def init_leaf(self, w: Array, key: Array | None = None) -> dict[str, Array]:
         return self._reshape_factors(w, LowRank(1).init_leaf(self._rearrange(w), key))
-
-    @property
-    def random_init(self) -> bool:
-        return False  # only rows of zeros are drawn
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         a, b = values["a"], values["b"]

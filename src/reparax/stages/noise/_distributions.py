@@ -226,15 +226,15 @@ def ivon(
     check_positive_number(ess, "ivon", "ess")
     for name, value in {"beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}.items():
         check_number(value, "ivon", name)
-    numbers = _Numbers(ess, beta1, beta2, weight_decay, clip_radius)
 
     def init(params: PyTree) -> IvonState:
         pairs = _pairs_by_path(params)
-        hessian = {path: numbers.hessian_of(_std_of(pair["rho"])) for path, pair in pairs.items()}
+        stds = {path: jax.nn.softplus(pair["rho"]) for path, pair in pairs.items()}
+        hessian = {path: 1 / (ess * std**2) - weight_decay for path, std in stds.items()}
         for path, h in hessian.items():
             if not isinstance(h, Tracer) and not bool(jnp.all(h > 0)):
                 raise ValueError(
-                    f"ivon got standard deviations up to {float(jnp.max(_std_of(pairs[path]['rho']))):.3g} at "
+                    f"ivon got standard deviations up to {float(jnp.max(stds[path])):.3g} at "
                     f"{path!r}, but the prior has {(ess * weight_decay) ** -0.5:.3g} = 1 / sqrt(ess * weight_decay), "
                     f"and they must be less. Give Gaussian a smaller `std`."
                 )
@@ -250,46 +250,27 @@ def ivon(
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         new_pairs, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
-            moments = state.momentum[path], state.hessian[path]
-            step = jnp.asarray(rate, moments[0].dtype) * state.start[path]
-            new_pairs[path], momentum[path], hessian[path] = numbers.step(pair, grads[path], *moments, step, count)
-        return _replace_pairs(updates, new_pairs), IvonState(count, momentum, hessian, state.start)
+            m, h = state.momentum[path], state.hessian[path]
+            mean, rho, grad = widened(pair["mean"]), pair["rho"], widened(grads[path]["mean"])
+            # The derivative of sigma by rho is a sigmoid, and that of the weight by sigma is the noise.
+            noise_by_grad = jax.nn.softplus(rho) * grads[path]["rho"] / jax.nn.sigmoid(rho)
+            m = beta1 * m + (1 - beta1) * grad
+            estimate, gap = ess * (h + weight_decay) * noise_by_grad, 1 - beta2
+            h = beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + weight_decay)
+            unbiased = m / (1 - jnp.asarray(beta1, m.dtype) ** count.astype(m.dtype))
+            direction = jnp.clip((unbiased + weight_decay * mean) / (h + weight_decay), -clip_radius, clip_radius)
+            step = jnp.asarray(rate, m.dtype) * state.start[path]
+            std = jax.lax.rsqrt(ess * (h + weight_decay))
+            new_pairs[path] = {
+                "mean": (-step * direction).astype(pair["mean"].dtype),
+                "rho": softplus_inverse(std) - rho,
+            }
+            momentum[path], hessian[path] = m, h
+        names, nodes, treedef = flatten_with_names(updates, _is_pair)
+        moved = [new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)]
+        return treedef.unflatten(moved), IvonState(count, momentum, hessian, state.start)
 
     return Transformation(init, update)
-
-
-class _Numbers(NamedTuple):
-    """The numbers of an optimizer, and its formulas for one array."""
-
-    ess: Any
-    beta1: float
-    beta2: float
-    decay: Any
-    clip: float
-
-    def hessian_of(self, std: Array) -> Array:
-        """The Hessian at which this is the standard deviation."""
-        return 1 / (self.ess * std**2) - self.decay
-
-    def step(
-        self, pair: Mapping[str, Array], grads: Mapping[str, Array], m: Array, h: Array, step: Array, count: Array
-    ) -> tuple[dict[str, Array], Array, Array]:
-        """Updates of both values, and the new momentum and Hessian."""
-        mean, rho, grad = widened(pair["mean"]), pair["rho"], widened(grads["mean"])
-        # The derivative of sigma with respect to rho is a sigmoid, and that of the weight with respect to sigma noise.
-        noise_by_grad = _std_of(rho) * grads["rho"] / jax.nn.sigmoid(rho)
-        m = self.beta1 * m + (1 - self.beta1) * grad
-        estimate, gap = self.ess * (h + self.decay) * noise_by_grad, 1 - self.beta2
-        h = self.beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + self.decay)
-        unbiased = m / (1 - jnp.asarray(self.beta1, m.dtype) ** count.astype(m.dtype))
-        direction = jnp.clip((unbiased + self.decay * mean) / (h + self.decay), -self.clip, self.clip)
-        std = jax.lax.rsqrt(self.ess * (h + self.decay))
-        return {"mean": (-step * direction).astype(pair["mean"].dtype), "rho": softplus_inverse(std) - rho}, m, h
-
-
-def _std_of(rho: Array) -> Array:
-    """The standard deviation of a raw value, ``softplus(rho)``."""
-    return jax.nn.softplus(rho)
 
 
 def _is_pair(x: Any) -> bool:
@@ -308,12 +289,6 @@ def _pairs_by_path(tree: PyTree) -> dict[str, Any]:
                 f"else. Make all weights that train `Gaussian(std)`, the last stage of the chain, with axis='each'."
             )
     return pairs
-
-
-def _replace_pairs(tree: PyTree, new_pairs: Mapping[str, Any]) -> PyTree:
-    """The tree with these values in place of the pairs at their paths."""
-    names, nodes, treedef = flatten_with_names(tree, _is_pair)
-    return treedef.unflatten([new_pairs.get(_plain_path(name), node) for name, node in zip(names, nodes, strict=True)])
 
 
 def _plain_path(names: Names) -> str:

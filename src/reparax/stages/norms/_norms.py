@@ -20,7 +20,17 @@ from reparax.numerics.arithmetic import scalar, widened
 from reparax.numerics.linalg import is_zero, norm, scale, scale_near_one, unit, with_length, with_length_detached
 
 
-class WeightNorm(Reparametrization):
+class _OfChannels(Reparametrization):
+    """Stages that see one vector of all weights, or one for each output channel."""
+
+    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
+
+    min_ndim: ClassVar[int] = 2
+    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
+    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
+
+
+class WeightNorm(_OfChannels):
     r"""Weight norm, a separate length and direction: :math:`w = g \, v / \lVert v \rVert`.
 
     Raw values: ``v`` (main), like ``w``; ``g`` (auxiliary), real, of size 1 along the normed axes, in float32 for
@@ -73,13 +83,9 @@ class WeightNorm(Reparametrization):
       Weight-Decomposed Low-Rank Adaptation*, 2024.
     """
 
-    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
     detach: bool = field(check_flag, default=False, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True), "g": aux()}
-    min_ndim: ClassVar[int] = 2
-    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
-    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
     straight_through: ClassVar[Any] = property(lambda self: self.detach)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -94,7 +100,7 @@ class WeightNorm(Reparametrization):
         return (with_length_detached if self.detach else with_length)(x, length, axes).astype(v.dtype)
 
 
-class WeightStandardization(Constraint):
+class WeightStandardization(_OfChannels, Constraint):
     r"""Zero mean and unit variance: :math:`w = (v - \mu) / \sigma` over the inputs of each output channel.
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if ``w`` has mean 0 and variance 1, and
@@ -131,12 +137,7 @@ class WeightStandardization(Constraint):
       2021.
     """
 
-    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
-
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
-    min_ndim: ClassVar[int] = 2
-    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
-    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
 
     def refuse_leaf(self, w: Array) -> str | None:
         if self._count(w) == 1:
@@ -217,7 +218,7 @@ class Sphere(Constraint):
         return (scalar(self.radius, x) * unit(x, count_from_front(self.along, v))).astype(v.dtype)
 
 
-class MaxNorm(Constraint):
+class MaxNorm(_OfChannels, Constraint):
     r"""Weights of a bounded norm: :math:`w = v` inside the ball, :math:`w = c^2 v / \lVert v \rVert^2` outside.
 
     Raw value: ``v`` (main), like ``w``. ``init`` gives ``v = w``; it is exact if :math:`\lVert w \rVert \le c`, and
@@ -253,12 +254,8 @@ class MaxNorm(Constraint):
     """
 
     max_norm: Number = number_field(positive=True)
-    axis: Axes | None = field(check_channels, default=LAST, kw_only=True)
 
     raw_values: ClassVar[Values] = {"v": main(aligned=True)}
-    min_ndim: ClassVar[int] = 2
-    by_roles: ClassVar[Any] = {"axis": OUTPUTS}
-    acts_on_embeddings: ClassVar[Any] = property(lambda self: self.axis != LAST)
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x = widened(w)

@@ -220,6 +220,7 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     raw_values: ClassVar[Values] = {"w": main(aligned=True), "u": fixed(), "v": fixed()}
     transposes: ClassVar[bool] = True
+    random_init: ClassVar[Any] = False  # any start of the iteration leads to the same vectors
     acts_on_embeddings: ClassVar[Any] = property(lambda self: not (self.rows is None and self.columns is None))
 
     def __post_init__(self) -> None:
@@ -254,10 +255,6 @@ class SpectralNorm(MatrixAxes, Constraint):
                 f"{w.shape}. Use one of these."
             )
         return self._convolution.refuse(jax.eval_shape(self._matrix, w))
-
-    @property
-    def random_init(self) -> bool:
-        return False  # any start of the iteration leads to the same vectors
 
     def init_leaf(self, w: Array, key: Array) -> dict[str, Array]:
         matrix = self._matrix(w)

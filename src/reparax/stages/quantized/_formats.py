@@ -77,6 +77,10 @@ class Grid:
         result = reduce(x.reshape(shape), axis=(*within, *over), keepdims=True)
         return jnp.squeeze(result, within) if within else result
 
+    def mean(self, x: Array) -> Array:
+        """The mean of each block."""
+        return self.reduce_blocks(jnp.sum, x, 0) / self.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
+
     def spread(self, numbers: Array) -> Array:
         """Numbers for each block, as numbers for each entry, in a shape that broadcasts."""
         for i in self._split_axes:

@@ -17,7 +17,7 @@ from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import UNCUT
 from reparax.core.values import OTHERS, Values, fixed, main
-from reparax.numerics.arguments import check_flag, check_positive_whole, number_that, one_of, optional
+from reparax.numerics.arguments import check_flag, check_known_positive_number, check_positive_whole, one_of, optional
 from reparax.numerics.arithmetic import inlined, widened
 from reparax.stages.quantized._formats import (
     FORMATS,
@@ -117,11 +117,7 @@ class Scaled(Reparametrization):
     block_size: int | tuple[int, ...] | None = field(optional(_check_block), default=None, kw_only=True)
     double_quant: bool = field(check_flag, default=False, kw_only=True)
     calibration_method: Calibration = field(one_of(Calibration), default="absmax", kw_only=True)
-    calibration_scale: float = field(
-        number_that(lambda x: 0 < x < math.inf, "takes a finite number greater than 0.", known=True),
-        default=1.0,
-        kw_only=True,
-    )
+    calibration_scale: float = field(check_known_positive_number, default=1.0, kw_only=True)
 
     dtypes: ClassVar[Any] = jnp.floating
     min_ndim: ClassVar[int] = 2
@@ -243,8 +239,7 @@ class Scaled(Reparametrization):
         extent = jnp.ones_like(largest) if self.calibration_method == "fixed" else largest
         if self.calibration_method == "rms":
             units, size = to_powers(x, blocks)
-            mean = blocks.reduce_blocks(jnp.sum, units * units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(x), 0)
-            extent = size * jnp.sqrt(mean)
+            extent = size * jnp.sqrt(blocks.mean(units * units))
         extent = extent if self.calibration_scale == 1 else self.calibration_scale * extent
         return jnp.where(jnp.isfinite(largest), clip_to_finite(extent), jnp.nan)
 
@@ -624,10 +619,9 @@ class FakeQuantized(Scaled):
         """The mean magnitude of each block; for a block that is ternary already, its magnitude, so that it is kept."""
         blocks = self._blocks(sizes)
         units, size = to_powers(sizes, blocks)
-        mean = size * (blocks.reduce_blocks(jnp.sum, units, 0) / blocks.reduce_blocks(jnp.sum, jnp.ones_like(sizes), 0))
         largest = blocks.reduce_blocks(largest_of, sizes, 0)
         either = (sizes == 0) | (sizes == blocks.spread(largest))
-        return jnp.where(blocks.reduce_blocks(jnp.all, either, 1), largest, mean)
+        return jnp.where(blocks.reduce_blocks(jnp.all, either, 1), largest, size * blocks.mean(units))
 
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -214,15 +214,6 @@ class NByM(_Masked, Constraint):
         return {"mask": self.init_leaf(values["w"])["mask"].astype(values["mask"].dtype)}
 
 
-class Pruning(Protocol):
-    """A stage that prunes a share of the weights, or a number of them; the other one is None."""
-
-    @property
-    def sparsity(self) -> Any: ...
-    @property
-    def count(self) -> int | None: ...
-
-
 def check_shares(value: Any, who: str, name: str) -> Any:
     """One share, or a tuple of several."""
     several = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -258,8 +249,8 @@ def check_count(value: Any, who: str, name: str) -> int:
     return int(value)
 
 
-def require_one(stage: Pruning) -> None:
-    """Requires either a share or a number of weights."""
+def require_one(stage: Any) -> None:
+    """Requires that a stage got either ``sparsity``, a share of the weights, or ``count``, a number of them."""
     if (stage.sparsity is None) == (stage.count is None):
         which = "neither" if stage.count is None else "both"
         raise TypeError(
@@ -268,7 +259,7 @@ def require_one(stage: Pruning) -> None:
         )
 
 
-def count_left(stage: Pruning, size: int) -> Any:
+def count_left(stage: Any, size: int) -> Any:
     """How many of ``size`` weights remain; each share is taken of what the shares before it leave."""
     if stage.count is not None:
         return size - stage.count
@@ -298,7 +289,7 @@ def _wide_product(a: Array, b: Array) -> tuple[Array, Array]:
     return high, (crossed << 16) | (lower & 0xFFFF)
 
 
-def count_error(stage: Pruning, size: int) -> str | None:
+def count_error(stage: Any, size: int) -> str | None:
     """What is wrong with the number for an array of that many weights or slices, or None."""
     if stage.count is None or stage.count <= size:
         return None
@@ -447,11 +438,7 @@ class _Regrow(_Masked, Constraint):
     """Weights under a mask with a given sparsity; each update drops the smallest and regrows others from zero."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
-    drop_fraction: Number = field(
-        by_array(_FRACTION),
-        default=0.3,
-        kw_only=True,
-    )
+    drop_fraction: Number = field(by_array(_FRACTION), default=0.3, kw_only=True)
     count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     moves_weights: ClassVar[bool] = True
@@ -626,13 +613,9 @@ class GlobalMagnitudePruning(Joint):
         return {place: apply_mask(masked) for place, masked in values.items()}
 
     def update_leaves(self, values: dict[str, dict[str, Array]]) -> dict[str, dict[str, Array]]:
-        kept = self._find_largest([masked["w"] for masked in values.values()])
-        masks = ((place, kept[i].astype(masked["mask"].dtype)) for i, (place, masked) in enumerate(values.items()))
-        return {place: {"mask": mask} for place, mask in masks}
-
-    def _find_largest(self, weights: list[Array]) -> list[Array]:
-        """Which are the largest weights of all arrays; raises an error if there are too few weights."""
-        size = sum(w.size for w in weights)
+        size = sum(masked["w"].size for masked in values.values())
         if (wrong := count_error(self, size)) is not None:
             raise ValueError(wrong)
-        return largest_of_all([jnp.abs(widened(w)).astype(float) for w in weights], count_left(self, size))
+        scores = [jnp.abs(widened(masked["w"])).astype(float) for masked in values.values()]
+        kept = zip(values.items(), largest_of_all(scores, count_left(self, size)), strict=True)
+        return {place: {"mask": keep.astype(masked["mask"].dtype)} for (place, masked), keep in kept}
