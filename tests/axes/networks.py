@@ -9,6 +9,7 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 KEY = jax.random.key(0)
@@ -16,13 +17,19 @@ DENSE, CONV, OUT_IN = ((0,), (1,), ()), ((0, 1, 2), (3,), ()), ((1,), (0,), ())
 
 
 def linen(module, *args, **kwargs):
-    params = jax.eval_shape(lambda: module.init(KEY, *args, **kwargs))["params"]
-    params = jax.tree.map(lambda w: jax.random.normal(KEY, w.shape, w.dtype), params)
+    params = drawn(lambda: module.init(KEY, *args, **kwargs)["params"])
     return lambda params, *args: module.apply({"params": params}, *args, **kwargs), params, args
 
 
 def normal(*shape):
-    return jax.random.normal(jax.random.fold_in(KEY, sum(shape)), shape)
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape, np.float32))
+
+
+def drawn(make):
+    """A tree with arrays of numpy's numbers: those of libraries need a program for each shape."""
+    return jax.tree.map(
+        lambda x: normal(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x, eqx.filter_eval_shape(make)
+    )
 
 
 def mlp():
@@ -130,8 +137,8 @@ def flax_nnx():
         def __call__(self, x):
             return self.last(self.heads(nnx.relu(self.first(x))))
 
-    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
-    params = jax.tree.map(lambda w: jax.random.normal(KEY, w.shape, w.dtype), params)
+    graph, types = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+    params = drawn(lambda: types)
 
     def forward(params, x):
         return nnx.merge(graph, params)(x)
@@ -150,34 +157,34 @@ def of_equinox(module, x, table, call=lambda module, x: module(x)):
 
 
 def equinox_mlp():
-    module = eqx.nn.MLP(4, 3, 7, 2, key=KEY)
+    module = drawn(lambda: eqx.nn.MLP(4, 3, 7, 2, key=KEY))
     return of_equinox(module, normal(5, 4), {".*/weight": OUT_IN}, lambda module, x: jax.vmap(module)(x))
 
 
 def equinox_attention():
-    module = eqx.nn.MultiheadAttention(2, 6, key=KEY)
+    module = drawn(lambda: eqx.nn.MultiheadAttention(2, 6, key=KEY))
     return of_equinox(module, normal(5, 6), {".*/weight": OUT_IN}, lambda module, x: module(x, x, x))
 
 
 def equinox_convolution():
-    module = eqx.nn.Sequential(
-        [eqx.nn.Conv2d(3, 6, 3, key=KEY), eqx.nn.Lambda(jax.nn.relu), eqx.nn.Conv2d(6, 2, 3, key=KEY)]
-    )
+    first, last = drawn(lambda: (eqx.nn.Conv2d(3, 6, 3, key=KEY), eqx.nn.Conv2d(6, 2, 3, key=KEY)))
+    module = eqx.nn.Sequential([first, eqx.nn.Lambda(jax.nn.relu), last])
     return of_equinox(module, normal(3, 8, 8), {".*/weight": ((1, 2, 3), (0,), ())})
 
 
 def equinox_gru():
-    cell, last = eqx.nn.GRUCell(4, 5, key=KEY), eqx.nn.Linear(5, 2, key=KEY)
+    modules = drawn(lambda: (eqx.nn.GRUCell(4, 5, key=KEY), eqx.nn.Linear(5, 2, key=KEY)))
 
     def call(modules, x):
         cell, last = modules
         return last(jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(5), x)[0])
 
-    return of_equinox((cell, last), normal(7, 4), {".*weight.*": OUT_IN}, call)
+    return of_equinox(modules, normal(7, 4), {".*weight.*": OUT_IN}, call)
 
 
 def equinox_ensemble():
-    modules = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 3, 7, 1, key=key))(jax.random.split(KEY, 3))
+    keys = jax.random.split(KEY, 3)
+    modules = drawn(lambda: eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 3, 7, 1, key=key))(keys))
 
     def call(modules, x):
         return eqx.filter_vmap(lambda module: jax.vmap(module)(x))(modules)
@@ -204,7 +211,7 @@ def convolutional_ensemble():
 
 def of_haiku(fun, table, *args):
     net = hk.without_apply_rng(hk.transform(fun))
-    params = jax.tree.map(lambda w: w + normal(*w.shape), net.init(KEY, *args))
+    params = drawn(lambda: net.init(KEY, *args))
     return net.apply, params, args, table
 
 

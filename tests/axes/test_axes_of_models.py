@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from errors import raises, table
 from flax import nnx
-from networks import KEY, normal
+from networks import KEY, drawn, normal
 
 import reparax as rpx
 from reparax.core.paths import items, path_text
@@ -158,11 +158,6 @@ def stacked_equinox():
         "two": eqx.filter_vmap(eqx.filter_vmap(layer))(keys),
         "scan": eqx.filter(eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY), eqx.is_array),
     }
-
-
-def drawn(make):
-    """The model with other numbers, which need no program for each operation."""
-    return jax.tree.map(lambda x: normal(*x.shape), eqx.filter_eval_shape(make))
 
 
 @pytest.mark.thorough

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from networks import KEY, NETWORKS, normal
+from networks import KEY, NETWORKS, drawn, normal
 
 import reparax as rpx
 
@@ -84,7 +84,7 @@ def ensemble():
 
 
 def of_cell(make):
-    return make(4, 5, key=KEY), lambda cell, x: cell(x, x[0] * jnp.ones(5)), normal(4)
+    return drawn(lambda: make(4, 5, key=KEY)), lambda cell, x: cell(x, x[0] * jnp.ones(5)), normal(4)
 
 
 @functools.cache
@@ -104,22 +104,34 @@ def networks_of_nnx():
 @functools.cache
 def networks_of_equinox():
     return {
-        "mlp": (eqx.nn.MLP(4, 3, 7, 2, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
-        "scanned mlp": (eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
-        "ensemble": (ensemble(), lambda m, x: eqx.filter_vmap(lambda each: jax.vmap(each)(x))(m), normal(2, 4)),
+        "mlp": (drawn(lambda: eqx.nn.MLP(4, 3, 7, 2, key=KEY)), lambda m, x: jax.vmap(m)(x), normal(5, 4)),
+        "scanned mlp": (
+            drawn(lambda: eqx.nn.MLP(4, 3, 7, 4, scan=True, key=KEY)),
+            lambda m, x: jax.vmap(m)(x),
+            normal(5, 4),
+        ),
+        "ensemble": (drawn(ensemble), lambda m, x: eqx.filter_vmap(lambda each: jax.vmap(each)(x))(m), normal(2, 4)),
         "heads": (
-            eqx.nn.MultiheadAttention(2, 6, 3, 4, 5, key=KEY),
+            drawn(lambda: eqx.nn.MultiheadAttention(2, 6, 3, 4, 5, key=KEY)),
             lambda m, x: m(x, x[:, :3], x[:, :4]),
             normal(5, 6),
         ),
-        "convolution": (eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
-        "transposed": (eqx.nn.ConvTranspose2d(4, 6, 3, key=KEY), lambda m, x: m(x), normal(4, 8, 8)),
+        "convolution": (
+            drawn(lambda: eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=KEY)),
+            lambda m, x: m(x),
+            normal(4, 8, 8),
+        ),
+        "transposed": (drawn(lambda: eqx.nn.ConvTranspose2d(4, 6, 3, key=KEY)), lambda m, x: m(x), normal(4, 8, 8)),
         "gru": of_cell(eqx.nn.GRUCell),
-        "lstm": (eqx.nn.LSTMCell(4, 5, key=KEY), lambda m, x: m(x, (x[0] * jnp.ones(5), jnp.zeros(5))), normal(4)),
-        "table": (eqx.nn.Embedding(11, 6, key=KEY), lambda m, x: jax.vmap(m)(x), jnp.arange(3)),
-        "norm": (eqx.nn.LayerNorm((3, 4)), lambda m, x: m(x), normal(3, 4)),
-        "wrapped": (eqx.nn.WeightNorm(eqx.nn.Linear(4, 3, key=KEY)), lambda m, x: m(x), normal(4)),
-        "turned": (Turned(4, 3, key=KEY), lambda m, x: m(x), normal(3)),
+        "lstm": (
+            drawn(lambda: eqx.nn.LSTMCell(4, 5, key=KEY)),
+            lambda m, x: m(x, (x[0] * jnp.ones(5), jnp.zeros(5))),
+            normal(4),
+        ),
+        "table": (drawn(lambda: eqx.nn.Embedding(11, 6, key=KEY)), lambda m, x: jax.vmap(m)(x), jnp.arange(3)),
+        "norm": (drawn(lambda: eqx.nn.LayerNorm((3, 4))), lambda m, x: m(x), normal(3, 4)),
+        "wrapped": (drawn(lambda: eqx.nn.WeightNorm(eqx.nn.Linear(4, 3, key=KEY))), lambda m, x: m(x), normal(4)),
+        "turned": (drawn(lambda: Turned(4, 3, key=KEY)), lambda m, x: m(x), normal(3)),
     }
 
 
