@@ -53,7 +53,7 @@ from reparax.programs.equations import (
     Transpose,
     Vary,
     View,
-    kind_of,
+    view_class_of,
     view_of,
 )
 
@@ -307,5 +307,5 @@ def test_an_output_that_is_laid_over_devices_is_placed():
 
 def test_the_kind_is_the_class_of_the_view():
     eqn = jax.make_jaxpr(jnp.negative)(X).jaxpr.eqns[0]
-    assert kind_of(eqn) is Negate
+    assert view_class_of(eqn) is Negate
     assert view_of(eqn) == Negate(eqn)

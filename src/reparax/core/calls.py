@@ -47,7 +47,7 @@ def usage(function: Callable[..., Any], *, skip: int = 0) -> str:
     return f"{function.__name__}({', '.join(texts)})"
 
 
-def misfit(
+def wrong_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, skip: int = 0
 ) -> str | None:
     """How a call does not fit the arguments of ``function`` after the first ``skip``; None if it does."""
@@ -71,7 +71,7 @@ def misfit(
 
 def _call_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call of a function of the package."""
-    wrong, name = misfit(function, args, kwargs), function.__name__
+    wrong, name = wrong_arguments(function, args, kwargs), function.__name__
     return None if wrong is None else f"{name} {wrong} Write `{how_to_write()[name]}{usage(function)[len(name) :]}`."
 
 
@@ -207,7 +207,7 @@ def _explain_wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs:
         return (
             f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."
         )
-    wrong = misfit(method, args[1:], kwargs, skip=1)
+    wrong = wrong_arguments(method, args[1:], kwargs, skip=1)
     return None if wrong is None else f"{CallName(args[0], name)} {wrong} Write `{write}`."
 
 

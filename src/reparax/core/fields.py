@@ -14,7 +14,7 @@ import jax
 from jax.typing import ArrayLike
 
 from reparax.core.axes import check_optional_axes
-from reparax.core.calls import misfit, shows_usage, takes
+from reparax.core.calls import shows_usage, takes, wrong_arguments
 from reparax.core.config import (
     as_python,
     code,
@@ -257,7 +257,7 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a class, of which the first is an object; None if they fit it."""
     cls: Any = type(args[0])
-    if (wrong := misfit(init, args[1:], kwargs, skip=1)) is None:
+    if (wrong := wrong_arguments(init, args[1:], kwargs, skip=1)) is None:
         return None
     default_of = {field.name: field.default for field in declared_fields(cls) if field.init}
     if unknown := [name for name in kwargs if name not in default_of]:

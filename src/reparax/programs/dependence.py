@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from reparax.core.recompute import MARK
 from reparax.programs import jaxprs
-from reparax.programs.equations import Checkpoint, Jit, StopGradient, kind_of
+from reparax.programs.equations import Checkpoint, Jit, StopGradient, view_class_of
 from reparax.programs.jaxprs import part, values, variables, without_dead_code
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class AllFacts(Analysis[Facts]):
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
         facts = self.joined(operands)
-        stops = facts.known and (kind_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
+        stops = facts.known and (view_class_of(eqn) is StopGradient or not any(map(has_tangent, eqn.outvars)))
         # A sum over a mesh axis does not differ along it; what reads nothing, such as the number of the shard, may.
         differs = facts.differs
         if differs or not eqn.invars:
@@ -212,12 +212,12 @@ class AllFacts(Analysis[Facts]):
         return replace(facts, known=is_known, still=facts.still or stops, differs=differs)
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> bool:
-        return kind_of(eqn) in (Jit, Checkpoint)
+        return view_class_of(eqn) in (Jit, Checkpoint)
 
 
 def facts_of_inputs(program: Jaxpr, is_chosen: list[bool]) -> list[Facts]:
     """Facts about the inputs of a program, of which the user chose some."""
-    flags = with_roots(program, is_chosen)
+    flags = with_inputs_of_apply(program, is_chosen)
     return [
         Facts(flag, not has_tangent(v), frozenset((i,) if flag else ()))
         for i, (v, flag) in enumerate(zip(program.invars, flags, strict=True))
@@ -264,7 +264,7 @@ def is_apply(eqn: JaxprEqn) -> bool:
     return jaxprs.policy_of(eqn) is MARK
 
 
-def with_roots(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
+def with_inputs_of_apply(jaxpr: Jaxpr, known_inputs: Flags) -> Flags:
     """``known_inputs``, plus the inputs of each ``apply``, and the keys and numbers from which these are computed."""
     read_by_apply, behind = set[Any](), set[Any]()
     for eqn in reversed(jaxpr.eqns):
@@ -288,8 +288,8 @@ def _inputs_of_apply(eqn: JaxprEqn) -> list[Any]:
     if jaxprs.runner_of(eqn) is None or not holds_apply(eqn):
         return []
     jaxpr, consts = jaxprs.body(eqn)
-    roots = with_roots(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
-    return jaxprs.variables(v for v, root in zip(eqn.invars, roots, strict=True) if root)
+    read_by_apply = with_inputs_of_apply(jaxpr, [False for _ in jaxpr.invars])[len(consts) :]
+    return jaxprs.variables(v for v, is_read in zip(eqn.invars, read_by_apply, strict=True) if is_read)
 
 
 def _is_key_or_number(v: Any) -> bool:

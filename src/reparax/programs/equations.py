@@ -680,7 +680,7 @@ def _with_subclasses(kind: type[View]) -> list[type[View]]:
 KINDS: dict[str, type[View]] = {name: kind for kind in _with_subclasses(View) for name in kind.names}
 
 
-def kind_of(eqn: JaxprEqn) -> type[View]:
+def view_class_of(eqn: JaxprEqn) -> type[View]:
     """The class of the view of an equation; ``View`` itself if it has no other."""
     kind = KINDS.get(eqn.primitive.name, View)
     # Numbers seen as bytes have one more axis, so entries are not computed from the same entries.
@@ -690,4 +690,4 @@ def kind_of(eqn: JaxprEqn) -> type[View]:
 
 def view_of(eqn: JaxprEqn) -> View:
     """The view of an equation."""
-    return kind_of(eqn)(eqn)
+    return view_class_of(eqn)(eqn)

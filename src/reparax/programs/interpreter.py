@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import NUMBER, Analysis, Facts, is_apply
-from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, kind_of, view_of
+from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, view_class_of, view_of
 from reparax.programs.jaxprs import type_of
 from reparax.programs.rules import map_factors
 from reparax.programs.sums import Factor, Label, Product, Sum, count_entries
@@ -103,7 +103,7 @@ class Interpreter:
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
         """The outputs, arrays or sums."""
-        return _Run(self, jaxpr, args, facts).outs()
+        return _Evaluation(self, jaxpr, args, facts).outs()
 
     def arrays(self, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> list[Any]:
         """The outputs as arrays."""
@@ -134,7 +134,7 @@ class Interpreter:
         return list(outs)
 
 
-class _Run:
+class _Evaluation:
     """One evaluation: the values computed so far, and how often each will still be read."""
 
     def __init__(self, interpreter: Interpreter, jaxpr: Jaxpr, args: Sequence[Any], facts: Sequence[Facts]) -> None:
@@ -217,7 +217,7 @@ class _Run:
 
 def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | None:
     """For each output of an equation the operand that it passes on unchanged; None if it does more."""
-    kind = kind_of(eqn)
+    kind = view_class_of(eqn)
     if kind is StopGradient and facts[0].still:
         return eqn.invars
     if kind is not Jit or jaxprs.has_sharding(eqn):
@@ -234,12 +234,12 @@ def _operands_passed_on(eqn: JaxprEqn, facts: Sequence[Facts]) -> list[Any] | No
 
 def has_body(eqn: JaxprEqn) -> bool:
     """Whether :func:`enter` evaluates an equation."""
-    return kind_of(eqn) in _BODIES
+    return view_class_of(eqn) in _BODIES
 
 
 def enter(operation: Operation) -> Outs:
     """The outputs of an equation with a body, which is interpreted."""
-    return _BODIES[kind_of(operation.eqn)](operation)
+    return _BODIES[view_class_of(operation.eqn)](operation)
 
 
 def _body(
@@ -310,7 +310,7 @@ def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
 
 def _stops_gradient(eqn: JaxprEqn, i: int) -> bool:
     """Whether gradients stop at an operand of an equation, or wherever its body reads that."""
-    kind = kind_of(eqn)
+    kind = view_class_of(eqn)
     if kind not in (Jit, Checkpoint):
         return kind is StopGradient
     jaxpr, consts = jaxprs.body(eqn)

@@ -26,7 +26,18 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
 from reparax.numerics.arithmetic import inlined
-from reparax.programs.equations import Checkpoint, Cond, CustomJvp, Jit, Named, Scan, ShardMap, View, kind_of, view_of
+from reparax.programs.equations import (
+    Checkpoint,
+    Cond,
+    CustomJvp,
+    Jit,
+    Named,
+    Scan,
+    ShardMap,
+    View,
+    view_class_of,
+    view_of,
+)
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -236,7 +247,7 @@ def batch_program(
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
-    if not any(map(_is_linearized, args)) and CustomJvp not in map(kind_of, jaxpr.eqns):
+    if not any(map(_is_linearized, args)) and CustomJvp not in map(view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     last_reader = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
@@ -288,7 +299,7 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
     if not _programs_in(eqn):
         return is_linearized
     # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
-    kind = kind_of(eqn)
+    kind = view_class_of(eqn)
     return (kind is CustomJvp or (is_linearized and kind is Checkpoint)) and _any_is_traced(args)
 
 
@@ -458,7 +469,7 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 def policy_of(eqn: JaxprEqn) -> Any:
     """The policy of ``jax.checkpoint`` in an equation; None for other equations."""
-    return Checkpoint(eqn).policy if kind_of(eqn) is Checkpoint else None
+    return Checkpoint(eqn).policy if view_class_of(eqn) is Checkpoint else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
@@ -469,12 +480,12 @@ def has_name(eqn: JaxprEqn, name: str) -> bool:
 
 def is_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan."""
-    return kind_of(eqn) is Scan
+    return view_class_of(eqn) is Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
     """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
-    return kind_of(eqn) is Cond
+    return view_class_of(eqn) is Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
@@ -484,7 +495,7 @@ def is_call(eqn: JaxprEqn) -> bool:
 
 def is_jit(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of ``jax.jit``."""
-    return kind_of(eqn) is Jit
+    return view_class_of(eqn) is Jit
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
@@ -527,7 +538,7 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
     """As :func:`runner_of`, with a state that each run of the body takes, and returns after its outputs."""
     functions: dict[type[View], Callable[..., Any]] = {Jit: _run_jit, Scan: _run_scan, ShardMap: _run_shard_map}
-    function = functions.get(kind_of(eqn))
+    function = functions.get(view_class_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 

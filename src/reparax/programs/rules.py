@@ -285,7 +285,7 @@ _MAKERS = {
 
 def may_make_sum(eqn: JaxprEqn) -> bool:
     """Whether an equation of known arrays may make a sum that is worth keeping in factors."""
-    kind = equations.kind_of(eqn)
+    kind = equations.view_class_of(eqn)
     if kind not in _MAKERS - {equations.Add, equations.Subtract}:
         return False
     output = type_of(eqn.outvars[0])
@@ -311,7 +311,7 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
     view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
-    if equations.kind_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
+    if equations.view_class_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [
         x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)

@@ -307,14 +307,14 @@ class Sum:
       shape: The shape of each, and of the array.
       dtype: The dtype of the array.
       precision: The precision of its products.
-      root: The equation that made it, before any transpose, cast or slice, after the equations whose bodies contain it.
+      maker: The equation that made it, before any transpose, cast or slice; before it those whose bodies contain it.
     """
 
     products: tuple[Product, ...]
     shape: tuple[int, ...]
     dtype: Any
     precision: Any
-    root: Any
+    maker: Any
 
     @property
     def ndim(self) -> int:

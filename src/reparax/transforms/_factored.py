@@ -42,7 +42,7 @@ from reparax.numerics.terms import specs_of
 from reparax.programs import jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
-from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, kind_of, view_of
+from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
@@ -122,7 +122,7 @@ class SumPlan:
     """Records what reads each sum in a first evaluation of a program, then decides which sums the second one forms.
 
     Attributes:
-      records: The record of each sum, by its root.
+      records: The record of each sum, by the equation that made it.
       is_decided: Whether the decision is made. Nothing is recorded after that.
     """
 
@@ -133,30 +133,30 @@ class SumPlan:
     def reads(self, x: Sum, read: SumRead) -> None:
         """Records a read of a sum."""
         if not self.is_decided:
-            self.records[x.root].reads.append(read)
+            self.records[x.maker].reads.append(read)
 
-    def forms(self, root: Hashable) -> bool:
+    def forms(self, maker: Hashable) -> bool:
         """Whether a sum is formed where it is made; unrecorded sums, which only formed ones produce, are formed too."""
-        return root not in self.records or self.records[root].is_formed
+        return maker not in self.records or self.records[maker].is_formed
 
     def decide(self) -> None:
         """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
         needed = set[Hashable]()
-        for root, record in reversed(self.records.items()):
-            cost_in_factors, cost_formed = self.costs(root)
+        for maker, record in reversed(self.records.items()):
+            cost_in_factors, cost_formed = self.costs(maker)
             arrays = [read for read in record.reads if read.cost_in_factors is None]
-            if root not in needed and (cost_formed < cost_in_factors or (arrays and cost_formed == cost_in_factors)):
+            if maker not in needed and (cost_formed < cost_in_factors or (arrays and cost_formed == cost_in_factors)):
                 record.is_formed = True
                 for parent in record.parents:
                     read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
                     self.records[parent].reads.append(read)
-            elif root in needed or record.reads:
+            elif maker in needed or record.reads:
                 needed.update(record.parents)
         self.is_decided = True
 
-    def costs(self, root: Hashable) -> tuple[float, float]:
+    def costs(self, maker: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record, once = self.records[root], self.records[root].cost_to_form
+        record, once = self.records[maker], self.records[maker].cost_to_form
         rebuilds = max(
             (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
         )
@@ -165,18 +165,18 @@ class SumPlan:
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
         """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
-        for root, record in self.records.items():
+        for maker, record in self.records.items():
             if reads := [read for read in record.reads if not read.in_formula]:
                 type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-                reason = "; ".join(self._reasons(root, reads, lines))
+                reason = "; ".join(self._reasons(maker, reads, lines))
                 yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
 
-    def _reasons(self, root: Hashable, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
+    def _reasons(self, maker: Hashable, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
         """The share of the operations with factors, if products read the sum, and what needs the array."""
         if n := sum(read.cost_in_factors is not None for read in reads):
-            in_factors, formed = self.costs(root)
+            in_factors, formed = self.costs(maker)
             share = f"{in_factors / formed if formed else 1.0:.2f} of the operations"
-            yield f"{n} product{'s' if n > 1 else ''}, {'in factors, ' if self.records[root].is_formed else ''}{share}"
+            yield f"{n} product{'s' if n > 1 else ''}, {'in factors, ' if self.records[maker].is_formed else ''}{share}"
         of_arrays = [read for read in reads if read.cost_in_factors is None]
         yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in of_arrays)
 
@@ -512,7 +512,7 @@ class Factoring:
             if has_body(eqn):
                 return enter(operation)
             if (moved := move_sum(eqn, args)) is not None:
-                return self._look_up(operation, moved[0]) if kind_of(eqn) is Gather else moved
+                return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
             new = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
         if new is None:
             return self._multiply(operation)
@@ -540,31 +540,31 @@ class Factoring:
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
         eqn, interpreter, weight = operation.eqn, operation.interpreter, operation.args[0]
-        matrices = replace(matrices, root=(*interpreter.path, id(eqn)))
+        matrices = replace(matrices, maker=(*interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            times, parent = interpreter.times, self.plan.records[weight.root]
+            times, parent = interpreter.times, self.plan.records[weight.maker]
             cost_of_factors, *ways = costs_of_lookup(weight, matrices)
             read = SumRead(eqn, times, interpreter.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
-            origins, parents = operation.facts[0].origins, [weight.root]
-            self.plan.records[matrices.root] = Record(
+            origins, parents = operation.facts[0].origins, [weight.maker]
+            self.plan.records[matrices.maker] = Record(
                 eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read
             )
             self.plan.reads(matrices, SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
-        return [array_of_sum(matrices) if self.plan.forms(matrices.root) else matrices]
+        return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
         """A new sum; None if the plan forms it."""
         eqn, times = operation.eqn, operation.interpreter.times
-        weight = replace(weight, root=(*operation.interpreter.path, id(eqn)))
+        weight = replace(weight, maker=(*operation.interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            parents = list(dict.fromkeys(x.root for x in operation.args if isinstance(x, Sum)))
+            parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
             cost = times * cost_to_form(eqn, operation.facts)
             cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
             origins = operation.out_facts.origins
             record = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
-            self.plan.records[weight.root] = record
-        return None if self.plan.forms(weight.root) else weight
+            self.plan.records[weight.maker] = record
+        return None if self.plan.forms(weight.maker) else weight
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:

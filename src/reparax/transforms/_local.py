@@ -113,7 +113,7 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> 
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
     mean = view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])
-    std = replace(weight.std, products=tuple(map(with_numbers, weight.std.products)), root=None)
+    std = replace(weight.std, products=tuple(map(with_numbers, weight.std.products)), maker=None)
     return widened(mean), partial(_add_noise, view, weight_operand, data, std)
 
 
@@ -310,7 +310,7 @@ class Drawing:
         if out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
             made = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
             if made is not None:
-                return [replace(made, root=_noise_origin(eqn, out_facts))]
+                return [replace(made, maker=_noise_origin(eqn, out_facts))]
         is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
         return self._multiply(operation) if is_product else None
 
@@ -327,12 +327,12 @@ class Drawing:
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
-        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, draws_per_row=True))
+        self.reads.append(NoisyRead(operation.eqn, operation.args[position].maker, draws_per_row=True))
         return [result.astype(operation.view.type.dtype)]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         del interpreter
-        self.reads.append(NoisyRead(eqn, x.root, draws_per_row=False))
+        self.reads.append(NoisyRead(eqn, x.maker, draws_per_row=False))
         return array_of(x)
 
 

@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from reparax.numerics.tie import has_series
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import EquationRule, Flags, with_roots
+from reparax.programs.dependence import EquationRule, Flags, with_inputs_of_apply
 from reparax.programs.jaxprs import Env
 from reparax.transforms._remat_order import read_as_more_than_views, run_delayed
 from reparax.transforms._remat_rewrites import (
@@ -155,7 +155,7 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
     Known are the ``known_inputs``, and what each ``apply`` reads. With ``keeps_masks``, masks are stored in bits.
     """
-    known_args = with_roots(jaxpr, known_inputs)
+    known_args = with_inputs_of_apply(jaxpr, known_inputs)
     rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
 from reparax.programs import dependence, equations, jaxprs
 from reparax.programs.dependence import EquationRule, Flags
-from reparax.programs.equations import View, kind_of
+from reparax.programs.equations import View, view_class_of
 from reparax.programs.jaxprs import Env, values, variables
 
 
@@ -20,10 +20,10 @@ def run_delayed(
     jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule = lambda eqn: None
 ) -> list[Any]:
     """Evaluates a program without constants like ``dependence.run``, known values as late as possible."""
-    return _Run(jaxpr, args, known_inputs, rule).outs()
+    return _DelayedRun(jaxpr, args, known_inputs, rule).outs()
 
 
-class _Run:
+class _DelayedRun:
     """One evaluation: the values computed so far, and how often each value will still be read."""
 
     def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule) -> None:
@@ -153,7 +153,7 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 def barrier_inputs(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
     free = _views(program)
-    products = [v for eqn in program.eqns if kind_of(eqn) in _PRODUCTS for v in eqn.invars]
+    products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
     targets = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
     if not targets:
         return set()
@@ -215,7 +215,7 @@ def _views(program: Jaxpr) -> set[Var]:
         operands = jaxprs.variables(eqn.invars)
         # A broadcast that makes no more entries adds axes of size 1.
         is_view = _is(eqn, _IN_PLACE) or (
-            kind_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+            view_class_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
         )
         if not operands or (is_view and free.issuperset(operands)):
             free.update(eqn.outvars)
@@ -229,7 +229,7 @@ def _count(eqn: JaxprEqn) -> int:
 
 def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
     """Whether an equation is of one of these kinds, or a call of such equations alone."""
-    return kind_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(each, kinds) for each in _inside(eqn)))
+    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(each, kinds) for each in _inside(eqn)))
 
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:

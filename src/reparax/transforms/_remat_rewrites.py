@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import read_in_step
 from reparax.programs import dependence, jaxprs, steps
-from reparax.programs.dependence import STORED, EquationRule, Flags, contains_apply, is_apply, with_roots
+from reparax.programs.dependence import STORED, EquationRule, Flags, contains_apply, is_apply, with_inputs_of_apply
 from reparax.programs.equations import Scan
 from reparax.programs.steps import LARGE
 from reparax.transforms._remat_order import change_outputs, read_as_more_than_views
@@ -57,7 +57,7 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
         body, consts = jaxprs.body(eqn)
         if jaxprs.is_scan(eqn):
             known = dependence.steady_inputs(eqn, known, dependence.IsKnown())
-        known = with_roots(body, [True for _ in consts] + known)
+        known = with_inputs_of_apply(body, [True for _ in consts] + known)
         if jaxprs.is_scan(eqn):
             body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
             consts, known = [*new_consts, *consts], [True for _ in new_consts] + known
