@@ -16,8 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
-from reparax.core.axes import axis_names
-from reparax.core.paths import flatten_with_names, path_text
+from reparax.core.paths import axis_names, flatten_with_names, path_text
 
 UP = np.array([[3.0, 1.0, 0.5, -2.0], [4.0, -1.0, 2.0, 1.0], [12.0, 2.0, -1.0, 2.0]], np.float32)
 DOWN = np.array([[1.0, 2.0], [-2.0, 1.0], [2.0, -0.5], [0.5, 4.0]], np.float32)

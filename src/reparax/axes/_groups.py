@@ -387,19 +387,22 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}
     """
-    whole, found = raw if like is None else like, list(groups)
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(whole)):
+    raw_tree, group_list = raw if like is None else like, list(groups)
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(raw_tree)):
         raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
-    effective, who = p.fold(whole), f"shrink of {p!r}"
+    effective, who = p.fold(raw_tree), f"shrink of {p!r}"
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_numeric(x)}
-    _require_arrays("shrink", found, {path: x.shape for path, x in arrays.items()})
-    along = _along_axes((group, alive) for group, alive in _living_indices(found, arrays) if not alive.all())
+    _require_arrays("shrink", group_list, {path: x.shape for path, x in arrays.items()})
+    kept = _along_axes((group, alive) for group, alive in _living_indices(group_list, arrays) if not alive.all())
     origins = follow_axes(tuple(p), effective)[1]
-    cuts = {path: _cuts_of(who, path, x, *origins[path], along) for path, x in items(whole) if is_numeric(x)}
-    small = _map_leaves(whole, lambda path, x: _cut_out(x, cuts.get(path, ())))
-    plain = {path: _cuts_of(who, path, x, path, range(x.ndim), along) for path, x in items(effective) if is_numeric(x)}
-    _require_same(who, p.fold(small), _map_leaves(effective, lambda path, x: _cut_out(x, plain.get(path, ()))))
-    return small if like is None else _cut_state(raw, whole, cuts)
+    cuts = {path: _cuts_of(who, path, x, *origins[path], kept) for path, x in items(raw_tree) if is_numeric(x)}
+    small = _map_leaves(raw_tree, lambda path, x: _cut_out(x, cuts.get(path, ())))
+    # What the cut raw tree gives must be the effective tree, cut along the same axes.
+    own_axes = [(path, x, range(x.ndim)) for path, x in items(effective) if is_numeric(x)]
+    cuts_of_effective = {path: _cuts_of(who, path, x, path, axes, kept) for path, x, axes in own_axes}
+    expected = _map_leaves(effective, lambda path, x: _cut_out(x, cuts_of_effective.get(path, ())))
+    _require_same(who, p.fold(small), expected)
+    return small if like is None else _cut_state(raw, raw_tree, cuts)
 
 
 def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> list[tuple[Group, Values]]:

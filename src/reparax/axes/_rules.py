@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, product
+from itertools import accumulate, product
 from math import prod
 from typing import Any
 
@@ -223,15 +223,19 @@ def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None
         return None
     order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
     old, shape = [axes[i] for i in order], [lengths[i] for i in order]
-    found = list[Axis]()
+    new_axes = list[Axis]()
     for (start, stop), sizes in _runs_of_axes(shape, new):
         long = [i for i in range(start, stop) if shape[i] != 1]
-        ones = iter([old[i] for i in range(start, stop) if shape[i] == 1])
-        made = iter(
-            _axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], [n for n in sizes if n != 1])
-        )
-        found += [operands.new(axis for axis in [next(ones, None)] if axis) if n == 1 else next(made) for n in sizes]
-    return tuple(found)
+        single = [old[i] for i in range(start, stop) if shape[i] == 1]
+        long_sizes = [n for n in sizes if n != 1]
+        long_axes = iter(_axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], long_sizes))
+        for n in sizes:
+            if n == 1:  # as of the next old axis of size 1, while there are any
+                new_axes.append(operands.new(single[:1]))
+                single = single[1:]
+            else:
+                new_axes.append(next(long_axes))
+    return tuple(new_axes)
 
 
 def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> Sequence[Axis]:
@@ -327,20 +331,20 @@ class Zeros:
         return replace(out, vanishing=zero, is_zero=self._is_zero(), equal=equal)
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
-        """The sums along axes of the operands."""
+        """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
         view, shapes = self.view, [v.aval.shape for v in self.view.operands]
         if isinstance(view, Dot | RaggedDot):
             return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
-            lhs, rhs, _ = view.dimension_numbers
-            return [self._sum_of_products(lhs[1], rhs[1], shapes[1][rhs[1]], line)]
-        left = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
-        gone = view.axes if isinstance(view, Reduce) else ()
-        axes = [zip(value.axes, shape, strict=True) for value, shape in zip(self.operands, shapes, strict=True)]
+            data, kernel, _ = view.dimension_numbers
+            return [self._sum_of_products(data[1], kernel[1], shapes[1][kernel[1]], line)]
+        reduced = view.axes if isinstance(view, Reduce) else ()
+        in_outputs = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
         return [
-            AxisSum(axis.label, n, NEVER, line)
-            for k, (axis, n) in enumerate(chain(*axes))
-            if n > 1 and (k in gone or not self.labels.atoms(axis.label) & left)
+            AxisSum(axis.label, size, NEVER, line)
+            for value, shape in zip(self.operands, shapes, strict=True)
+            for i, (axis, size) in enumerate(zip(value.axes, shape, strict=True))
+            if size > 1 and (i in reduced or not self.labels.atoms(axis.label) & in_outputs)
         ]
 
     def _sum_of_products(self, i: int, j: int, size: int, line: str) -> AxisSum:

@@ -46,25 +46,29 @@ class Uses(list[DataProduct | Between | OtherRead]):
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
         kind, n_before = _kind_of_outputs(view, operands), len(self)
+        if kind is Source.WEIGHT:
+            return self._weights(view, operands, axes, line)
         if kind is Source.DATA:
             self._add_read(view, operands, line)
-        if kind is not Source.WEIGHT:
-            outs = [Labelled(tuple(Axis(axis.label) for axis in each), kind) for each in axes]
-            products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
-            made = Origins().union(*(product.outputs for product in products))
-            if not products or contraction_of(view) is None:
-                outs = [self.members.follow(view, operands, out) for out in outs]
-            return [replace(out, made=out.made | made) for out in outs]
+        outs = [Labelled(tuple(Axis(axis.label) for axis in axes_of_out), kind) for axes_of_out in axes]
+        products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
+        made = Origins().union(*(product.outputs for product in products))
+        if not products or contraction_of(view) is None:
+            outs = [self.members.follow(view, operands, out) for out in outs]
+        return [replace(out, made=out.made | made) for out in outs]
+
+    def _weights(
+        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
+    ) -> list[Labelled]:
+        """The outputs of an equation that makes weights of weights, and perhaps of constants."""
         for value in operands if type(view) is View else ():  # what it does to axes is not known
             self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
         stacked, if_rows = Origins().union(*(value.stacked for value in operands)), self._if_rows(view, operands, line)
+        outs = [Labelled(tuple(axes_of_out), Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
-        return [
-            _with_stacked_axes(view, operands, Labelled(tuple(each), kind, stacked, if_rows=if_rows), shape)
-            for each, shape in zip(axes, shapes, strict=True)
-        ]
+        return [_with_stacked_axes(view, operands, out, shape) for out, shape in zip(outs, shapes, strict=True)]
 
     def _if_rows(self, view: View, operands: Sequence[Labelled], line: str) -> frozenset[DataProduct]:
         """What look-ups and products were until here, if the entries of weights that constants chose are rows."""

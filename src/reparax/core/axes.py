@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.paths import Names, has_ancestor, is_box
-from reparax.core.raw import OTHER_CHAIN, Flat, is_aligned
+from reparax.core.paths import AxisNames
+from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import WORDS, Numbers
 from reparax.core.unchanged import given_for_same, mark_same
 from reparax.numerics.arguments import is_whole
@@ -279,39 +279,6 @@ def axes_in_stack(axes: Axes, w: Array, stacked: Axes) -> tuple[int, ...]:
     return tuple(sorted(unstacked_axes[axis] for axis in list_axes(axes)))
 
 
-AxisNames = tuple[str | None, ...]
-
-
-def stated_axes(box: Any) -> Any:
-    """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
-    if not has_ancestor(box, "Variable"):
-        return getattr(box, "names", None)
-    return box.get_metadata().get(name_keywords(box)[0])
-
-
-def name_keywords(variable: Any) -> list[str]:
-    """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
-    keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
-    return keywords or ["out_sharding"]
-
-
-def axis_names(box: Any) -> AxisNames | None:
-    """The axis names in a box; None if there are none.
-
-    The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
-    """
-    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
-    return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
-
-
-def names_of_places(tree: Flat) -> dict[Names, AxisNames | None]:
-    """For each place, the axis names of its parameter's box, if it has the axes of the parameter."""
-    nodes = jax.tree.leaves(tree.frame.skeleton, is_leaf=is_box)
-    names_of_leaves = [axis_names(node) if is_box(node) else None for node in nodes for _ in jax.tree.leaves(node)]
-    names_at = dict(zip(tree.frame.places, names_of_leaves, strict=True))
-    return {place: names_at[tree.root(place)] if is_aligned(place) else None for place in tree.arrays}
-
-
 def require_names_fit(names: AxisNames, w: Any) -> None:
     """Requires one name for each axis; under ``jax.vmap`` an axis is missing."""
     if len(names) != w.ndim:
@@ -337,7 +304,10 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return given_for_same(jax.tree.map(partial(_move_back, stacked), mapped_formula(*fronts)), *args)
+        return given_for_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
+
+    def move_back(x: Array) -> Array:
+        return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
     return map_over_stack
 
@@ -375,11 +345,6 @@ def each_stacked(w: Any, stacked: AxisNumbers) -> Iterator[Any]:
 def _move_to_front(stacked: AxisNumbers, x: Any) -> Any:
     """``x`` with the stacked axes first."""
     return jnp.moveaxis(x, _stacked_positions(stacked, x.ndim), range(len(stacked)))
-
-
-def _move_back(stacked: AxisNumbers, x: Array) -> Array:
-    """``x``, whose first axes are the stacked ones, with these in their own positions."""
-    return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))
 
 
 def _stacked_positions(stacked: AxisNumbers, ndim: int) -> AxisNumbers:

@@ -8,7 +8,7 @@ path by which it draws. Then each method is one loop: read the values, call the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -27,11 +27,11 @@ from reparax.core.raw import (
     FIXED,
     OTHER_CHAIN,
     Flat,
+    Leaf,
     Swap,
     flatten,
     graft,
     kind_of,
-    marker,
     nest,
     next_number,
     outer_markers,
@@ -56,9 +56,7 @@ class Bound:
       arrays: The key path of each effective array, by the name that the formulas use.
       values: For each array the key path of each raw value; of the array itself, if the stage changes it in place.
       nodes: For each array the key path of its marker dict; none, if the stage has no markers.
-      stacked: The axes along which independent arrays are stacked, counted from the front.
       draw_path: The path that is hashed into the key, counted also where nothing is drawn; None if it is not.
-      number: The number of its markers among those of their kind on an array.
       reads: The key paths of arrays that the formulas read and leave where they are.
       copies: For the path of each array without a value of its own, the path at which its value is.
       mean: Whether the effective array is the mean over all draws.
@@ -70,9 +68,7 @@ class Bound:
     arrays: Mapping[str, Names]
     values: Mapping[str, Mapping[str, Names]]
     nodes: Mapping[str, Names] = field(default_factory=dict[str, Names])
-    stacked: tuple[int, ...] = ()
     draw_path: str | None = None
-    number: int = 1
     reads: Mapping[str, Names] = field(default_factory=dict[str, Names])
     copies: Mapping[str, str] = field(default_factory=dict[str, str])
     mean: bool = False
@@ -89,7 +85,7 @@ class Bound:
         return self.is_random and self.stage.draws_by_type
 
     @cached_property
-    def inside(self) -> list[Names]:
+    def value_places(self) -> list[Names]:
         """The key paths of all raw values."""
         return [place for places in self.values.values() for place in places.values()]
 
@@ -123,9 +119,13 @@ def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
     return jax.lax.stop_gradient(x) if FIXED in place[-2:-1] else x
 
 
-def new_node(place: Names, kind: str) -> Names:
-    """The key path of the marker dict that is to stand for an array."""
-    return (*place, marker(kind, next_number(place, kind)))
+def bound_to(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: Any) -> Bound:
+    """A stage bound to arrays, or to the marker dicts that stand for them."""
+    places = {name: leaf.place for name, leaf in leaves.items()}
+    values = {name: leaf.values for name, leaf in leaves.items()}
+    return Bound(
+        stage, who, places, values, {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}, **details
+    )
 
 
 def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree:
@@ -140,7 +140,7 @@ def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     with_markers = [bound for bound in bounds if bound.nodes]
     drawing = [bound for bound in with_markers if bound.stage._draws]
-    sites = [(bound.number, str(bound.draw_path)) for bound in drawing]
+    sites = [(next_number(bound.arrays["w"], bound.stage.kind), str(bound.draw_path)) for bound in drawing]
     keys_of_sites = keys.of_sites(drawing[0].stage.kind, sites) if drawing else []
     key_of_bound = dict(zip(map(id, drawing), keys_of_sites, strict=True))
     swaps: list[Swap] = []
@@ -165,14 +165,14 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     for i, stage in enumerate(stages):
         bounds, acting, merged = stage.bind("apply", tree.before(stages[i + 1 :])), list[Bound](), list[str]()
         for bound in bounds:
-            earlier = waiting.get(bound.inside[0]) if bound.is_noise else None
+            earlier = waiting.get(bound.value_places[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
-                waiting[bound.inside[0]] = replace(earlier[0], stage=joined), earlier[1]
+                waiting[bound.value_places[0]] = replace(earlier[0], stage=joined), earlier[1]
                 merged.append(str(bound.draw_path))
             else:
                 acting.append(bound)
         if waiting:
-            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.inside, *b.reads.values())])
+            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.value_places, *b.reads.values())])
         tree = _apply_bound(stage.kind, acting, tree, keys, waiting, merged)
         if bindings is not None:
             bindings.append((stage, bounds))
@@ -192,7 +192,7 @@ def _apply_bound(
     draws = draw_for_bounds(kind, bounds, arrays, keys, merged)
     for i, bound in enumerate(bounds):
         if bound.is_noise:
-            waiting[bound.inside[0]] = bound, draws[i]
+            waiting[bound.value_places[0]] = bound, draws[i]
             continue
         with locate_errors(bound.who):
             effective = bound.stage._apply_at(bound, bound.read(arrays), draws.get(i))
@@ -221,11 +221,6 @@ def _join_noises(noise: Any, later: Any) -> Any:
     return noise.merged_with(later) if merges else None
 
 
-def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
-    """The effective tree of a raw one."""
-    return nest(apply_all(stages, flatten(raw), Keys(key)))
-
-
 def mean_stages(stages: Stages) -> list[Any]:
     """The stages without randomness."""
     return [part for stage in stages for part in stage.deterministic._parts]
@@ -233,7 +228,7 @@ def mean_stages(stages: Stages) -> list[Any]:
 
 def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     """The types of the effective arrays, without randomness; an error if the formula does not take the raw values."""
-    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.inside, *bound.reads.values())}
+    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.value_places, *bound.reads.values())}
     mean = replace(bound, mean=True)
     with locate_errors(bound.who):
         return jax.eval_shape(lambda arrays: bound.stage._apply_at(mean, mean.read(arrays), None), arrays)
@@ -263,34 +258,61 @@ def require_made_by(p: Any, method: str, raw: PyTree) -> None:
 
 def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTree) -> Flat:
     """The raw tree after one training step, of which the fixed values know."""
-    for i, stage in enumerate(stages):
-        if not stage.has_update:
-            continue
-        own, reads = stage._own, stage._own.update_reads
-        effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
-        bounds = stage.bind("update", effective.before(stages[i + 1 :]))
-        types = [types_of(bound, effective) for bound in bounds]
+
+    def values_of_stage(i: int, bounds: Sequence[Bound], effective: Flat) -> Iterator[RawValues]:
+        kind, reads = stages[i].kind, stages[i].update_reads
         if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
-            continue
-        slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if "grad" in reads else None
+            return
+        slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if "grad" in reads else {}
         draw_paths = [str(bound.draw_path) for bound in bounds]
-        numbers = keys.numbers(own.kind, draw_paths) if "key" in reads else []
+        numbers = keys.numbers(kind, draw_paths) if "key" in reads else []
         # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
-        drawn = keys.of_sites(f"{own.kind}.update", list(zip(numbers, draw_paths, strict=False)))
-        arrays = dict(effective.arrays)
+        drawn = keys.of_sites(f"{kind}.update", list(zip(numbers, draw_paths, strict=False)))
         for j, bound in enumerate(bounds):
             with locate_errors(bound.who):
-                given = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
-                key = keys_of_stack(drawn[j], types[j]["w"], bound.stacked) if drawn else None
-                new = bound.stage._update_at(bound, bound.read(effective.arrays), given, key)
-            arrays |= _by_place(bound, new)
-        tree = graft("update", tree, effective, effective.with_arrays(arrays), free=own.moves_weights)
+                slopes_of_arrays = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
+                w = types_of(bound, effective)["w"] if drawn else None
+                key = keys_of_stack(drawn[j], w, bound.stage.stacked_axes) if drawn else None
+                values = bound.stage._update_at(bound, bound.read(effective.arrays), slopes_of_arrays, key)
+            yield values
+
+    return _change_values("update", stages, tree, values_of_stage)
+
+
+def update_all_bases(stages: Stages, tree: Flat) -> Flat:
+    """The raw tree with each base at the current point."""
+
+    def values_of_stage(_: int, bounds: Sequence[Bound], effective: Flat) -> Iterator[RawValues]:
+        for bound in bounds:
+            with locate_errors(bound.who):
+                values = bound.stage._update_base_at(bound, bound.read(effective.arrays))
+            yield values
+
+    return _change_values("update_base", stages, tree, values_of_stage)
+
+
+def _change_values(
+    method: str,
+    stages: Stages,
+    tree: Flat,
+    values_of_stage: Callable[[int, Sequence[Bound], Flat], Iterator[RawValues]],
+) -> Flat:
+    """The raw tree with new values of each stage that does something in a method.
+
+    ``values_of_stage`` gives those of each binding of a stage, by its number, its bindings and the tree that it reads.
+    """
+    for i, stage in enumerate(stages):
+        if not stage._own._does(method):
+            continue
+        effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
+        bounds, arrays = stage.bind(method, effective.before(stages[i + 1 :])), dict(effective.arrays)
+        for bound in bounds:
+            types_of(bound, effective)
+        for bound, values in zip(bounds, values_of_stage(i, bounds, effective), strict=False):
+            arrays |= {bound.values[name][value]: x for name, own in values.items() for value, x in own.items()}
+        free = method == "update_base" or stage.moves_weights
+        tree = graft(method, tree, effective, effective.with_arrays(arrays), free=free)
     return tree
-
-
-def _by_place(bound: Bound, values: RawValues) -> dict[Names, Any]:
-    """New values at the places of the old ones."""
-    return {bound.values[name][value]: x for name, of_one in values.items() for value, x in of_one.items()}
 
 
 def _grads_after_first(who: object, stages: Stages, effective: Flat, grads: PyTree) -> Flat:
@@ -336,20 +358,6 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
     return [grad_at(path, w) for path, w in zip(paths, effective_leaves, strict=True)]
 
 
-def update_all_bases(stages: Stages, tree: Flat) -> Flat:
-    """The raw tree with each base at the current point."""
-    for i, stage in enumerate(stages):
-        if stage._own._does("update_base"):
-            effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
-            arrays = dict(effective.arrays)
-            for bound in stage.bind("update_base", effective.before(stages[i + 1 :])):
-                types_of(bound, effective)
-                with locate_errors(bound.who):
-                    arrays |= _by_place(bound, bound.stage._update_base_at(bound, bound.read(effective.arrays)))
-            tree = graft("update_base", tree, effective, effective.with_arrays(arrays), free=True)
-    return tree
-
-
 def total_penalty(stages: Stages, tree: Flat) -> Array:
     """The sum of the penalties."""
     return add_up([_total("penalty", bounds, before) for _, bounds, before, _ in _walk("penalty", stages, tree)])
@@ -367,12 +375,8 @@ def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
 def total_log_det(stages: Stages, tree: Flat) -> Array:
     """The sum of the log-determinants over the values that train."""
     log_dets, producers = list[Array](), dict[Names, Any]()
-    free = {
-        place[:n]
-        for place, x in tree.arrays.items()
-        if is_array(x) and FIXED not in place
-        for n in range(len(place) + 1)
-    }
+    trained = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
+    free = {place[:n] for place in trained for n in range(len(place) + 1)}
     for stage, bounds, before, after in _walk("log_det", stages, tree):
         if not stage._own._does("log_det"):
             raise ValueError(
@@ -382,22 +386,13 @@ def total_log_det(stages: Stages, tree: Flat) -> Array:
             )
         bounds = [bound for bound in bounds if any(place in free for place in bound.arrays.values())]
         for bound in bounds:
-            values = {
-                name: place
-                for places in bound.values.values()
-                for name, place in places.items()
-                if not value_of(stage.raw_values, name).fixed
-            }
+            pairs = [pair for places in bound.values.values() for pair in places.items()]
+            values = {name: place for name, place in pairs if not value_of(stage.raw_values, name).fixed}
             with locate_errors(bound.who):
                 _require_free(values, free, producers)
-            sizes = [
-                sum(map(_real_size, xs))
-                for xs in (
-                    [before.arrays[place] for place in values.values()],
-                    [after.arrays[place] for place in bound.arrays.values()],
-                )
-            ]
-            if bound.stage.overcomplete or sizes[0] < sizes[1]:
+            n_values = sum(_real_size(before.arrays[place]) for place in values.values())
+            n_entries = sum(_real_size(after.arrays[place]) for place in bound.arrays.values())
+            if bound.stage.overcomplete or n_values < n_entries:
                 producers |= dict.fromkeys(bound.arrays.values(), stage)
         log_dets.append(_total("log_det", bounds, before))
     return add_up(log_dets)

@@ -14,9 +14,19 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from reparax.core.axes import name_keywords, stated_axes
 from reparax.core.origins import Follow, inherit_entries
-from reparax.core.paths import Names, PyTree, flatten_with_names, has_ancestor, is_box, is_empty, items, path_text
+from reparax.core.paths import (
+    Names,
+    PyTree,
+    flatten_with_names,
+    has_ancestor,
+    is_box,
+    is_empty,
+    items,
+    name_keywords,
+    path_text,
+    stated_axes,
+)
 from reparax.core.raw import holds_markers
 
 
@@ -76,7 +86,8 @@ def spread_like(raw: PyTree, tree: PyTree) -> PyTree:
 def _around_all(node: Mapping[str, Any]) -> Any:
     """The marker dict in the parameter's box; without a box if somebody has rebuilt the boxes of its values."""
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
-    values = treedef.unflatten([_content(part) if _is_part(part) else part for part in parts])
+    contents = [value_in(part) if _is_part(part) else part for part in parts]
+    values = treedef.unflatten([{} if isinstance(x, tuple) else x for x in contents])
     for box in filter(_is_part, parts):
         if _is_unnamed_variable(box) or _is_hollow(box):
             return box.replace(values)
@@ -98,11 +109,6 @@ def _is_unnamed_variable(box: Any) -> bool:
 def _holds_values(x: Any) -> bool:
     """Whether ``x`` is a box around a marker dict; one of linen counts only if the dict holds arrays."""
     return _is_part(x) and holds_markers(value_in(x)) and (has_ancestor(x, "Variable") or bool(jax.tree.leaves(x)))
-
-
-def _content(part: Any) -> Any:
-    """The content of a box; the empty node if it holds no array."""
-    return {} if _is_hollow(part) else value_in(part)
 
 
 def _is_hollow(box: Any) -> bool:

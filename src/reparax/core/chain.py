@@ -45,7 +45,7 @@ from reparax.core.keys import Keys
 from reparax.core.originals import originals, require_unmoved, with_array
 from reparax.core.origins import Origins, probe_origins
 from reparax.core.paths import Names, PyTree, types_of_result
-from reparax.core.raw import Flat, flatten, nest, require_no_raw, resolve_owners
+from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
@@ -356,7 +356,10 @@ class Parametrization(Static, ABC):
         owners = {leaf.path: leaf.path for leaf in flatten(params).leaves() if leaf.is_there}
         raw = types_of_result(with_any_key(self.init), params)
         for _, bounds in reversed(provenance_of(self, raw).bindings):
-            owners = resolve_owners(owners, {path: of for bound in bounds for path, of in bound.copies.items()})
+            sources = {path: source for bound in bounds for path, source in bound.copies.items()}
+            for path in owners:
+                while owners[path] in sources:
+                    owners[path] = sources[owners[path]]
         return owners
 
     @verb

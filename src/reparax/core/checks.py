@@ -47,7 +47,10 @@ def locate_errors(who: object) -> Generator[None]:
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{who}: no value {error} under the marker. Restore the whole raw tree.") from error
+        raise ValueError(
+            f"{who}: looked up {error}, which is not there. If it is a raw value, restore the whole raw tree; if not, "
+            f"mend the formula that looks it up."
+        ) from error
     except ValueError as error:
         raise ValueError(f"{who}: {error}") from error
     except Exception as error:

@@ -83,8 +83,12 @@ def class_name(cls: type) -> str:
 
 def changed_arguments(stage: Any) -> dict[str, Any]:
     """The constructor arguments of ``stage`` that differ from their defaults, in the order of code."""
+
+    def is_default(value: Any, default: Any) -> bool:  # an array is only as the same object
+        return value is default or (not holds_array(value) and value == as_python(default))
+
     values = {field: getattr(stage, field.name) for field in declared_fields(stage)}
-    return {field.name: value for field, value in values.items() if not _is_default(value, field.default)}
+    return {field.name: value for field, value in values.items() if not is_default(value, field.default)}
 
 
 def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
@@ -96,11 +100,6 @@ def declared_fields(stage: Any) -> list[dataclasses.Field[Any]]:
 def required_arguments(stage: Any) -> set[str]:
     """The names of the constructor arguments that have no default."""
     return {field.name for field in dataclasses.fields(stage) if field.default is dataclasses.MISSING}
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    """Whether a value is the default; an array is only as the same object."""
-    return value is default or (not holds_array(value) and value == as_python(default))
 
 
 def _is_public(module: str) -> bool:

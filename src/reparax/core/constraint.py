@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import find_axes, one_stacked
+from reparax.core.axes import one_stacked
 from reparax.core.calls import CallName
 from reparax.core.fields import field
 from reparax.core.keys import keys_of_stack
@@ -115,11 +115,10 @@ class Constraint(Reparametrization):
                 f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
                 f"`stage.for_array(path, w)`."
             )
-        stacked = find_axes(self.stacked, None)
-        for_one = replace(self, stacked=()) if stacked else self
-        if why := for_one._axes_error(one_stacked(w, stacked)):
+        for_one = replace(self, stacked=()) if self.stacked_axes else self
+        if why := for_one._axes_error(one_stacked(w, self.stacked_axes)):
             raise ValueError(f"{CallName(for_one, method)}: {why}")
-        return self._over(stacked, functools.partial(formula, for_one._alone))(w, *further)
+        return self._over(functools.partial(formula, for_one._alone))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.
@@ -162,8 +161,8 @@ class Constraint(Reparametrization):
         Raises:
           ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
-        like, stacked = jnp.zeros(shape, dtype), find_axes(self.stacked, None)  # only its shape is read
-        keys = keys_of_stack(key, like, stacked)
+        like = jnp.zeros(shape, dtype)  # only its shape is read
+        keys = keys_of_stack(key, like, self.stacked_axes)
         return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 
     def project_leaf(self, w: Array) -> Array:

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core import checks
-from reparax.core.axes import AxisNumbers, are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
-from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.axes import are_words, find_axes, map_stacked, stacked_axes_error, stacked_sizes
+from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.config import code
-from reparax.core.leafwise import Found, Leafwise
+from reparax.core.leafwise import Leafwise, OwnNodes
 from reparax.core.paths import Names, path_text, type_of
-from reparax.core.raw import Flat, Leaf, Node
+from reparax.core.raw import Flat, Leaf
 from reparax.core.roles import Misfit, Role
 from reparax.core.where import check_where, why_nothing
 
@@ -124,35 +124,32 @@ class Joint(Leafwise):
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, bounds = CallName(self, method), list[Bound]()
-        if method == "init":
-            names, of_model = self._names_of(tree), tree.leaves()
-            leaves = of_model if self.arrays else [leaf for leaf, *_ in self._arrays(method, tree)]
+        if method != "init":
+            own = OwnNodes(self, method, tree, together=True)
+            leaves = own.leaves if self.arrays else own.selected()
+        elif self.arrays:
+            leaves = tree.leaves()
         else:
-            found = Found(self, method, tree, together=True)
-            names, leaves = found.names, found.of_nodes if self.arrays else found.selected()
-        groups = self._groups(who, leaves) if self.arrays else [{path_text(leaf.place): leaf for leaf in leaves}]
-        for group in groups:
-            who_here = who.at(*(leaf.path for leaf in group.values())) if self.arrays else who
-            with checks.locate_errors(who_here):
-                axes = {name: find_axes(self.stacked, names[leaf.place]) for name, leaf in group.items()}
-                stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
-                if method == "init":
-                    _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
-            places = {name: leaf.place for name, leaf in group.items()}
-            nodes = {name: leaf.content for name, leaf in group.items() if isinstance(leaf.content, Node)}
-            values = {name: nodes[name].values if nodes else {} for name in places}
-            marked = {
-                name: (*place, nodes[name].mark) if nodes else new_node(place, self.kind)
-                for name, place in places.items()
-            }
-            for name, leaf in group.items() if nodes and not self.arrays else ():
-                with checks.locate_errors(who.at(leaf.path)):
-                    self._require_all(values[name])
-            bounds.append(Bound(self, who_here, places, values, marked, stacked))
-        return bounds
+            leaves = [leaf for leaf, _ in self._arrays(method, tree)]
+        who = CallName(self, method)
+        if self.arrays:
+            return [self._bound_to_group(who, group) for group in self._groups(who, leaves)]
+        for leaf in leaves if method != "init" else ():
+            with checks.locate_errors(who.at(leaf.path)):
+                self._require_all(leaf.values)
+        return [bound_to(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
 
-    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+    def _bound_to_group(self, who: CallName, group: Mapping[str, Leaf]) -> Bound:
+        """The stage bound to arrays that its expressions join, with their stacked axes as numbers."""
+        who = who.at(*(leaf.path for leaf in group.values()))
+        with checks.locate_errors(who):
+            axes = {name: find_axes(self.stacked, self.names_at(leaf)) for name, leaf in group.items()}
+            stacked = _same_stacked(axes, f" for stacked={self.stacked!r}")
+            if who.method == "init":
+                _require_stacks({name: leaf.content for name, leaf in group.items()}, stacked)
+        return bound_to(replace(self, stacked=stacked), who, group)
+
+    def _effective(self, values: Mapping[str, Array]) -> Array:
         return self.apply_leaves({"w": dict(values)})["w"]
 
     def _require_all(self, values: Mapping[str, Any]) -> None:
@@ -164,9 +161,9 @@ class Joint(Leafwise):
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del key
         try:
-            values = map_stacked(bound.stacked, self.init_leaves)(dict(arrays))
+            values = map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
             formulas, shared = ("init_leaves", "apply_leaves"), self.arrays is not None
-            apply = map_stacked(bound.stacked, self.apply_leaves)
+            apply = map_stacked(self.stacked_axes, self.apply_leaves)
             checks.require_start(self, apply, formulas, values, arrays, is_shared=shared)
         except KeyError as error:
             raise ValueError(
@@ -177,7 +174,7 @@ class Joint(Leafwise):
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> Mapping[str, Any]:
         del key
         values = {name: dict(of_one) for name, of_one in values.items()}
-        apply, init = (map_stacked(bound.stacked, formula) for formula in (self.apply_leaves, self.init_leaves))
+        apply, init = (map_stacked(self.stacked_axes, formula) for formula in (self.apply_leaves, self.init_leaves))
         effective = apply(values)
         if not self.changes_type:
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
@@ -196,7 +193,7 @@ class Joint(Leafwise):
                 checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
-        return map_stacked(bound.stacked, update)({name: dict(of_one) for name, of_one in values.items()})
+        return map_stacked(self.stacked_axes, update)({name: dict(of_one) for name, of_one in values.items()})
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         if formula != "penalty":
@@ -207,7 +204,7 @@ class Joint(Leafwise):
             checks.require_number("penalty_leaves", number)
             return number
 
-        return map_stacked(bound.stacked, penalty)({name: dict(of_one) for name, of_one in values.items()})
+        return map_stacked(self.stacked_axes, penalty)({name: dict(of_one) for name, of_one in values.items()})
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         if self.arrays is None or not are_words(self.stacked):

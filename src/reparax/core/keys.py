@@ -8,7 +8,7 @@ Noise of small arrays of one type is drawn in one loop; neighbouring noises on a
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,13 +57,11 @@ class Keys:
         for number in {number for number, _ in sites}:
             sites_of_number = [site for site in sites if site[0] == number]
             batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
-            key_of_site |= {} if batch is None else dict(zip(sites_of_number, _each_key(batch), strict=True))
+            if batch is not None:
+                # Where nothing is traced, one at a time: a program of many results is slow to compile.
+                each = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+                key_of_site |= zip(sites_of_number, each, strict=True)
         return [key_of_site.get(site) for site in sites]
-
-
-def _each_key(batch: jax.Array) -> Iterable[jax.Array]:
-    """The keys of a batch. Where nothing is traced, one at a time: a program of many results is slow to compile."""
-    return batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
 
 
 def is_one_key(key: Any) -> bool:
@@ -183,7 +181,7 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
-    stage, array = group[0].stage, jnp.asarray(arrays[group[0].inside[0]])
+    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
     drawn = stage.draw(array, keys)
@@ -196,7 +194,7 @@ def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
     """A group key: small arrays of one type and known sharding draw together, every other array draws alone."""
     if not bound.is_noise:
         return i
-    array = jnp.asarray(arrays[bound.inside[0]])
+    array = jnp.asarray(arrays[bound.value_places[0]])
     sharding = jax.typeof(array).sharding
     # On a mesh in Auto mode, arrays may be sharded differently, and only the compiler knows how.
     if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:

@@ -22,8 +22,8 @@ Spec = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of an array.
+class Convention:
+    """The axes of an array as the layer that holds it has them, or as arrays of its name mostly have.
 
     Attributes:
       axes: A letter for each axis; empty if they are not known.
@@ -42,6 +42,11 @@ class Known:
     beside: tuple[tuple[int, int], ...] = ()
 
     @property
+    def is_of_layer(self) -> bool:
+        """Whether a class says its axes."""
+        return self.is_class and bool(self.axes)
+
+    @property
     def is_vector(self) -> bool:
         """Whether no product contracts the array."""
         return bool(self.axes) and set(self.axes) <= {"v", "s"}
@@ -51,7 +56,7 @@ class Known:
         """Whether its rows are looked up."""
         return "r" in self.axes
 
-    def of_factor(self, axes: Sequence[str]) -> Known:
+    def of_factor(self, axes: Sequence[str]) -> Convention:
         """What is known of a factor of the array whose axes are ``rows``, ``columns`` and others between factors."""
         letters = {"rows": self._only("ir"), "columns": self._only("o")}
         between = "o" if "rows" in axes else "i"
@@ -104,21 +109,21 @@ PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"
 _MATRICES, TABLES = ("kernel", "w"), frozenset({"embedding", "embeddings", "table"})
 
 
-def known_by_name(name: str) -> Known:
+def convention_by_name(name: str) -> Convention:
     """What a plain tree says of an array of that name."""
     axes = "io" if name in _MATRICES else "ro" if name in TABLES else ""
-    return Known(axes, source=name, why=PLAIN)
+    return Convention(axes, source=name, why=PLAIN)
 
 
-def known_by_class(treedef: Any) -> dict[int, Known]:
+def conventions_by_class(treedef: Any) -> dict[int, Convention]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
-    found: dict[int, Known] = {}
+    found: dict[int, Convention] = {}
 
     def visit(node: Any, start: int, holder: type | None) -> None:
         data = node.node_data()
         if data is None:
             if holder is not None:
-                found.setdefault(start, Known(why=f"no class that reparax knows holds it, but {holder.__name__}"))
+                found.setdefault(start, Convention(why=f"no class that reparax knows holds it, but {holder.__name__}"))
             return
         if _is_module(data[0]):
             holder, layer = data[0], data[0]
@@ -148,7 +153,7 @@ def _layer_of(cls: type) -> tuple[str, Callable[[Any], Mapping[str, Spec]]] | No
     return None
 
 
-def _arrays_of_layer(cls: type, module: Any) -> dict[int, Known]:
+def _arrays_of_layer(cls: type, module: Any) -> dict[int, Convention]:
     """What a layer says of its arrays, by their numbers, which stand in ``module`` in their places."""
     if (layer := _layer_of(cls)) is None:
         return {}
@@ -161,6 +166,6 @@ def _arrays_of_layer(cls: type, module: Any) -> dict[int, Known]:
             specs[leaf] = axes, tuple(size for group in groups for size in group)
     beside = tuple((leaf, len(axes)) for leaf, (axes, _) in specs.items())
     return {
-        leaf: Known(axes, sizes, name, is_class=True, beside=tuple(each for each in beside if each[0] != leaf))
+        leaf: Convention(axes, sizes, name, is_class=True, beside=tuple(each for each in beside if each[0] != leaf))
         for leaf, (axes, sizes) in specs.items()
     }

@@ -15,17 +15,16 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core import checks
-from reparax.core.axes import AxisNumbers
-from reparax.core.bound import Bound, RawValues, new_node
-from reparax.core.calls import takes
+from reparax.core.bound import Bound, RawValues, bound_to
+from reparax.core.calls import CallName, takes
 from reparax.core.chain import Chain, Mean, Parametrization
 from reparax.core.keys import keys_of_stack
-from reparax.core.known import asks_axes
-from reparax.core.leafwise import Found, Leafwise
+from reparax.core.leafwise import Leafwise, OwnNodes
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
-from reparax.core.paths import Names, PyTree, has_symbols, type_of, types_of_result
-from reparax.core.raw import FIXED, Flat, Node, flatten, next_number
+from reparax.core.paths import PyTree, has_symbols, type_of, types_of_result
+from reparax.core.raw import FIXED, Flat, Leaf, flatten
 from reparax.core.unchanged import given_for_same, mark_same
+from reparax.core.unset_axes import asks_axes
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -91,22 +90,27 @@ class Perturbation(Leafwise):
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
         return [
-            Bound(stage, who, {"w": leaf.place}, {"w": {"w": leaf.place}}, stacked=stacked, draw_path=leaf.draw_path)
-            for leaf, who, stage, stacked in self._arrays(method, tree)
+            Bound(
+                stage,
+                CallName(self, method, (leaf.path,)),
+                {"w": leaf.place},
+                {"w": {"w": leaf.place}},
+                draw_path=leaf.draw_path,
+            )
+            for leaf, stage in self._arrays(method, tree)
         ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
-        effective = self._over(bound.stacked, getattr(self, method))(
-            w, *(() if bound.mean else (keys_of_stack(key, w, bound.stacked),))
-        )
+        keys = () if bound.mean else (keys_of_stack(key, w, self.stacked_axes),)
+        effective = self._over(getattr(self, method))(w, *keys)
         if not self.changes_type:
             checks.require_type(method, effective, w)
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
         """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
-        return call_once_per_type(_perturb, self, (), w, drawn, inline=True)
+        return call_once_per_type(_perturb, self, w, drawn, inline=True)
 
     def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         return tree, keep_origins(tree)
@@ -310,49 +314,48 @@ class Reparametrization(Leafwise):
         return rewrites(type(self), f"{verb}_leaf")
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        bounds = list[Bound]()
         if method == "init" or self._bare:
-            for leaf, who, stage, stacked in self._arrays(method, tree):
-                values = {"w": dict.fromkeys(self.raw_values, leaf.place)} if self._bare else {"w": {}}
-                nodes = {} if self._bare else {"w": new_node(leaf.place, self.kind)}
-                number = next_number(leaf.place, self.kind)
-                bounds.append(Bound(stage, who, {"w": leaf.place}, values, nodes, stacked, leaf.draw_path, number))
-            return bounds
-        found = Found(self, method, tree)
-        for leaf in found.selected():
-            place, node, who = leaf.place, leaf.content, found.who.at(leaf.path)
-            stage, stacked = found.arranged(leaf)
-            nodes = {"w": (*place, node.mark)}
-            bounds.append(Bound(stage, who, {"w": place}, {"w": node.values}, nodes, stacked, leaf.draw_path))
+            pairs = self._arrays(method, tree)
+        else:
+            own = OwnNodes(self, method, tree)
+            pairs = [(leaf, own.stage_at(leaf)) for leaf in own.selected()]
+        bounds = list[Bound]()
+        for leaf, stage in pairs:
+            who = CallName(self, method, (leaf.path,))
+            if self._bare:
+                values = {"w": dict.fromkeys(self.raw_values, leaf.place)}
+                bounds.append(Bound(stage, who, {"w": leaf.place}, values, draw_path=leaf.draw_path))
+            else:
+                bounds.append(bound_to(stage, who, {"w": leaf}, draw_path=leaf.draw_path))
         return bounds
 
     def _require_own(self, tree: Flat, path: str) -> None:
-        found = Found(self, "apply", tree)
-        for leaf in found.of_nodes:
-            if leaf.path == path and isinstance(leaf.content, Node):
-                found.arranged(leaf)
+        own = OwnNodes(self, "apply", tree)
+        for leaf in own.leaves:
+            if leaf.path == path and not leaf.is_foreign:
+                own.stage_at(leaf)
 
-    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
-        return call_once_per_type(_array_without_draw, self, stacked, values)
+    def _effective(self, values: Mapping[str, Array]) -> Array:
+        return call_once_per_type(_array_without_draw, self, values)
 
-    def _require_start(self, stacked: AxisNumbers, types: Mapping[str, Any], effective: Any) -> None:
+    def _require_start(self, types: Mapping[str, Any], effective: Any) -> None:
         """Requires the types of the raw values that ``init`` gives for an array.
 
         Nothing is known if ``init`` needs numbers, or if the effective array has another type than the model's.
         """
         if not self.changes_type and not has_symbols(types.values()):
             with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, stacked, w, None), effective)
+                start = jax.eval_shape(lambda w: call_once_per_type(_start_values, self, w, None), effective)
                 checks.require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
-        values = call_once_per_type(_start_values, self, bound.stacked, w, key)
+        values = call_once_per_type(_start_values, self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
-            effective = jax.eval_shape(lambda values: self._effective(bound.stacked, values), types)
+            effective = jax.eval_shape(lambda values: self._effective(values), types)
         except KeyError as error:
             names = ", ".join(map(repr, values))
             raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
@@ -362,10 +365,10 @@ class Reparametrization(Leafwise):
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         if self._bare:
-            return {"w": _array_without_draw(self, bound.stacked, values["w"])}
+            return {"w": _array_without_draw(self, values["w"])}
         if key is None:
-            return {"w": self._effective(bound.stacked, values["w"])}
-        return {"w": call_once_per_type(_random_array, self, bound.stacked, values["w"], key)}
+            return {"w": self._effective(values["w"])}
+        return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         given = {"grad": grads.get("w"), "key": key}
@@ -375,7 +378,7 @@ class Reparametrization(Leafwise):
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._over(bound.stacked, update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -383,7 +386,7 @@ class Reparametrization(Leafwise):
             checks.require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._over(bound.stacked, rebase_one)(values["w"])}
+        return {"w": self._over(rebase_one)(values["w"])}
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
@@ -393,25 +396,31 @@ class Reparametrization(Leafwise):
             checks.require_number(f"{formula}_leaf", number)
             return number
 
-        return self._over(bound.stacked, number_of_one)(wide)
+        return self._over(number_of_one)(wide)
 
     def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        raw_types, flat, known = types_of_result(init, tree), flatten(tree), dict[Any, Any]()
-        names, leaves = self._names_of(flat), {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
-        asks = asks_axes(self)
+        raw_types, flat, axes_of_group = (
+            types_of_result(init, tree),
+            flatten(tree),
+            dict[Any, dict[str, FollowedAxes]](),
+        )
+        leaves, asks = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}, asks_axes(self)
 
-        def origin_of(place: Names) -> tuple[Names, FollowedAxes]:
-            source = place[: -3 if place[-2] == FIXED else -2]
-            w, leaf = type_of(flat.arrays[source]), leaves[source]
-            group = w.shape, w.dtype, names[source], leaf.path if self._by_path else None, leaf.known if asks else None
-            if group not in known:
-                stage, stacked = self._arranged(leaf, w, names[source], typical=True)
-                origins = probe_origins(lambda tree: {"w": _start_values(stage, stacked, tree["w"], None)}, {"w": w})
-                known[group] = {path[-1]: axes for path, (_, axes) in origins.items()}
-            return source, known[group][place[-1]]
+        def followed_axes(leaf: Leaf) -> dict[str, FollowedAxes]:
+            """For each raw value of an array, which of its axes those of the value follow."""
+            w, names = type_of(leaf.content), self.names_at(leaf)
+            group = w.shape, w.dtype, names, leaf.path if self._by_path else None, leaf.convention if asks else None
+            if group not in axes_of_group:
+                stage = self._at(leaf, w, typical=True)
+                origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})
+                axes_of_group[group] = {place[-1]: axes for place, (_, axes) in origins.items()}
+            return axes_of_group[group]
 
-        kept = keep_origins(raw_types)
-        return raw_types, {place: kept[place] if place in flat.arrays else origin_of(place) for place in kept}
+        origins = keep_origins(raw_types)
+        for place in [place for place in origins if place not in flat.arrays]:
+            array = place[: -3 if place[-2] == FIXED else -2]
+            origins[place] = array, followed_axes(leaves[array])[place[-1]]
+        return raw_types, origins
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
@@ -459,30 +468,28 @@ def rewrites(cls: type, method: str) -> bool:
 # The formulas over stacked arrays.
 
 
-def call_once_per_type(
-    function: Callable[..., Any], stage: Any, stacked: AxisNumbers, *arrays: Any, inline: bool = False
-) -> Any:
-    """``function(stage, stacked, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
+    """``function(stage, *arrays)``; under tracing, one jitted function for all arrays of the same type.
 
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
-    With ``inline``, for a few operations, these stand in the program by themselves.
+    With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
-    tracing = stacked or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
     if not tracing or stage._exact_text is None:
-        return function(stage, stacked, *arrays)
+        return function(stage, *arrays)
     # The formula may tell apart what equality does not.
-    results = (_inlined if inline else _called)(function, stage, stacked, stage._exact_text, *arrays)
+    results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
     return given_for_same(results, *arrays)
 
 
-def _call(function: Callable[..., Any], stage: Any, stacked: AxisNumbers, text: str, *arrays: Any) -> Any:
-    """``function(stage, stacked, *arrays)``, to be traced once for equal arguments, among them ``text``."""
+def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
+    """``function(stage, *arrays)``, to be traced once for equal arguments, among them ``text``."""
     del text
-    return mark_same(partial(function, stage, stacked), *arrays)
+    return mark_same(partial(function, stage), *arrays)
 
 
-_called = jax.jit(_call, static_argnums=(0, 1, 2, 3))
-_inlined = inlined(_call, static_argnums=(0, 1, 2, 3))
+_called = jax.jit(_call, static_argnums=(0, 1, 2))
+_inlined = inlined(_call, static_argnums=(0, 1, 2))
 
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
@@ -491,29 +498,29 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
     return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
 
 
-def _start_values(stage: Any, stacked: AxisNumbers, w: Array, key: Array | None) -> dict[str, Array]:
+def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
     if not stage._draws:
-        return stage._over(stacked, stage.init_leaf)(w)
-    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stacked)
-    return stage._over(stacked, stage.init_leaf)(w, keys)
+        return stage._over(stage.init_leaf)(w)
+    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes)
+    return stage._over(stage.init_leaf)(w, keys)
 
 
-def _array_without_draw(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+def _array_without_draw(stage: Any, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
-    return stage._over(stacked, formula)(dict(values))
+    return stage._over(formula)(dict(values))
 
 
-def _random_array(stage: Any, stacked: AxisNumbers, values: Mapping[str, Array], key: Array) -> Array:
+def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
-    like = jax.eval_shape(lambda values: _array_without_draw(stage, stacked, values), dict(values))
-    effective = stage._over(stacked, partial(_apply_formula, stage))(dict(values), keys_of_stack(key, like, stacked))
+    like = jax.eval_shape(lambda values: _array_without_draw(stage, values), dict(values))
+    keys = keys_of_stack(key, like, stage.stacked_axes)
+    effective = stage._over(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)
     return effective
 
 
-def _perturb(stage: Any, stacked: AxisNumbers, w: Array, drawn: Array) -> Array:
+def _perturb(stage: Any, w: Array, drawn: Array) -> Array:
     """An array with noise."""
-    del stacked  # noise is drawn of the whole array
     return stage.perturb(w, drawn)

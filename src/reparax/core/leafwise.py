@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -17,7 +17,6 @@ from reparax.core.axes import (
     AXIS_CHECKS,
     EACH,
     Axes,
-    AxisNames,
     AxisNumbers,
     check_front_axes,
     count_from_front,
@@ -25,7 +24,6 @@ from reparax.core.axes import (
     find_axes,
     has_names,
     map_stacked,
-    names_of_places,
     number_axes,
     one_stacked,
     require_axes,
@@ -38,13 +36,11 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, without_unmatched
-from reparax.core.known import asks_axes, known_stack, types_to_try, with_known_axes
-from reparax.core.paths import Names, type_of
-from reparax.core.raw import Flat, Leaf, Node, empty_nodes, nest
+from reparax.core.paths import AxisNames, Names, type_of
+from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
+from reparax.core.unset_axes import asks_axes, stack_by_convention, types_to_try, with_axes_by_convention
 from reparax.core.where import (
-    AllBut,
-    Selected,
     Where,
     by_path,
     check_where,
@@ -52,7 +48,6 @@ from reparax.core.where import (
     chose_nothing_error,
     is_bias_or_scale,
     is_table,
-    require_known,
 )
 from reparax.core.with_axes import Roles, misfits, with_axes
 from reparax.numerics.arithmetic import is_array
@@ -73,6 +68,8 @@ class Leafwise(Parametrization):
     """The dtypes that the stage takes."""
     _takes_base: ClassVar[bool] = False
     """Whether the stage acts on the base of an adapter instead of on the adapter."""
+    _may_select_nothing: ClassVar[bool] = False
+    """Whether it is no error that its default takes none of the arrays of a tree."""
 
     _axis_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that hold axes. Users may give these by name or by path; in a formula they are numbers."""
@@ -134,9 +131,9 @@ class Leafwise(Parametrization):
         """The formula as one on an array without stacked axes, and on its raw values."""
         return formula
 
-    def _over(self, stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[..., Any]:
+    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula on one array, applied to each of the stacked arrays."""
-        return map_stacked(stacked, self._on_one(formula))
+        return map_stacked(self.stacked_axes, self._on_one(formula))
 
     @property
     def _alone(self) -> Self:
@@ -162,10 +159,14 @@ class Leafwise(Parametrization):
         return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
 
     @cached_property
-    def _same_at_all(self) -> tuple[Self, AxisNumbers] | None:
-        """What :meth:`_arranged` returns for each array, if it is the same for all."""
-        differ = self._varied or self._asks_names or asks_axes(self)
-        return None if differ else (self, find_axes(self.stacked, None))
+    def _same_at_all(self) -> bool:
+        """Whether :meth:`_at` is the stage itself for each array."""
+        return not (self._varied or self._asks_names or asks_axes(self))
+
+    @cached_property
+    def stacked_axes(self) -> AxisNumbers:
+        """The stacked axes of an array, for the stage as it acts on one."""
+        return find_axes(self.stacked, None)
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
@@ -182,127 +183,117 @@ class Leafwise(Parametrization):
             return None
         return replace(self, **{name: axes.at(path, None) for name, axes in self._by_path.items()})
 
+    def _at(self, leaf: Leaf, w: Any, *, typical: bool = False) -> Self:
+        """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
+
+        Names of stacked axes that the array does not have are ignored.
+        """
+        if self._same_at_all:
+            return self
+        for name, axes in self._by_path.items():
+            if not axes.matching(leaf.path):
+                raise ValueError(
+                    f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
+                )
+        numbers = self._varied.keys() - self._by_path.keys() if typical else ()
+        stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self).for_array(leaf.path, w)
+        stage = with_axes_by_convention(stage, leaf, w, typical=typical)
+        names = self.names_at(leaf)
+        stacked = find_axes(stage.stacked, names)
+        named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
+        if not named and not has_names(stage.stacked):
+            return stage
+        names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
+        by_number: dict[str, Any] = {name: number_axes(axes, names_of_one) for name, axes in named.items()}
+        return replace(stage, **by_number, stacked=stacked)
+
+    def names_at(self, leaf: Leaf) -> AxisNames | None:
+        """The axis names of an array, if this stage needs any."""
+        return leaf.axis_names if self._asks_names else None
+
     # Which leaves the stage acts on.
 
     @abstractmethod
     def bind(self, method: str, tree: Flat) -> list[Bound]: ...
 
-    def _arrays(self, method: str, tree: Flat) -> Iterator[tuple[Leaf, CallName, Self, AxisNumbers]]:
-        """The arrays of the tree that the stage takes, and the stage as it acts on each; but for ``init``, by types."""
-        names, leaves = self._names_of(tree), tree.leaves(bases=self._takes_base)
+    def _arrays(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
+        """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""
+        leaves = tree.leaves(bases=self._takes_base)
         for leaf in leaves if method != "init" else ():
             leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
-        for leaf in self._selected(method, tree, leaves):
-            who = CallName(self, method, (leaf.path,))
-            yield leaf, who, *self._arranged_for(who, leaf.content, leaf, names[leaf.place])
+        return [(leaf, self._required_at(method, leaf)) for leaf in self._selected(method, leaves)]
 
-    def _effective_type(self, stacked: AxisNumbers, types: Mapping[str, Any]) -> Any:
-        """The type of the array of raw values of these types: that of an aligned main value, if there is one."""
-        if (aligned := self._aligned_type(types)) is not None:
-            return aligned
-        return jax.eval_shape(lambda values: self._effective(stacked, values), dict(types))
+    def _required_at(self, method: str, leaf: Leaf) -> Self:
+        """This stage as it acts on one array; an error if it cannot take the array."""
+        w = leaf.content
+        with locate_errors(CallName(self, method, (leaf.path,))):
+            if why := self._dtype_error(w):
+                raise ValueError(why)
+            stage = self._at(leaf, w)
+            if (names := self.names_at(leaf)) is not None:
+                require_names_fit(names, w)
+            stacked = stage.stacked_axes
+            if why := stacked_axes_error(w, stacked):
+                raise ValueError(why)
+            stage_for_one = replace(stage, stacked=()) if stacked else stage
+            for one_array in each_stacked(w, stacked):
+                if why := stage_for_one._why_refused(one_array):
+                    where = f" The array is one of those along stacked={stage.stacked}." if stacked else ""
+                    raise ValueError(f"{why}{where}")
+        return stage
 
     def _aligned_type(self, types: Mapping[str, Any]) -> Any:
-        """The type of an aligned main value; None if there is none."""
+        """The type of an aligned main value, which is that of the array; None if there is none."""
         names = [name for name, declared in self.raw_values.items() if declared.main and declared.aligned]
         return next((types[name] for name in names if name in types), None)
 
-    def _effective(self, stacked: AxisNumbers, values: Mapping[str, Array]) -> Array:
+    def _effective(self, values: Mapping[str, Array]) -> Array:
         """The array of raw values, without randomness."""
         raise NotImplementedError
 
     def _selected(
         self,
         method: str,
-        tree: Flat,
         leaves: Sequence[Leaf],
-        look: Callable[[Leaf], Any] | None = None,
+        look: Callable[[Leaf], Any] = lambda leaf: leaf.content,
         stacks: Mapping[Names, Any] | None = None,
     ) -> list[Leaf]:
-        """Those of the leaves of ``tree`` on which the stage acts.
+        """Those of the leaves of a tree on which the stage acts.
 
         ``look`` gives an array or its type; ``stacks`` gives the stacked axes at each place, if a network says them.
         """
-        who, where, names = CallName(self, method), self.where, self._names_of(tree)
-        look = look or (lambda leaf: leaf.content)
-
-        def by_default(leaf: Leaf) -> bool:
-            if tree.root(leaf.place) in tree.frame.state:
-                return False
-            if (self.min_ndim >= 2 and is_bias_or_scale(leaf)) or (not self.acts_on_embeddings and is_table(leaf)):
-                return False
-            # After a stage that changes types, the effective array does not show the type of the model's.
-            if not (is_array(leaf.content) or not self.changes_type):
-                return True
-            if (stage := self.at_path(leaf.path) if self._by_path else self) is None:
-                return False
-            w = look(leaf)
-            with locate_errors(who.at(leaf.path)):
-                stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], names[leaf.place])
-                stacked = stacked or (known_stack(stage, leaf, w) if stacks is None else ())
-            return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
-
-        if isinstance(where, Selected | AllBut):
-            require_known(who, where, leaves, empty_nodes(nest(tree)))
-        chosen = choose(who, where, leaves, by_default, look)
-        if not chosen and not self._may_choose_nothing(leaves):
+        who, where = CallName(self, method), self.where
+        chosen = choose(who, where, leaves, lambda leaf: self._is_default(who, leaf, look, stacks), look)
+        if not chosen:
+            if self._may_select_nothing and where is None and any(leaf.is_there for leaf in leaves):
+                return []
             raise chose_nothing_error(who, where, leaves, self.stacked)
         chosen = without_unmatched(who, self._varied, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
-            require_axes(who, "stacked", self.stacked, [names[leaf.place] for leaf in chosen])
+            require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
         return chosen
 
-    def _may_choose_nothing(self, leaves: Sequence[Leaf]) -> bool:
-        """Whether it is no error that the stage acts on none of these leaves."""
-        del leaves
-        return False
-
-    def _names_of(self, tree: Flat) -> dict[Names, AxisNames | None]:
-        """The axis names of each array, if this stage needs any."""
-        return names_of_places(tree) if self._asks_names else dict.fromkeys(tree.arrays)
-
-    def _arranged(
-        self, leaf: Leaf, w: Any, names: AxisNames | None, *, typical: bool = False
-    ) -> tuple[Self, AxisNumbers]:
-        """This stage with the numbers and axes of one array like ``w``, and its stacked axes; or with typical numbers.
-
-        Shapes and dtypes do not depend on the numbers. Names of stacked axes that an array does not have are ignored.
-        """
-        if self._same_at_all is not None:
-            return self._same_at_all
-        path = leaf.path
-        if lost := [name for name, axes in self._by_path.items() if not axes.matching(path)]:
-            name, value = lost[0], self._by_path[lost[0]]
-            raise ValueError(f"expected {name} for {path!r}, got {name}={value!r}. Add an expression that matches it.")
-        numbers = self._varied.keys() - self._by_path.keys()
-        stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if typical and numbers else self).for_array(path, w)
-        stage = with_known_axes(stage, leaf, w, names, typical=typical)
-        stacked = find_axes(stage.stacked, names)
-        named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
-        if named or has_names(stage.stacked):
-            others = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-            by_number: dict[str, Any] = {name: number_axes(axes, others) for name, axes in named.items()}
-            stage = replace(stage, **by_number, stacked=stacked)
-        return stage, stacked
-
-    def _arranged_for(self, who: CallName, w: Any, leaf: Leaf, names: AxisNames | None) -> tuple[Self, AxisNumbers]:
-        """This stage as it acts on one array; an error if it cannot take the array."""
-        with locate_errors(who):
-            if reason := self._dtype_error(w):
-                raise ValueError(reason)
-            stage, stacked = self._arranged(leaf, w, names)
-            if names is not None:  # the stage asks for names
-                require_names_fit(names, w)
-            stage_for_one = replace(stage, stacked=()) if stacked else stage
-            reason = stacked_axes_error(w, stacked)
-            for one_array in each_stacked(w, stacked) if reason is None else ():
-                if why := stage_for_one._why_refused(one_array):
-                    reason = f"{why} The array is one of those along stacked={stage.stacked}." if stacked else why
-                    break
-        if reason is not None:
-            raise ValueError(f"{who}: {reason}")
-        return stage, stacked
+    def _is_default(
+        self, who: CallName, leaf: Leaf, look: Callable[[Leaf], Any], stacks: Mapping[Names, Any] | None
+    ) -> bool:
+        """Whether the stage acts on a main value where no ``where`` says it."""
+        if (
+            leaf.is_state
+            or (self.min_ndim >= 2 and is_bias_or_scale(leaf))
+            or (not self.acts_on_embeddings and is_table(leaf))
+        ):
+            return False
+        if self.changes_type and not is_array(leaf.content):
+            return True  # the effective array does not show the type of the model's
+        if (stage := self.at_path(leaf.path)) is None:
+            return False
+        w = look(leaf)
+        with locate_errors(who.at(leaf.path)):
+            stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], self.names_at(leaf))
+            if not stacked and stacks is None:
+                stacked = stack_by_convention(stage, leaf, w)
+        return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
 
     def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
         return with_axes(self, tree, roles)
@@ -312,23 +303,21 @@ class Leafwise(Parametrization):
 
 
 @dataclass
-class Arrangement:
+class NodeReading:
     """What raw values say of their array.
 
     Attributes:
       stage: The stage at the array, with typical numbers.
-      stacked: Its stacked axes.
       effective: The type of the array.
       is_checked: Whether ``init`` is known to give such values for such an array.
     """
 
     stage: Any
-    stacked: AxisNumbers
     effective: Any
     is_checked: bool = False
 
 
-class Found:
+class OwnNodes:
     """The marker dicts of a stage's kind in a raw tree, each in place of its array, and all other leaves.
 
     Another stage of the same kind may have made some of them, on arrays that this one does not select. If ``where``
@@ -337,80 +326,82 @@ class Found:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self.who, self._arrangements = stage, CallName(stage, method), dict[Any, Arrangement]()
+        self._stage, self._who, self._readings = stage, CallName(stage, method), dict[Any, NodeReading]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
-            raise no_own_node_error(self.who, stage.kind, nest(tree))
-        self.tree = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        self.names, self.leaves = stage._names_of(self.tree), self.tree.leaves(bases=stage._takes_base)
-        self.of_nodes = [leaf for leaf in self.leaves if isinstance(leaf.content, Node)]
-        self._values = dict[Names, Any]()
-        for leaf in self.of_nodes:
-            with locate_errors(self.who.at(leaf.path)):
-                self._values[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
-        if not together and not by_path(stage.where) and len(self.of_nodes) > 1:
-            foreign = [leaf for leaf in self.of_nodes if self._fails(leaf)]
-            for leaf in foreign if len(foreign) < len(self.of_nodes) else ():
-                leaf.content = None
+            raise no_own_node_error(self._who, stage.kind, nest(tree))
+        self._all_leaves = tree.with_nodes(nodes).leaves(bases=stage._takes_base)
+        self.leaves = [leaf for leaf in self._all_leaves if isinstance(leaf.content, Node)]
+        self._types = dict[Names, Any]()
+        for leaf in self.leaves:
+            with locate_errors(self._who.at(leaf.path)):
+                self._types[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
+        if not together and not by_path(stage.where) and len(self.leaves) > 1:
+            foreign = [leaf for leaf in self.leaves if self._fails(leaf)]
+            for leaf in foreign if len(foreign) < len(self.leaves) else ():
+                leaf.is_foreign = True
 
     def selected(self) -> list[Leaf]:
         """The leaves that the stage selects, each with a marker dict."""
-        chosen = self._stage._selected(self.who.method, self.tree, self.leaves, self.look)
+        chosen = self._stage._selected(self._who.method, self._all_leaves, self._type_at)
         for leaf in chosen:
             if not isinstance(leaf.content, Node):
                 raise ValueError(
-                    f"{self.who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
+                    f"{self._who} selects {leaf.path!r}, which never went through init. Call `raw = p.init(params)` "
                     f"once, with the whole chain, and pass `raw`."
                 )
         return chosen
 
-    def look(self, leaf: Leaf) -> Any:
-        """The type of an array."""
-        return self._arrangement(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
-
-    def arranged(self, leaf: Leaf) -> tuple[Any, AxisNumbers]:
-        """The stage as it acts on the values at a leaf, and its stacked axes.
+    def stage_at(self, leaf: Leaf) -> Any:
+        """The stage as it acts on the values at a leaf.
 
         Raises:
           ValueError: If ``init`` would not give such values for such an array.
         """
-        arrangement = self._arrangement(leaf)
-        with locate_errors(self.who.at(leaf.path)):
-            if not arrangement.is_checked:
-                arrangement.stage._require_start(arrangement.stacked, self._values[leaf.place], arrangement.effective)
-                arrangement.is_checked = True
-            if self._stage._varied:  # the stage that read the values has typical numbers
-                return self._stage._arranged(leaf, arrangement.effective, self.names[leaf.place])
-        return arrangement.stage, arrangement.stacked
+        reading = self._reading(leaf)
+        with locate_errors(self._who.at(leaf.path)):
+            if not reading.is_checked:
+                reading.stage._require_start(self._types[leaf.place], reading.effective)
+                reading.is_checked = True
+            # The stage that read the values has typical numbers.
+            return self._stage._at(leaf, reading.effective) if self._stage._varied else reading.stage
 
-    def _arrangement(self, leaf: Leaf) -> Arrangement:
-        """What :meth:`_read` finds at a leaf, once for all leaves with equal values."""
-        names, types = self.names[leaf.place], self._values[leaf.place]
-        known = leaf.known if asks_axes(self._stage) else None
-        group = names, known, leaf.path if self._stage._by_path else None, *types.items()
-        if group not in self._arrangements:
-            with locate_errors(self.who.at(leaf.path)):
-                self._arrangements[group] = self._read(leaf, names, types)
-        return self._arrangements[group]
+    def _type_at(self, leaf: Leaf) -> Any:
+        """The type of an array."""
+        return self._reading(leaf).effective if isinstance(leaf.content, Node) else type_of(leaf.content)
 
-    def _read(self, leaf: Leaf, names: AxisNames | None, types: Mapping[str, Any]) -> Arrangement:
+    def _reading(self, leaf: Leaf) -> NodeReading:
+        """What the values at a leaf say, read once for all leaves with equal values."""
+        stage, types = self._stage, self._types[leaf.place]
+        convention = leaf.convention if asks_axes(stage) else None
+        group = stage.names_at(leaf), convention, leaf.path if stage._by_path else None, *types.items()
+        if group not in self._readings:
+            with locate_errors(self._who.at(leaf.path)):
+                self._readings[group] = self._read(leaf, types)
+        return self._readings[group]
+
+    def _read(self, leaf: Leaf, types: Mapping[str, Any]) -> NodeReading:
         """What raw values of these types say of their array.
 
         If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
         """
         aligned = self._stage._aligned_type(types)
-        first, *others = [aligned] if aligned is not None else types_to_try(self._stage, leaf, names)
-        for w in others:
+        candidates = [aligned] if aligned is not None else types_to_try(self._stage, leaf)
+
+        def read_as(w: Any) -> NodeReading:
+            stage = self._stage._at(leaf, w, typical=True)
+            effective = jax.eval_shape(lambda values: stage._effective(values), types) if aligned is None else aligned
+            return NodeReading(stage, effective)
+
+        for w in candidates if len(candidates) > 1 else ():
             with suppress(Exception):
-                stage, stacked = self._stage._arranged(leaf, w, names, typical=True)
-                effective = stage._effective_type(stacked, types)
-                if leaf.known.fits(effective.shape) and effective.ndim == w.ndim:
-                    return Arrangement(stage, stacked, effective)
-        stage, stacked = self._stage._arranged(leaf, first, names, typical=True)
-        return Arrangement(stage, stacked, stage._effective_type(stacked, types))
+                reading = read_as(w)
+                if leaf.convention.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
+                    return reading
+        return read_as(candidates[0])
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
         with suppress(Exception):
-            return self.look(leaf) is None
+            return self._type_at(leaf) is None
         return True

@@ -56,15 +56,18 @@ class Layout:
             return x.reshape(shape) if shape else x
         if x.ndim != 2:
             return x
-        order = self.order(None)
+        order = (*self.rows, *self.columns)
         if len(order) > 2:
             x = x.reshape(*self.sizes["rows"], *self.sizes.get("columns", self.sizes["rows"]))
         return x if order == (0, 1) else x.transpose([order.index(axis) for axis in range(len(order))])
 
-    def order(self, axes: ValueAxes) -> tuple[Any, ...]:
-        """What is equal where values are merged alike: the order of the array's axes, or the axes of a raw value."""
-        of_array = (*self.rows, *self.columns)
-        return of_array if axes is None else tuple(sorted(of_array)) if axes == ("rows", "columns") else axes
+    def merges_alike(self, axes: ValueAxes, other_axes: ValueAxes) -> bool:
+        """Whether a raw value is merged as another one is split, so that a formula may return one for the other."""
+        if axes == other_axes:
+            return True
+        is_array_and_matrix = {axes, other_axes} == {None, ("rows", "columns")}
+        order = (*self.rows, *self.columns)
+        return is_array_and_matrix and order == tuple(sorted(order))
 
     def count(self, axis: str) -> int:
         """How many axes are merged to one of a matrix."""
@@ -175,14 +178,17 @@ class RowsAndColumns(MatrixAxes):
             results: Mapping[str, Any] = result if isinstance(result, Mapping) else {ARRAY: result}
             if is_raw and (shape := getattr(results.get(ARRAY), "shape", ())) and len(shape) != 2:
                 raise ValueError(f"expected the values of a matrix, got those of shape {shape}: {OTHER_CHAIN}")
-            # What the formula returns unchanged stays the same array, if it was merged as it would be split.
-            originals = {(layout.order(self._axes_of_value(name)), id(merged[name])): arrays[name] for name in arrays}
-            split = dict[str, Array]()
-            for name, matrix in results.items():
+
+            def split(name: str, matrix: Array) -> Array:
+                """A result with its own axes; what the formula returns unchanged is the same array."""
                 axes = self._axes_of_value(name)
-                original = originals.get((layout.order(axes), id(matrix)))
-                split[name] = layout.split(axes, matrix) if original is None else original
-            return split if isinstance(result, Mapping) else split[ARRAY]
+                for operand, merged_operand in merged.items():
+                    if merged_operand is matrix and layout.merges_alike(self._axes_of_value(operand), axes):
+                        return arrays[operand]
+                return layout.split(axes, matrix)
+
+            arrays_split = {name: split(name, matrix) for name, matrix in results.items()}
+            return arrays_split if isinstance(result, Mapping) else arrays_split[ARRAY]
 
         return of_merged
 

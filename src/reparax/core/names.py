@@ -98,7 +98,7 @@ def load(name: str) -> Any:
         return importlib.import_module(FAMILIES[name].module)
     if name in TOP:
         return getattr(load(family_of()[name]), name)
-    raise unknown_name_error(name)
+    raise AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
 
 
 def shown() -> list[str]:
@@ -128,11 +128,6 @@ def layers_of_library(module: str) -> Any:
 def how_to_write() -> dict[str, str]:
     """How to write each public name: at the top, or else in its family."""
     return {name: f"rpx.{name}" if name in TOP else f"rpx.{family}.{name}" for name, family in family_of().items()}
-
-
-def unknown_name_error(name: str) -> AttributeError:
-    """The error for a name that ``rpx`` does not have."""
-    return AttributeError(f"reparax has no {name!r}{'.' if name.startswith('_') else _suggest(name)}", name=name)
 
 
 def _suggest(name: str) -> str:

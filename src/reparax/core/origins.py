@@ -81,13 +81,9 @@ def probe_origins(init: Init, tree: PyTree) -> Origins:
 
 
 def _growth_of_axes(traces: Sequence[Shapes], path: Names) -> list[tuple[float, ...]]:
-    """How each axis of the array at ``path`` grows between traces."""
-    return [_growth(lengths) for lengths in zip(*(shapes[path] for shapes in traces), strict=True)]
-
-
-def _growth(lengths: tuple[int, ...]) -> tuple[float, ...]:
-    """How an axis grows between traces; its length if it does not grow, such as a rank given to a stage."""
-    return tuple(n / lengths[0] for n in lengths) if lengths[-1] > lengths[0] else lengths[:1]
+    """How each axis of an array grows between traces; the length of one that does not, such as a rank of a stage."""
+    lengths_of_axes = zip(*(shapes[path] for shapes in traces), strict=True)
+    return [tuple(n / x[0] for n in x) if x[-1] > x[0] else x[:1] for x in lengths_of_axes]
 
 
 def _match_growths(param_growths: Sequence[tuple[float, ...]], axes: Sequence[tuple[float, ...]]) -> FollowedAxes:

@@ -93,6 +93,31 @@ def is_reference(x: object) -> bool:
     return has_ancestor(x, "HijaxVariable") or isinstance(x, jax.Ref)
 
 
+AxisNames = tuple[str | None, ...]
+
+
+def stated_axes(box: Any) -> Any:
+    """What a box of linen or nnx states about the axes of its array, in its own form; None if nothing."""
+    if not has_ancestor(box, "Variable"):
+        return getattr(box, "names", None)
+    return box.get_metadata().get(name_keywords(box)[0])
+
+
+def name_keywords(variable: Any) -> list[str]:
+    """The metadata keys of the axis names of an nnx variable: those of older flax, of newer, or the same under both."""
+    keywords = [name for name in ("sharding_names", "out_sharding") if name in variable.get_metadata()]
+    return keywords or ["out_sharding"]
+
+
+def axis_names(box: Any) -> AxisNames | None:
+    """The axis names in a box; None if there are none.
+
+    The name of an axis is None if it has no name, or if it is sharded over several mesh axes.
+    """
+    names = getattr(stated_axes(box), "spec", stated_axes(box))  # of a NamedSharding
+    return None if names is None else tuple(name if isinstance(name, str) else None for name in names)
+
+
 @register_pytree_with_keys_class
 class _Named(dict[str, Any]):
     """Gives key names to a mapping that JAX flattens without them; unflattening returns the original class."""

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from reparax.core.layers import Known, known_by_class, known_by_name
+from reparax.core.layers import Convention, convention_by_name, conventions_by_class
 from reparax.core.names import import_stage
 from reparax.core.paths import (
+    AxisNames,
     Names,
     PyTree,
+    axis_names,
     describe,
     flatten_with_names,
     has_ancestor,
+    is_box,
     is_empty,
     is_end,
     items,
@@ -72,6 +75,7 @@ class Leaf:
       decays: Whether a smaller value makes a smaller array, in each stage on its path.
       content: What stands there.
       tree: The tree that it is from, if anything but its path is known.
+      is_foreign: Whether it is a marker dict that another stage of the same kind made.
     """
 
     place: Names
@@ -83,11 +87,35 @@ class Leaf:
     decays: bool
     content: Any = None
     tree: "Flat | None" = None
+    is_foreign: bool = False
 
     @cached_property
-    def known(self) -> Known:
+    def convention(self) -> Convention:
         """What is known of its axes before any program runs."""
-        return Known() if self.tree is None else self.tree.known_at(self.place)
+        return Convention() if self.tree is None else self.tree.convention_at(self.place)
+
+    @property
+    def axis_names(self) -> AxisNames | None:
+        """The names of its axes in the box of its parameter, if it has the axes of the parameter."""
+        if self.tree is None or not is_aligned(self.place):
+            return None
+        return self.tree.frame.axis_names[self.tree.parameter_of(self.place)]
+
+    @property
+    def is_state(self) -> bool:
+        """Whether it is model state, which is no parameter."""
+        return self.tree is not None and self.tree.parameter_of(self.place) in self.tree.frame.state
+
+    @property
+    def values(self) -> dict[str, Names]:
+        """The key path of each value in the marker dict; none for an array."""
+        return self.content.values if isinstance(self.content, Node) else {}
+
+    def node_of(self, kind: str) -> Names:
+        """The key path of the marker dict that stands for the array, or that a stage of this kind is to put there."""
+        if isinstance(self.content, Node):
+            return (*self.place, self.content.mark)
+        return (*self.place, marker(kind, next_number(self.place, kind)))
 
     @property
     def raw_path(self) -> str:
@@ -107,7 +135,7 @@ class Leaf:
     @property
     def is_there(self) -> bool:
         """Whether there is an array, or a marker dict that stands for one."""
-        return is_array(self.content) or isinstance(self.content, Node)
+        return (is_array(self.content) or isinstance(self.content, Node)) and not self.is_foreign
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +145,22 @@ class Node:
     Attributes:
       place: The key path of the array that it stands for.
       mark: The marker.
-      inside: The key paths of all that is in the dict, in the order of the tree.
-      beside: Those of all that stands beside the marker: nothing, unless the tree is damaged.
+      below: The key paths of all that is below this place, in the order of the tree.
     """
 
     place: Names
     mark: str
-    inside: Sequence[Names]
-    beside: Sequence[Names]
+    below: list[Names]
+
+    @cached_property
+    def inside(self) -> list[Names]:
+        """The key paths of all that is in the dict."""
+        return [place for place in self.below if place[len(self.place)] == self.mark]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing stands beside the marker, as in each tree that is not damaged."""
+        return len(self.below) == len(self.inside)
 
     @property
     def values(self) -> dict[str, Names]:
@@ -183,13 +219,13 @@ class MarkedValue(NamedTuple):
       node: The names up to the marker, which is the last of them.
       name: The name of the value.
       declared: What the stage declares of it, and whether it is under ``"@fixed"``.
-      of_base: Whether the base of the array stands for it.
+      has_base: Whether the array has a base that counts as its main value: the value is this base, or added to it.
     """
 
     node: Names
     name: str
     declared: Value
-    of_base: bool
+    has_base: bool
 
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
@@ -206,16 +242,20 @@ def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue
         if not names_below:
             raise ValueError(f"The raw tree holds no values under {mark!r} at {parameter_path(place)!r}: {OTHER_CHAIN}")
         declared = replace(value_of(values_of_stage, names_below[0]), fixed=is_fixed)
-        of_base = bases and any(value.base for value in values_of_stage.values())
-        if of_base:
+        has_base = bases and any(value.base for value in values_of_stage.values())
+        if has_base:
             declared = replace(declared, main=declared.base)
-        yield MarkedValue(place[: i + 1], names_below[0], declared, of_base)
+        yield MarkedValue(place[: i + 1], names_below[0], declared, has_base)
 
 
 def is_aligned(place: Names) -> bool:
     """Whether a value has the axes of its parameter: it is a base, or the main value of aligned stages."""
-    declarations = [value.declared for value in _marked_values(place)]
-    return all(declared.base or (declared.main and declared.aligned) for declared in declarations)
+    return all(_has_axes_of_array(value.declared) for value in _marked_values(place))
+
+
+def _has_axes_of_array(declared: Value) -> bool:
+    """Whether a value has the axes of its array: it is the base, or an aligned main value."""
+    return declared.base or (declared.main and declared.aligned)
 
 
 def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Leaf]:
@@ -243,7 +283,7 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
             draw_path,
             main=all(value.declared.main for value in values),
             visible=all(value.declared.main or not value.declared.fixed for value in values),
-            added=any(value.of_base and not value.declared.main for value in values),
+            added=any(value.has_base and not value.declared.main for value in values),
             decays=all(value.declared.decays for value in values),
         )
 
@@ -266,15 +306,6 @@ def flatten_leaves(tree: PyTree) -> tuple[list[Any], list[Leaf], Any]:
     """The leaves of a raw (or plain) tree, a :class:`Leaf` for each, and the treedef."""
     paths, contents, treedef = flatten_with_names(tree)
     return contents, describe_places(paths), treedef
-
-
-def resolve_owners(owners: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """``owners`` with each owner that copies a source replaced by the final source."""
-    final_owners = dict(owners)
-    for path in final_owners:
-        while final_owners[path] in sources:
-            final_owners[path] = sources[final_owners[path]]
-    return final_owners
 
 
 def empty_nodes(tree: PyTree) -> list[Names]:
@@ -315,16 +346,13 @@ def state_flags(tree: PyTree) -> list[bool]:
     collections = {path[0] for path in paths if path}
     flags: list[bool] = []
     for path, node in zip(paths, nodes, strict=True):
-        other_variable = has_ancestor(node, "Variable") and not _holds_parameter(node)
+        # The class `rpx.nnx.Fixed` holds a raw value of a parameter.
+        is_parameter = has_ancestor(node, "Param") or getattr(type(node), "holds_parameter", False)
+        other_variable = has_ancestor(node, "Variable") and not is_parameter
         beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
         other_collection = "batch_stats" in path or beside_params
         flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
     return flags
-
-
-def _holds_parameter(variable: object) -> bool:
-    """Whether a variable is a ``Param``, or a raw value of one: ``rpx.nnx.Fixed``."""
-    return has_ancestor(variable, "Param") or getattr(type(variable), "holds_parameter", False)
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
@@ -339,7 +367,14 @@ class Frame:
     places: tuple[Names, ...]
 
     @cached_property
-    def roots(self) -> frozenset[Names]:
+    def axis_names(self) -> Mapping[Names, AxisNames | None]:
+        """The names of the axes of each parameter that has a box with names."""
+        boxes = jax.tree.leaves(self.skeleton, is_leaf=is_box)
+        names = [axis_names(box) if is_box(box) else None for box in boxes for _ in jax.tree.leaves(box)]
+        return dict(zip(self.places, names, strict=True))
+
+    @cached_property
+    def parameters(self) -> frozenset[Names]:
         """The places, to look them up."""
         return frozenset(self.places)
 
@@ -349,9 +384,9 @@ class Frame:
         return frozenset(place for place, flag in zip(self.places, state_flags(self.skeleton), strict=True) if flag)
 
     @cached_property
-    def known(self) -> Mapping[Names, Known]:
+    def conventions(self) -> Mapping[Names, Convention]:
         """What the classes of modules say of the parameters in them."""
-        return {self.places[i]: known for i, known in known_by_class(self.treedef).items()}
+        return {self.places[i]: convention for i, convention in conventions_by_class(self.treedef).items()}
 
     @cached_property
     def skeleton(self) -> PyTree:
@@ -373,10 +408,10 @@ class Flat:
     arrays: Mapping[Names, Any]
     later: Sequence[Any] = ()
 
-    def root(self, place: Names) -> Names:
+    def parameter_of(self, place: Names) -> Names:
         """The place of the parameter to which ``place`` belongs."""
         for n in range(len(place), -1, -1):
-            if place[:n] in self.frame.roots:
+            if place[:n] in self.frame.parameters:
                 return place[:n]
         raise KeyError(place)
 
@@ -388,19 +423,19 @@ class Flat:
         """The tree for a stage that stands before these."""
         return replace(self, later=later)
 
-    def known_at(self, place: Names) -> Known:
+    def convention_at(self, place: Names) -> Convention:
         """What is known of the axes of the value at a place."""
-        root = self.root(place)
-        known = self.frame.known.get(root) or known_by_name(root[-1] if root else "")
-        for node, _, declared, _ in () if root == place else _marked_values(place):
-            if declared.base or (declared.main and declared.aligned):
-                continue
-            makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
-            if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                made_by = repr(makers[0]) if makers else repr(node[-1])
-                return Known(why=f"{made_by} makes it, whose axes are its own")
-            known = known.of_factor(declared.axes)
-        return known
+        parameter = self.parameter_of(place)
+        convention = self.frame.conventions.get(parameter) or convention_by_name(parameter[-1] if parameter else "")
+        if place == parameter:
+            return convention
+        for node, _, declared, _ in _marked_values(place):
+            if not _has_axes_of_array(declared):
+                makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
+                if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
+                    return Convention(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
+                convention = convention.of_factor(declared.axes)
+        return convention
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
         """A description of each place; an empty node has none."""
@@ -412,42 +447,41 @@ class Flat:
 
     def nodes(self, kind: str) -> dict[Names, Node]:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
-        inside: dict[Names, list[Names]] = {}
-        outer = set[Names]()
+        innermost, outer = dict[Names, None](), set[Names]()
         for place in self.arrays:
-            marks = [i for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
-            outer.update(place[: i + 1] for i in marks[:-1])
-            if marks and kind_of(place[marks[-1]]) == kind:
-                inside.setdefault(place[: marks[-1] + 1], []).append(place)
-        marked, beside = {node[:-1]: node[-1] for node in inside}, dict[Names, list[Names]]()
-        for place in self.arrays if marked else ():
-            for n, name in enumerate(place):
-                if (mark := marked.get(place[:n], name)) != name:
-                    beside.setdefault((*place[:n], mark), []).append(place)
-        return {
-            node[:-1]: Node(node[:-1], node[-1], places, beside.get(node, ()))
-            for node, places in inside.items()
-            if node not in outer
-        }
+            markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
+            innermost |= dict.fromkeys(markers[-1:])
+            outer.update(markers[:-1])
+        own = [node for node in innermost if node not in outer and kind_of(node[-1]) == kind]
+        nodes = {node[:-1]: Node(node[:-1], node[-1], []) for node in own}
+        for place in self.arrays if nodes else ():
+            for n in range(len(place)):
+                if place[:n] in nodes:
+                    nodes[place[:n]].below.append(place)
+        return nodes
+
+    def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
+        """The tree with marker dicts in place of what is inside them."""
+        return self.swap([(node.inside, {place: node}) for place, node in nodes.items()])
 
     def values_of(self, node: Node) -> dict[str, Any]:
         """The values under a marker, by their names; an error for anything else under it or beside it."""
         values, depth = dict[str, Any](), len(node.place)
         for place in node.inside:
             x = self.arrays[place]
-            if len(place) == depth + 1 and is_empty(x) and not node.beside:
+            if len(place) == depth + 1 and is_empty(x) and node.is_alone:
                 return {}
             if len(place) - depth != (3 if FIXED in place[depth:] else 2) or place[-1] == FIXED or not is_array(x):
                 break
             values[place[-1]] = x
-        if node.beside or len(values) < len(node.inside):
+        if not node.is_alone or len(values) < len(node.inside):
             raise self._damage(node)
         return values
 
     def _damage(self, node: Node) -> ValueError:
         """The error for a marker dict that no stage left so."""
         nested: dict[Any, Any] = {}
-        for place in (*node.inside, *node.beside):
+        for place in sorted(node.below, key=lambda place: place[len(node.place)] != node.mark):
             _put(nested, place[len(node.place) :], self.arrays[place])
         for name in nested:
             if name != node.mark:
@@ -496,11 +530,11 @@ def flatten(tree: PyTree) -> Flat:
 
 def nest(tree: Flat) -> PyTree:
     """The tree in its own structure."""
-    by_root: dict[Any, Any] = {}
+    nested: dict[Any, Any] = {}
     for place, x in tree.arrays.items():
-        root = tree.root(place)
-        _put(by_root, [root, *place[len(root) :]], x)
-    return tree.frame.treedef.unflatten([by_root[place] for place in tree.frame.places])
+        parameter = tree.parameter_of(place)
+        _put(nested, [parameter, *place[len(parameter) :]], x)
+    return tree.frame.treedef.unflatten([nested[place] for place in tree.frame.places])
 
 
 def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool) -> Flat:

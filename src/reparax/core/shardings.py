@@ -31,11 +31,13 @@ def shardings_of_raw(
     }
     entries_of_raw = inherit_entries(follow, params, cuts)
     paths, leaves, treedef = flatten_with_names(types_of_result(init, params))
-    kinds = [memory_kind if FIXED in path else None for path in paths]
-    fits = [_even_spec(entries_of_raw[path], x.shape, mesh) for path, x in zip(paths, leaves, strict=True)]
-    return treedef.unflatten(
-        [NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(fits, kinds, strict=True)]
-    )
+    shardings = list[NamedSharding]()
+    for path, x in zip(paths, leaves, strict=True):
+        pairs = zip(entries_of_raw[path], x.shape, strict=True)
+        even = [None if n % _count_parts(entry, mesh) else entry for entry, n in pairs]
+        kind = memory_kind if FIXED in path else None
+        shardings.append(NamedSharding(mesh, PartitionSpec(*even), memory_kind=kind))
+    return treedef.unflatten(shardings)
 
 
 def _specs_by_path(who: object, specs: PyTree, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,8 +106,3 @@ def _mesh_axes(entry: Any) -> tuple[str, ...]:
 def _count_parts(entry: Any, mesh: AnyMesh) -> int:
     """The number of parts into which an entry of a spec cuts an axis."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(entry))
-
-
-def _even_spec(cuts: tuple[Any, ...], shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """The spec of a raw array, without the axes that cannot be split evenly."""
-    return PartitionSpec(*(None if n % _count_parts(cut, mesh) else cut for cut, n in zip(cuts, shape, strict=True)))

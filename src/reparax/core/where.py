@@ -17,8 +17,8 @@ from jax.tree_util import register_static
 from reparax.core.calls import takes
 from reparax.core.config import register_class
 from reparax.core.layers import TABLES
-from reparax.core.paths import Names, PyTree, describe, flatten_with_names, path_text
-from reparax.core.raw import Leaf, parameter_path
+from reparax.core.paths import PyTree, describe, flatten_with_names, path_text
+from reparax.core.raw import Leaf, empty_nodes, nest, parameter_path
 from reparax.numerics.arithmetic import is_array
 
 BIASES_AND_SCALES = frozenset({"bias", "b", "scale", "offset", "gamma", "beta", "gain"})
@@ -187,7 +187,11 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             raise ValueError(
                 f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
             ) from error
-    elif isinstance(where, type) or hasattr(where, "_parts") or not (where is None or _is_selection(where)):
+    elif (
+        isinstance(where, type)
+        or hasattr(where, "_parts")
+        or not (where is None or callable(where) or isinstance(where, AllBut))
+    ):
         what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
@@ -199,11 +203,6 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
-
-
-def _is_selection(where: Any) -> bool:
-    """Whether ``where`` selects by a function or by what it leaves out."""
-    return callable(where) or isinstance(where, AllBut)
 
 
 def _suggest(where: Any) -> str:
@@ -234,8 +233,8 @@ def by_path(where: Where) -> bool:
 
 def is_bias_or_scale(leaf: Leaf) -> bool:
     """Whether an array is a bias or a scale, by its layer or its name: these are no matrices, whatever their shape."""
-    if leaf.known.is_class and leaf.known.axes:
-        return leaf.known.is_vector
+    if leaf.convention.is_of_layer:
+        return leaf.convention.is_vector
     names = {leaf.parameter.rpartition("/")[2], leaf.path.rpartition("/")[2]}
     return any(
         re.sub(r"_?\d+$", "", name) in BIASES_AND_SCALES or "bias" in name.split("_") or name.startswith("ln_")
@@ -245,8 +244,8 @@ def is_bias_or_scale(leaf: Leaf) -> bool:
 
 def is_table(leaf: Leaf) -> bool:
     """Whether an array is a table of embeddings, by its layer or its name."""
-    if leaf.known.is_class and leaf.known.axes:
-        return leaf.known.is_table
+    if leaf.convention.is_of_layer:
+        return leaf.convention.is_table
     return leaf.parameter.rpartition("/")[2] in TABLES
 
 
@@ -274,23 +273,26 @@ def choose(
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, look(leaf))
 
+    if isinstance(where, Selected | AllBut):
+        _require_known(who, where, leaves)
     return [leaf for leaf in leaves if _is_seen(where, leaf) and is_chosen(leaf)]
 
 
 def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
     """The error for a selection without any leaf; ``stacked`` are axes that do not count."""
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
-    is_by_stacked = where is None and paths and stacked != ()
-    why = why_nothing_stacked(stacked, paths) if is_by_stacked else why_nothing(where, paths)
-    codes = [leaf.parameter for leaf in leaves if is_array(leaf.content) and _holds_codes(leaf)]
+    why = why_nothing(where, paths)
+    if where is None and paths and stacked != ():
+        unique = list(dict.fromkeys(paths))
+        why = (
+            f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
+            f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
+        )
+    in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
+    codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
     if where is None and codes:
         why += f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one."
     return ValueError(f"{who} selects nothing: {why}")
-
-
-def _holds_codes(leaf: Leaf) -> bool:
-    """Whether a stage has put integers in the place of an array."""
-    return "@" in leaf.raw_path and not jnp.issubdtype(leaf.content.dtype, jnp.inexact)
 
 
 def _is_by_place(where: Where) -> bool:
@@ -303,7 +305,7 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
-def require_known(who: object, where: Where, leaves: Sequence[Leaf], empty: Sequence[Names]) -> None:
+def _require_known(who: object, where: Selected | AllBut, leaves: Sequence[Leaf]) -> None:
     """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
 
     A place without a value of its own, such as a tied one, is known: the model has an array there.
@@ -311,26 +313,24 @@ def require_known(who: object, where: Where, leaves: Sequence[Leaf], empty: Sequ
     Raises:
       ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
     """
-    if not leaves or not isinstance(where, Selected | AllBut):
+    if not leaves:
         return
+    tree = leaves[0].tree
+    empty = () if tree is None else empty_nodes(nest(tree))
     known_paths = [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
     if isinstance(where, AllBut):
         for pattern in where.patterns:
             if not any(re.fullmatch(pattern, path) for path in known_paths):
                 raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known_paths)}")
         return
-    places = {path[:end] for path in known_paths for end in (0, *_ends_of_names(path))}
+    names_of_paths = [path.split("/") for path in known_paths]
+    places = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
     for path_named in where.paths:
         if path_named not in places:
             raise ValueError(
                 f"{who} got True at {path_named!r} in a tree of booleans, but the tree has no such path. The nearest "
                 f"are {nearest(path_named, dict.fromkeys(known_paths))}. Make the booleans from the same parameters."
             )
-
-
-def _ends_of_names(path: str) -> list[int]:
-    """Where the names in a path end."""
-    return [*(match.start() for match in re.finditer("/", path)), len(path)]
 
 
 def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, array: Any) -> bool:
@@ -347,15 +347,6 @@ def _ask_predicate(who: object, where: Callable[[str, Any], Any], path: str, arr
             f"and by the shape and dtype of the array, not by its numbers."
         )
     return bool(answer)
-
-
-def why_nothing_stacked(stacked: object, paths: Sequence[str]) -> str:
-    """Why a default takes no array, if some axes do not count."""
-    unique = list(dict.fromkeys(paths))
-    return (
-        f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
-        f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
-    )
 
 
 def _list_some(paths: Sequence[str]) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNames, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.axes import EACH, LAST, ONE_AXIS, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
-from reparax.core.layers import Known
+from reparax.core.layers import Convention
 from reparax.core.origins import Origins, compose_origins, keep_origins
 from reparax.core.paths import Names, PyTree, items, path_text, type_of
 from reparax.core.raw import Flat, Leaf, flatten
@@ -55,8 +55,12 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
     leaves = list(items(roles))
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
-    if not roles_by_place and (known := (tree := flatten(roles)).frame.known):
-        return {path: _role_by_class(known[path], x, tree) for path, x in leaves if is_array(x) and path in known}
+    if not roles_by_place and (conventions := (tree := flatten(roles)).frame.conventions):
+        return {
+            path: _role_by_class(conventions[path], x, tree)
+            for path, x in leaves
+            if is_array(x) and path in conventions
+        }
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
@@ -66,10 +70,10 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     return roles_by_place
 
 
-def _role_by_class(known: Known, x: Any, tree: Flat) -> Role:
+def _role_by_class(convention: Convention, x: Any, tree: Flat) -> Role:
     """The role of an array of a layer; none if the layer does not say it."""
     try:
-        role, why = known.role(x.shape, x.dtype), why_not_stacked(known, x, tree)
+        role, why = convention.role(x.shape, x.dtype), why_not_stacked(convention, x, tree)
     except ValueError as error:
         why = str(error)
     else:
@@ -78,56 +82,57 @@ def _role_by_class(known: Known, x: Any, tree: Flat) -> Role:
     return Role(why=why, shape=x.shape, dtype=x.dtype)
 
 
-def why_not_stacked(known: Known, w: Any, tree: Flat | None) -> str:
+def why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
     """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
     if tree is None:
         return ""
-    front = w.shape[: w.ndim - len(known.axes)]
-    for number, n in known.beside:
+    front = w.shape[: w.ndim - len(convention.axes)]
+    for number, n in convention.beside:
         place = tree.frame.places[number]
         shape = getattr(tree.arrays.get(place), "shape", None)  # of an array: a model may hold other objects
         if shape is not None and (stack := shape[: len(shape) - n]) != front:
-            return f"{known.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
+            return f"{convention.source} has stacked axes of sizes {front} there, but {stack} at {place[-1]!r}"
     return ""
 
 
 def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
-    leaves, names = tree.leaves(bases=stage._takes_base), stage._names_of(tree)
+    leaves = tree.leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
     stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
-    chosen = stage._selected("with_axes", tree, leaves, stacks=stacks)
-    axes_of_leaves = [(leaf, axes_at(stage, leaf, names[leaf.place], roles.get(leaf.place))) for leaf in chosen]
+    chosen = stage._selected("with_axes", leaves, stacks=stacks)
+    axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [new for part in parts for new in with_axes(part, tree, roles)]
-    answers: dict[str, dict[str, Any]] = {}
-    for leaf, axes_of_field in axes_of_leaves:
-        for name, axes in axes_of_field.items():
-            answers.setdefault(name, {})[leaf.path] = axes
-    for name, axes_of_path in answers.items():
-        for leaf, _ in axes_of_leaves:
-            axes_of_path.setdefault(leaf.path, getattr(stage.at_path(leaf.path), name))
-    new = _with_axes(stage, answers, paths, several=False)
-    if [leaf.place for leaf in new._selected("with_axes", tree, leaves)] != [leaf.place for leaf in chosen]:
-        new = _with_axes(stage, answers, paths, several=True)
-    return [new]
+
+    def numbered(*, by_path: bool) -> Any:
+        """The stage with these axes; by path where they differ, or in any case."""
+        new_axes = dict[str, Any]()
+        for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
+            answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+            others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
+            answers |= {path: getattr(stage.at_path(path), name) for path in others}
+            new_axes[name] = by_path_or_one(answers, paths, several=by_path)
+        return replace(stage, **new_axes)
+
+    new = numbered(by_path=False)
+    selects_others = [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]
+    return [numbered(by_path=True) if selects_others else new]
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
-    names = stage._names_of(tree)
-    for leaf in stage._selected("with_axes", tree, tree.leaves(bases=stage._takes_base)):
+    for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         role, w = roles.get(leaf.place), leaf.content
         if role is None or role.why or role.ambiguous:
             continue
-        arranged, stacked = stage._arranged_for(CallName(stage, "with_axes", (leaf.path,)), w, leaf, names[leaf.place])
+        stage_here = stage._required_at("with_axes", leaf)
+        stacked = stage_here.stacked_axes
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
         numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
-        for field, (axes, word) in (
-            (replace(arranged, stacked=()) if stacked else arranged).axes_in_use(one_array).items()
-        ):
+        for field, (axes, word) in stage_here.axes_in_use(one_array).items():
             axes_from_end = tuple(axis - one_array.ndim for axis in axes)
             if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
                 yield Misfit(repr(stage), leaf.path, field, axes_from_end, numbers[word], role)
@@ -152,13 +157,6 @@ def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
-
-
-def _with_axes(stage: Any, answers: Mapping[str, Mapping[str, Any]], paths: Sequence[str], *, several: bool) -> Any:
-    """The stage with these axes in its fields; by path where they differ, or in any case if ``several``."""
-    return replace(
-        stage, **{name: by_path_or_one(axes_of_path, paths, several=several) for name, axes_of_path in answers.items()}
-    )
 
 
 def _fields_in_words(stage: Any) -> dict[str, Any]:
@@ -195,7 +193,7 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
     return _one_or_tuple(role.stacked)
 
 
-def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) -> dict[str, Any]:
+def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
     path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
     axes_of_field, stage = dict[str, Any](), stage.at_path(path)
@@ -204,7 +202,7 @@ def axes_at(stage: Any, leaf: Leaf, names: AxisNames | None, role: Role | None) 
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
     if not (words := _fields_in_words(stage)):
         return axes_of_field
-    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, names)
+    stacked = known_role.stacked if "stacked" in axes_of_field else find_axes(stage.stacked, stage.names_at(leaf))
     if why := _why_unusable(known_role, stacked):
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
     numbers = axes_by_word(known_role, stacked)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core.axes import list_axes
-from reparax.core.layers import known_by_name
+from reparax.core.layers import convention_by_name
 from reparax.core.paths import PyTree
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout, write_layout
 from reparax.io._parameters import Entry, Rules, list_entries
@@ -85,7 +85,7 @@ class Target(Entry):
     def sides(self) -> dict[str, Any]:
         """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
         ins, out = self.ins, self.out
-        named = known_by_name(self.path.rpartition("/")[2]).axes
+        named = convention_by_name(self.path.rpartition("/")[2]).axes
         return {} if (ins, out) == ((0,), 1) and named else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}
 
     def require_rows(self, stage: Any) -> None:

@@ -121,9 +121,14 @@ class Traced:
 
 
 def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = False) -> str:
-    """Checks ``fun`` and ``argnums``, and returns the name of the call for errors.
+    """Checks ``fun`` and ``argnums``, and returns a name of the call for later errors, as ``factored(loss)``.
 
-    What ``follows_weights`` through the program refuses the result of ``remat``, which hides them.
+    Args:
+      method: The name of the transform.
+      fun: The function that it takes.
+      argnums: Which arguments of the function it is for.
+      follows_weights: Whether the transform follows weights through the program: it then refuses a function that
+        ``remat`` returned, which hides them.
     """
     if not callable(fun) or hasattr(fun, "_parts"):
         raise TypeError(
@@ -133,15 +138,15 @@ def check_call(method: str, fun: Any, argnums: Any, *, follows_weights: bool = F
     function = fun
     while isinstance(function, functools.partial):
         function = function.func
-    # Not its repr, which may hold arrays.
     if follows_weights and getattr(function, "hides_weights", False):
         raise ValueError(
             f"{method} reads the program of a loss, but got the result of `rpx.remat`, which hides the weights. Pass "
             "the loss itself, and recompute outside: `rpx.remat(rpx.factored(loss))`."
         )
+    # Not the function's repr, which may hold arrays.
     who = f"{method}({getattr(function, '__name__', type(function).__name__)})"
-    several = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in several):
+    positions = argnums if isinstance(argnums, tuple | list) else [0 if argnums is None else argnums]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in positions):
         raise TypeError(
             f"{who} takes the position of an argument, or a tuple of positions, as argnums, but got "
             f"{_describe_arrays(argnums)!r}. Count positional arguments from 0."

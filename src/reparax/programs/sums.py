@@ -1,8 +1,10 @@
 """Arrays as sums of products of smaller arrays, as in einsum; which dtypes may hold their factors."""
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import jax
@@ -421,23 +423,23 @@ def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
 
 
 def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Two lists of sizes above 1, with each size split into the factors of their common refinement."""
-    parts: tuple[list[list[int]], list[list[int]]] = ([[] for _ in a], [[] for _ in b])
+    """Two lists of sizes above 1, with each size split into the factors of their common refinement.
+
+    That of (6, 4) and (2, 12) is (2, 3, 4): ((2, 3), (4,)) and ((2,), (3, 4)). None if there is no such.
+    """
     if a == b and any(map(jax.export.is_symbolic_dim, a)):
         return [[n] for n in a], [[n] for n in b]
     if 0 in a or 0 in b or any(map(jax.export.is_symbolic_dim, [*a, *b])):
         return None
-    i = j = 0
-    x = y = 1  # what is left of a[i] and b[j]
-    while i < len(a) or x > 1 or j < len(b) or y > 1:
-        if x == 1:
-            x, i = a[i], i + 1
-        if y == 1:
-            y, j = b[j], j + 1
-        n = min(x, y)
-        if x % n or y % n:
-            return None
-        parts[0][i - 1].append(n)
-        parts[1][j - 1].append(n)
-        x, y = x // n, y // n
-    return parts
+    # How many entries there are up to the end of each axis, of both lists: the refinement ends an axis at each.
+    ends = [1, *sorted({*accumulate(a, operator.mul), *accumulate(b, operator.mul)})]
+    if any(end % start for start, end in pairwise(ends)):
+        return None
+
+    def factors(sizes: Shape) -> list[list[int]]:
+        own_ends = accumulate(sizes, operator.mul, initial=1)
+        return [
+            [end // start for start, end in pairwise(ends) if first < end <= last] for first, last in pairwise(own_ends)
+        ]
+
+    return factors(a), factors(b)

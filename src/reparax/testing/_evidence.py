@@ -17,13 +17,20 @@ import numpy as np
 from jax import Array
 from jax.tree_util import all_leaves
 
-from reparax.core.bound import apply_raw, init_all, mean_stages
+from reparax.core.bound import Stages, apply_all, init_all, mean_stages
 from reparax.core.chain import Chain, Mean, Parametrization
+from reparax.core.keys import Keys
 from reparax.core.leaf import Perturbation, Reparametrization
 from reparax.core.paths import PyTree, flatten_with_names, items, path_text
+from reparax.core.raw import flatten, nest
 from reparax.core.values import Values, main
 from reparax.numerics.arithmetic import is_inexact, widened
 from reparax.training import combine, partition, transfer
+
+
+def apply_raw(stages: Stages, raw: PyTree, key: Array | None = None) -> PyTree:
+    """The effective tree of a raw one, after these stages."""
+    return nest(apply_all(stages, flatten(raw), Keys(key)))
 
 
 def update_raw(p: Parametrization, raw: PyTree, key: Array) -> PyTree:

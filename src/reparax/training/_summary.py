@@ -11,10 +11,10 @@ from typing import Any
 from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
-from reparax.core.known import axes_in_words
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
+from reparax.core.unset_axes import axes_in_words
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
@@ -217,7 +217,7 @@ def _acting_stages(made: Provenance) -> Acting:
         at: dict[str, dict[str, None]] = {}
         for bound in bounds:
             for place in bound.arrays.values():
-                axes = axes_in_words(stage._own, bound.stage, bound.stacked, made.raw.known_at(place))
+                axes = axes_in_words(stage._own, bound.stage, made.raw.convention_at(place))
                 at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
         for path, texts in at.items():
             stages, axes_of_stages = acting.get(path, ((), ()))

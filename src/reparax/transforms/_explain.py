@@ -1,57 +1,14 @@
-"""Reports: which weights a loss never forms, and which noisy weights draw for each example."""
+"""The report of a transform: which weights a loss never forms, or which noisy weights draw for each example."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import jax
-
-from reparax.core.paths import describe
-from reparax.core.reports import write_sections
 from reparax.programs.call import REPORTED, Argnums, check_call
-from reparax.programs.sources import common_path, describe_read
-from reparax.transforms._factored import SumPlan, SumRead, planned
-from reparax.transforms._local import NoisyRead
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One weight.
-
-    Attributes:
-      path: The path of the parameter from which it is computed, or the common path of several.
-      type: Its dtype and shape.
-      is_transformed: Whether all products with it are: they multiply by its factors, or draw for each example.
-      reason: Why, and where.
-    """
-
-    path: str
-    type: str
-    is_transformed: bool
-    reason: str
-
-
-@dataclass(frozen=True, repr=False)
-class Explained:
-    """What a transform does to each weight; its repr is a table.
-
-    Attributes:
-      weights: The weights that have factors, or those with Gaussian noise.
-      head: What happens to transformed weights, after their number.
-      titles: What is said of transformed weights, and of others.
-    """
-
-    weights: tuple[Weight, ...]
-    head: str
-    titles: tuple[str, str]
-
-    def __repr__(self) -> str:
-        n = sum(weight.is_transformed for weight in self.weights)
-        rows = [(weight.is_transformed, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
-        return write_sections(self.head.format(f"{n} of {len(self.weights)}"), self.titles, rows)
+from reparax.transforms._explained import Explained
+from reparax.transforms._factored import explain_sums
 
 
 def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwargs: Any) -> Explained:
@@ -90,55 +47,8 @@ def explain(fun: Callable[..., Any], *args: Any, argnums: Argnums = None, **kwar
         formed:
           raw/down  float32[64, 64]  abs needs the array: ...:3:51 (loss)
     """
-    candidates = [fun, getattr(fun, "__wrapped__", None)]  # the second is what `jax.jit` wraps
-    of_transform = [getattr(function, REPORTED) for function in candidates if hasattr(function, REPORTED)]
-    if of_transform:
-        reported = of_transform[0]
-    else:
-        reported = partial(planned, check_call("explain", fun, argnums, follows_weights=True), fun, argnums)
-    found, *names = reported(args, kwargs)
-    if isinstance(found, SumPlan):
-        who = "" if of_transform else "with rpx.factored, "
-        head, titles = who + "{} weights with factors are never formed for a product", ("in factors", "formed")
-        return Explained(tuple(_weights_with_factors(found, *names)), head, titles)
-    head, titles = "{} noisy weights draw for each example", ("for each example", "one draw for all")
-    return Explained(tuple(_noisy_weights(found, *names)), head, titles)
-
-
-def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    """For each path, its noisy weight, and how many products draw for each row, or why not."""
-    of_path: dict[str, list[NoisyRead]] = {}
-    for read in reads:
-        of_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
-    for path, all_reads in of_path.items():
-        of_one_draw = [read for read in all_reads if not read.is_own]
-        n = len(all_reads) - len(of_one_draw)
-        reasons = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        reasons += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in of_one_draw)
-        yield Weight(path, describe(all_reads[0].origin.type), not of_one_draw, "; ".join(reasons))
-
-
-def _weights_with_factors(plan: SumPlan, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
-    """Each weight with factors that the network reads, not only other formulas, with the reason."""
-    for root, record in plan.records.items():
-        reads = [read for read in record.reads if not read.in_formula]
-        if reads:
-            type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-            reason = _reason_text(plan.costs(root), reads, lines, in_factors=not record.is_formed)
-            yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
-
-
-def _reason_text(
-    costs: tuple[float, float], reads: Sequence[SumRead], lines: Mapping[int, str], *, in_factors: bool
-) -> str:
-    """Why a weight stays in factors or is formed: the share of the operations, and what needs the array."""
-    products = [read for read in reads if read.cost_in_factors is not None]
-    reasons = dict.fromkeys(
-        describe_read(read.eqn, "needs the array", lines) for read in reads if read.cost_in_factors is None
-    )
-    if products:
-        factored, formed = costs
-        ratio = factored / formed if formed else 1.0
-        counted = f"{len(products)} product{'s' if len(products) > 1 else ''}"
-        reasons = {f"{counted}, {'' if in_factors else 'in factors, '}{ratio:.2f} of the operations": None} | reasons
-    return "; ".join(reasons)
+    for function in (fun, getattr(fun, "__wrapped__", None)):  # the second is what `jax.jit` wraps
+        if hasattr(function, REPORTED):
+            return getattr(function, REPORTED)(args, kwargs)
+    report = explain_sums(check_call("explain", fun, argnums, follows_weights=True), fun, argnums, args, kwargs)
+    return replace(report, head=f"with rpx.factored, {report.head}")

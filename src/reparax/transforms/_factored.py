@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from reparax.core.paths import describe
 from reparax.numerics.terms import specs_of
 from reparax.programs import jaxprs
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
@@ -45,7 +46,7 @@ from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, 
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body, stand_in
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
-from reparax.programs.sources import lines_by_origin, paths_of
+from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import (
     Circle,
     Factor,
@@ -61,6 +62,7 @@ from reparax.programs.sums import (
     keeps_range,
     product_dtype,
 )
+from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,6 +162,23 @@ class SumPlan:
         )
         in_factors = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
         return in_factors + rebuilds * once, once + sum(read.times * read.cost_as_array for read in record.reads)
+
+    def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+        """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
+        for root, record in self.records.items():
+            if reads := [read for read in record.reads if not read.in_formula]:
+                type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
+                reason = "; ".join(self._reasons(root, reads, lines))
+                yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
+
+    def _reasons(self, root: Hashable, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
+        """The share of the operations with factors, if products read the sum, and what needs the array."""
+        if n := sum(read.cost_in_factors is not None for read in reads):
+            in_factors, formed = self.costs(root)
+            share = f"{in_factors / formed if formed else 1.0:.2f} of the operations"
+            yield f"{n} product{'s' if n > 1 else ''}, {'in factors, ' if self.records[root].is_formed else ''}{share}"
+        of_arrays = [read for read in reads if read.cost_in_factors is None]
+        yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in of_arrays)
 
 
 # ---- weights whose stage declares their terms
@@ -611,19 +630,18 @@ def factored(fun: Callable[P, R], argnums: Argnums = None) -> Callable[P, R]:
         plan, facts = plan_sums(call.program, call.inputs, call.is_chosen)
         return call.restore(Interpreter(Factoring(plan)).arrays(call.program, call.inputs, facts))
 
-    setattr(function, REPORTED, functools.partial(planned, who, fun, argnums))
+    setattr(function, REPORTED, functools.partial(explain_sums, who, fun, argnums))
     return function
 
 
-def planned(
-    who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
-) -> tuple[SumPlan, dict[int, str], dict[int, str]]:
-    """The plan for these arguments, or for their types; the paths of arguments; and the user's lines."""
+def explain_sums(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any) -> Explained:
+    """What happens to each weight for these arguments, or for their types."""
     check_this_jax()
     arguments = Arguments.of(who, fun, argnums, args, kwargs)
     call = arguments.trace()
     plan, _ = plan_sums(call.program, call.inputs, call.is_chosen)
-    return plan, paths_of(arguments, call), lines_by_origin(call.program)
+    weights = tuple(plan.weights(paths_of(arguments, call), lines_by_origin(call.program)))
+    return Explained(weights, "{} weights with factors are never formed for a product", ("in factors", "formed"))
 
 
 @functools.cache

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -19,6 +19,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.core import random
 from reparax.core.keys import key_of_use
+from reparax.core.paths import describe
 from reparax.numerics.arithmetic import widened
 from reparax.numerics.tie import compute_once, pull_back_once
 from reparax.programs import equations, jaxprs
@@ -27,8 +28,9 @@ from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inpu
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
 from reparax.programs.rules import make_sum, move_sum, select_sum
-from reparax.programs.sources import lines_by_origin, paths_of
+from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
+from reparax.transforms._explained import Explained, Weight
 from reparax.transforms._remat import remat
 
 P = ParamSpec("P")
@@ -244,12 +246,12 @@ class NoisyRead:
     Attributes:
       eqn: The equation that reads; None for the result of a program or of a body.
       origin: What made the weight.
-      is_own: Whether each row of the result has a draw of its own.
+      draws_per_row: Whether each row of the result has a draw of its own.
     """
 
     eqn: JaxprEqn | None
     origin: NoiseOrigin
-    is_own: bool
+    draws_per_row: bool
 
 
 A_DRAW = -1
@@ -325,12 +327,12 @@ class Drawing:
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
-        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, is_own=True))
+        self.reads.append(NoisyRead(operation.eqn, operation.args[position].root, draws_per_row=True))
         return [result.astype(operation.view.type.dtype)]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
         del interpreter
-        self.reads.append(NoisyRead(eqn, x.root, is_own=False))
+        self.reads.append(NoisyRead(eqn, x.root, draws_per_row=False))
         return array_of(x)
 
 
@@ -423,15 +425,30 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
-    def reported(args: Sequence[Any], kwargs: Any) -> tuple[list[NoisyRead], dict[int, str], dict[int, str]]:
-        """What reads noisy weights with these arguments, or with their types; the paths of arguments; and lines."""
+    def reported(args: Sequence[Any], kwargs: Any) -> Explained:
+        """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
         rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
         call, *_ = _rewritten(rules, arguments)
-        return rules.reads, paths_of(arguments, call), lines_by_origin(call.program)
+        weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
+        return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))
 
     setattr(function, REPORTED, reported)
     return function
+
+
+def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
+    """For each path, its noisy weight: how many products draw for each row, and what takes one draw for all rows."""
+    reads_by_path: dict[str, list[NoisyRead]] = {}
+    for read in reads:
+        reads_by_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
+    for path, reads_of_weight in reads_by_path.items():
+        shared = [read for read in reads_of_weight if not read.draws_per_row]
+        n = len(reads_of_weight) - len(shared)
+        notes = [f"{n} product{'s' if n > 1 else ''}"] if n else []
+        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
+        type = describe(reads_of_weight[0].origin.type)
+        yield Weight(path, type, is_transformed=not shared, reason="; ".join(notes))
 
 
 def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
@@ -446,16 +463,16 @@ def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, lis
 @functools.cache
 def check_this_jax() -> None:
     """Raises an error if this JAX writes jaxprs in an unknown way."""
-    jaxprs.check_this_jax(lambda: _draws_of_a_network() == [True, True, True])
+    jaxprs.check_this_jax(lambda: _small_network_draws_per_row() == [True, True, True])
 
 
-def _draws_of_a_network() -> list[bool]:
-    """For each product of a small network whether it draws for itself."""
-    w, rules = jax.ShapeDtypeStruct((2, 2), jnp.float32), Drawing()
-    args = w, jax.random.key(0), w
+def _small_network_draws_per_row() -> list[bool]:
+    """Traces a small network with a noisy weight, and says for each of its products whether it draws for each row."""
 
     def noisy(w: Array, key: Array, x: Array) -> Array:
         return jaxprs.small_network(w + random.normal(key, w), x)
 
-    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, args, {}))
-    return [read.is_own for read in rules.reads]
+    w = x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    rules = Drawing()
+    _rewritten(rules, Arguments.of("local_reparametrization", noisy, None, (w, jax.random.key(0), x), {}))
+    return [read.draws_per_row for read in rules.reads]  # the rules keep what they have rewritten

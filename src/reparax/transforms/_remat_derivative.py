@@ -151,16 +151,17 @@ def call_of(params: Any) -> RematCall:
 
 
 def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool = False) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function with the derivative described above, which may store masks in bits.
+    """``jaxpr`` as a function whose backward pass recomputes what depends on known inputs only, in place of storing it.
 
-    Known are the ``known_inputs``, and what each ``apply`` reads.
+    Known are the ``known_inputs``, and what each ``apply`` reads. With ``keeps_masks``, masks are stored in bits.
     """
     known_args = with_roots(jaxpr, known_inputs)
+    rewrites = (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,)
 
     def function(*args: Any) -> list[Any]:
         program, consts = with_apply_inlined(jaxpr, args)
         inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
-        for rewrite in (move_into_scans, store_masks_in_bits) if keeps_masks else (move_into_scans,):
+        for rewrite in rewrites:  # the constants of what it returns are known, and are the first inputs
             program, consts = rewrite(program, inputs, is_known)
             inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)

@@ -131,25 +131,23 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
 def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequence[Any]:
     """The outputs of a scan whose body computes weights, from its other operands and what the plan reads."""
     jaxpr, consts = jaxprs.body(eqn)
-    start, weights, n_parts = sum(jaxprs.scan_counts(eqn)), [v for v, _ in plan.outputs], len(plan.parts)
-    operands, arrays = args[: len(args) - n_parts], args[len(args) - n_parts :]
-    axes = [axis for _, axis in plan.parts]
-    slices = [jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True) if axis is not None]
+    start, n_operands = sum(jaxprs.scan_counts(eqn)), len(args) - len(plan.parts)
+    operands, parts = args[:n_operands], list(zip(args[n_operands:], [axis for _, axis in plan.parts], strict=True))
+    sliced = [jnp.moveaxis(x, axis, 0) for x, axis in parts if axis is not None]
 
     def body(*inputs: Any) -> list[Any]:
-        step_operands, (number, *xs_of_step) = inputs[: len(operands)], inputs[len(operands) :]
-        step_slices, other_slices = iter(xs_of_step), iter(step_operands[start:])
-        values = [
-            x if axis is None else lax.expand_dims(next(step_slices), [axis])
-            for x, axis in zip(arrays, axes, strict=True)
-        ]
-        weight_of = dict(zip(weights, plan.run(number, values), strict=True))
-        xs = [lax.squeeze(weight_of[v], [0]) if v in weight_of else next(other_slices) for v in eqn.invars[start:]]
-        return jaxprs.evaluate(jaxpr, [*consts, *step_operands[:start], *xs])
+        """One step of the scan: its operands, then the number of the step, and its slices of what the plan reads."""
+        old_inputs, number, slices = inputs[:n_operands], inputs[n_operands], iter(inputs[n_operands + 1 :])
+        values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
+        computed = zip(plan.outputs, plan.run(number, values), strict=True)
+        weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in computed}
+        old_slices = iter(old_inputs[start:])
+        xs = [weights[v] if v in weights else next(old_slices) for v in eqn.invars[start:]]
+        return jaxprs.evaluate(jaxpr, [*consts, *old_inputs[:start], *xs])
 
     run_with_body = jaxprs.runner_of(eqn)
     assert run_with_body is not None
-    return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *slices)
+    return run_with_body(body, *operands, jnp.arange(Scan(eqn).length), *sliced)
 
 
 def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:

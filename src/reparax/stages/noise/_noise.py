@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from reparax.core import random
-from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, find_axes, map_stacked, other_axes
+from reparax.core.axes import Axes, axes_in_stack, check_axes, check_features, map_stacked, other_axes
 from reparax.core.fields import Number, by_array, field
 from reparax.core.leaf import Perturbation
 from reparax.numerics.arguments import number_that, one_of, optional
@@ -123,7 +123,7 @@ class VarNoise(_Drawn):
         x = widened(w)
         std = scalar(self.std, x)
         if self.relative is not None:
-            std = std * map_stacked(find_axes(self.stacked, None), self._size)(jax.lax.stop_gradient(x))
+            std = std * map_stacked(self.stacked_axes, self._size)(jax.lax.stop_gradient(x))
         return (x + std * drawn).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:

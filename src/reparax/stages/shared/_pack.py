@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
-from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors, no_own_node_error
 from reparax.core.config import changed_arguments
 from reparax.core.fields import field
 from reparax.core.leaf import Reparametrization
-from reparax.core.paths import Names, describe
-from reparax.core.raw import OTHER_CHAIN, Flat, Node, nest
+from reparax.core.paths import describe
+from reparax.core.raw import OTHER_CHAIN, Flat, Leaf, Node, nest
 from reparax.core.values import OTHERS, Values, main
 from reparax.core.where import matches, nearest
 from reparax.numerics.arguments import check_whole
@@ -79,39 +79,29 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes, model = CallName(self, method), dict[Names, Node](), tree
-        if method != "init":
-            nodes = tree.nodes(self.kind)
-            if not nodes:
-                raise no_own_node_error(str(who), self.kind, nest(tree))
-            model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        seen = [leaf for leaf in model.leaves() if leaf.visible and leaf.is_there]
-        places = [(leaf.path, leaf.place) for leaf in seen if method == "init" or isinstance(leaf.content, Node)]
+        who, nodes = CallName(self, method), {} if method == "init" else tree.nodes(self.kind)
+        if method != "init" and not nodes:
+            raise no_own_node_error(str(who), self.kind, nest(tree))
+        leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
         bounds: list[Bound] = []
-        for cell, arrays in self._cells(who, places).items():
+        for cell, arrays in self._cells(who, [x for x in leaves if not nodes or isinstance(x.content, Node)]).items():
             who_here = who.at(cell) if cell else who
-            values: dict[str, Mapping[str, Names]] = {path: {} for path in arrays}
-            marked = {path: new_node(place, self.kind) for path, place in arrays.items()}
-            copies: dict[str, str] = {}
-            if method != "init":
-                with locate_errors(who_here):
-                    for place in arrays.values():
-                        # Some formats store an empty node as None.
-                        if nodes[place].values or tree.arrays[nodes[place].inside[0]] is not None:
-                            tree.values_of(nodes[place])
-                values = {path: nodes[place].values for path, place in arrays.items()}
-                marked = {path: (*place, nodes[place].mark) for path, place in arrays.items()}
-                copies = {_path_below(cell, path): _path_below(cell, at) for path, at in self._copies.items()}
-            bounds.append(Bound(self, who_here, arrays, values, marked, copies=copies))
+            with locate_errors(who_here):
+                for node in [leaf.content for leaf in arrays.values()] if nodes else ():
+                    # Some formats store an empty node as None.
+                    if node.values or tree.arrays[node.inside[0]] is not None:
+                        tree.values_of(node)
+            copies = {_path_below(cell, path): _path_below(cell, at) for path, at in self._copies.items()}
+            bounds.append(bound_to(self, who_here, arrays, copies=copies if nodes else {}))
         return bounds
 
-    def _cells(self, who: CallName, arrays: list[tuple[str, Names]]) -> dict[str, dict[str, Names]]:
-        """The cells that ``where`` selects, each with the places of its arrays by their relative paths."""
-        candidates = [(_cell_above(path, full), path, place) for full, place in arrays for path in self._model]
+    def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
+        """The cells that ``where`` selects, each with its arrays by their relative paths."""
+        candidates = [(_cell_above(path, leaf.path), path, leaf) for leaf in leaves for path in self._model]
         selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
-        cells: dict[str, dict[str, Names]] = {}
-        for cell, path, place in candidates:
-            if cell in selected and cells.setdefault(cell, {}).setdefault(path, place) != place:
+        cells: dict[str, dict[str, Leaf]] = {}
+        for cell, path, leaf in candidates:
+            if cell in selected and cells.setdefault(cell, {}).setdefault(path, leaf) is not leaf:
                 raise ValueError(
                     f"{who.at(cell) if cell else who}: {path!r} holds several values, so it cannot be "
                     f"part of a block. Put the stage that replaces it earlier in the chain."
@@ -120,7 +110,7 @@ class _Rearranged(Parametrization):
             path_of_first = _path_below(self.where, next(iter(self._model)))
             raise ValueError(
                 f"{who} found no array {path_of_first!r}; the nearest paths are "
-                f"{nearest(path_of_first, [full for full, _ in arrays])}. Correct `where` or the layout."
+                f"{nearest(path_of_first, [leaf.path for leaf in leaves])}. Correct `where` or the layout."
             )
         return cells
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.bound import Bound, RawValues, new_node
+from reparax.core.bound import Bound, RawValues, bound_to
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.checks import locate_errors
@@ -90,8 +90,7 @@ class Tie(Parametrization):
     def bind(self, method: str, tree: Flat) -> list[Bound]:
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
-        model = tree.swap([(node.inside, {place: node}) for place, node in nodes.items()])
-        leaves = {leaf.place: leaf for leaf in model.leaves() if leaf.is_there}
+        leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
         for target, _, _ in self.ties if method != "init" else ():
             if not matches(target, [leaf.path for leaf in leaves.values()]):
                 raise ValueError(
@@ -119,13 +118,10 @@ class Tie(Parametrization):
             source, transform = sources[target]
             add(source)
             path = leaves[target].path
-            node = (*target, nodes[target].mark) if target in nodes else new_node(target, self.kind)
-            bounds[target] = Bound(
+            bounds[target] = bound_to(
                 self,
                 who.at(path),
-                {"w": target},
-                {"w": {}},
-                {"w": node},
+                {"w": leaves[target]},
                 reads={"source": source},
                 copies={path: leaves[source].path},
                 formula=transform,

@@ -72,6 +72,7 @@ class Freeze(Reparametrization):
     raw_values: ClassVar[Values] = {"w": main(fixed=True, aligned=True)}
     elementwise: ClassVar[Any] = True
     _takes_base: ClassVar[bool] = True
+    _may_select_nothing: ClassVar[bool] = True
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         return {"w": w}
@@ -86,16 +87,13 @@ class Freeze(Reparametrization):
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
         found_none = method != "init" and not tree.nodes(self.kind)
-        if found_none and not self._selected(method, tree, tree.leaves(bases=True)):
+        if found_none and not self._selected(method, tree.leaves(bases=True)):
             return []
         return super().bind(method, tree)
 
-    def _selected(self, method: str, tree: Flat, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
-        chosen = super()._selected(method, tree, leaves, *further, **named)
+    def _selected(self, method: str, leaves: Sequence[Leaf], *further: Any, **named: Any) -> list[Leaf]:
+        chosen = super()._selected(method, leaves, *further, **named)
         return [leaf for leaf in chosen if not (leaf.fixed and is_array(leaf.content) and not is_inexact(leaf.content))]
-
-    def _may_choose_nothing(self, leaves: Sequence[Leaf]) -> bool:
-        return self.where is None and any(leaf.is_there for leaf in leaves)
 
 
 def mask_values(w: Array, keep: Array) -> dict[str, Array]:

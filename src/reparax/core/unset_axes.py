@@ -1,4 +1,4 @@
-"""The axes of a stage that nobody set: those that the layer or the name of an array says, or an error."""
+"""The axes of a stage that nobody set: those of the convention that the array's layer or name has, or an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from reparax.core.axes import EACH, LAST, AxisNames, AxisNumbers, find_axes, stacked_axes_error
-from reparax.core.layers import Known
+from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.layers import Convention
 from reparax.core.raw import Leaf
 from reparax.core.with_axes import axes_at, unset_fields, why_not_stacked
 
@@ -39,13 +39,13 @@ def asks_axes(stage: Any) -> bool:
     return stage.needs_axes and bool(unset_fields(stage))
 
 
-def known_stack(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
+def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     """The stacked axes of an array that its layer says, for a stage whose axes nobody set."""
-    known = leaf.known
-    return tuple(range(w.ndim - len(known.axes))) if known.is_class and known.axes and asks_axes(stage) else ()
+    convention = leaf.convention
+    return tuple(range(w.ndim - len(convention.axes))) if convention.is_of_layer and asks_axes(stage) else ()
 
 
-def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, typical: bool = False) -> Any:
+def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = False) -> Any:
     """The stage at an array like ``w``, with the axes that nobody set as the array's layer or name says them.
 
     With ``typical``, the lengths of stacked axes are not those of the array.
@@ -55,39 +55,34 @@ def with_known_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, *, 
     """
     if not asks_axes(stage):
         return stage
-    known, stacked = leaf.known, find_axes(stage.stacked, names)
+    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
     n_own = w.ndim - len(stacked)
-    if (
-        n_own < 2
-        or stacked_axes_error(w, stacked)
-        or (n_own == 2 and stage.any_matrix and not (known.is_class and known.axes))
-    ):
+    if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not convention.is_of_layer):
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
     try:
-        role = known.role(w.shape, w.dtype, stacked)
-        why = role.why or ("" if typical else why_not_stacked(known, w, leaf.tree))
+        role = convention.role(w.shape, w.dtype, stacked)
+        why = role.why or ("" if typical else why_not_stacked(convention, w, leaf.tree))
     except ValueError as error:
         why = str(error)
     else:
         if not why:
-            axes_of_field = axes_at(stage, leaf, names, role)
+            axes_of_field = axes_at(stage, leaf, role)
             is_same = all(axes == getattr(stage, name) for name, axes in axes_of_field.items())
             return stage if is_same else replace(stage, **axes_of_field)
-    raise ValueError(_unknown_axes(stage, leaf, w, names, stacked, why))
+    raise ValueError(_unknown_axes(stage, leaf, w, stacked, why))
 
 
-def types_to_try(stage: Any, leaf: Leaf, names: AxisNames | None) -> list[Any]:
-    """Types that an array may have, whose values alone are known; the first one for an error."""
+def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
+    """Types that an array may have, whose values alone are known."""
     if not asks_axes(stage):
         return [None]
-    known, stacked = leaf.known, find_axes(stage.stacked, names)
-    own = tuple(2 if size is None else size for size in known.sizes) or (2,) * (len(known.axes) or 2)
-    counts = range(4) if known.is_class and known.axes and not stacked else [len(stacked)]
-    plain = [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
-    return [plain[0], *plain] if len(plain) > 1 else plain
+    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
+    own = tuple(2 if size is None else size for size in convention.sizes) or (2,) * (len(convention.axes) or 2)
+    counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
+    return [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
 
 
-def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) -> str:
+def axes_in_words(stage: Any, bound: Any, convention: Convention) -> str:
     """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
     if not isinstance(by_roles := getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""
@@ -99,15 +94,15 @@ def axes_in_words(stage: Any, bound: Any, stacked: AxisNumbers, known: Known) ->
     if by_roles.keys() - unset.keys() or not by_roles:
         source = "given"
     elif unset.keys() & used.keys():
-        source = known.source if known.is_class else repr(known.source)
+        source = convention.source if convention.is_class else repr(convention.source)
     else:
         source = "a matrix"
-    stack = {"stacked": stacked[0] if len(stacked) == 1 else stacked} if stacked else {}
+    stack = {} if bound.stacked == () else {"stacked": bound.stacked}
     shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
     return f"{shown} ({source})"
 
 
-def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stacked: AxisNumbers, why: str) -> str:
+def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: AxisNumbers, why: str) -> str:
     """The error for an array of whose axes nothing is known: what it may be, and what to write."""
     own = [axis for axis in range(w.ndim) if axis not in stacked]
     n = len(own)
@@ -117,8 +112,8 @@ def _unknown_axes(stage: Any, leaf: Leaf, w: Any, names: AxisNames | None, stack
         if stacked and "s" in letters:
             continue
         with suppress(ValueError, TypeError):
-            role = Known(letters).role_of_own(own, stacked, w.shape, w.dtype)
-            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, names, role))), []).append(meaning)
+            role = Convention(letters).role_of_own(own, stacked, w.shape, w.dtype)
+            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, role))), []).append(meaning)
     writings = [f"{code} for {' or '.join(texts)}" for code, texts in ways.items()]
     return (
         f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or let your loss "

@@ -1,0 +1,44 @@
+"""What a transform does to each weight, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reparax.core.reports import write_sections
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight.
+
+    Attributes:
+      path: The path of the parameter from which it is computed, or the common path of several.
+      type: Its dtype and shape.
+      is_transformed: Whether all products with it are: they multiply by its factors, or draw for each example.
+      reason: Why, and where.
+    """
+
+    path: str
+    type: str
+    is_transformed: bool
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Explained:
+    """What a transform does to each weight; its repr is a table.
+
+    Attributes:
+      weights: The weights that have factors, or those with Gaussian noise.
+      head: What happens to transformed weights, after their number.
+      titles: What is said of transformed weights, and of others.
+    """
+
+    weights: tuple[Weight, ...]
+    head: str
+    titles: tuple[str, str]
+
+    def __repr__(self) -> str:
+        n = sum(weight.is_transformed for weight in self.weights)
+        rows = [(weight.is_transformed, (weight.path, (weight.type, weight.reason))) for weight in self.weights]
+        return write_sections(self.head.format(f"{n} of {len(self.weights)}"), self.titles, rows)
