@@ -8,7 +8,7 @@ BUDGETS = {
     "index": 350,
     "quickstart": 800,
     "concepts": 900,
-    "recognizer": 1500,
+    "recognizer": 1900,
     "fine_tuning": 2000,
     "choosing": 1100,
     "selecting": 1300,

@@ -191,7 +191,7 @@ def rank(way: str) -> int:
 
 
 def verdict(found: Found) -> str:
-    """Whether some rank of LoRA reaches full fine-tuning, for little and much code."""
+    """Whether some rank of LoRA reaches full fine-tuning, and what DoRA gets, for little and much code."""
     return " ".join(_reached(found, amount) for amount in RATES)
 
 
@@ -200,8 +200,10 @@ def _reached(found: Found, amount: str) -> str:
     loras = [way for way in tests if way.startswith(LORA)]
     best = min(loras, key=lambda way: tests[way].mean())
     reaches = difference(tests[best], tests[FULL]).word != "higher"
-    said = "reaches full fine-tuning" if reaches else "does not reach full fine-tuning"
-    return f"With {amount} code, LoRA {said}: rank {rank(best)} comes to {gain(found, amount, best)} of its gain."
+    dora = f"{DORA} {rank(best)}"
+    beside = f" (DoRA {gain(found, amount, dora)})" if dora in tests else ""
+    share = f"LoRA of rank {rank(best)} gets {gain(found, amount, best)} of full fine-tuning's gain{beside}"
+    return f"With {amount} code, {'yes' if reaches else 'no'}: {share}."
 
 
 def sentence(found: Found) -> str:

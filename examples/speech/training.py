@@ -19,7 +19,7 @@ from examples.speech.model import Recognizer
 DROPPED = {"lstm": ".*/h[ifgo]/kernel", "conformer": "conformer_.*/kernel"}
 """Where weight dropout acts: on recurrent kernels, and in a conformer, which has none, on the kernels of its blocks."""
 STD, RATE, DROPOUT = 0.075, 0.3, 0.2
-"""At strength one: of noise, as in Lingvo and NeMo; of dropout of weights, as in recipes of RETURNN; of activations."""
+"""At strength one: of noise, as in Lingvo; of dropout of weights, as in recipes of RETURNN; of activations."""
 
 
 UTTERANCES, STEPS, LEARNING_RATE = 400, 1500, 3e-3

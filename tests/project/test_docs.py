@@ -146,7 +146,7 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     on_file = found("weight_noise")
     rounded = [reported(on_file[chosen(on_file, "text")[way]])["with 3 bits"] for way in (NOISE, PLAIN)]
     noise, plain = (f"{bits.mean():.2f} ± {bits.std(ddof=1) / len(bits) ** 0.5:.2f}" for bits in rounded)
-    assert f"trained with noise scores {noise} bits per character, and {plain} without (five seeds" in text
+    assert f"{noise} bits per character if trained with noise, and {plain} if not (five seeds" in text
     assert len(rounded[0]) == 5
     assert compared(on_file, "digits", NOISE, PLAIN)["as trained"] == NONE
     results, title = Results.newest(), "16 layers, 32 examples, this machine: temporary MiB"
@@ -157,7 +157,7 @@ def test_the_numbers_of_the_readme_are_those_on_file():
     assert "on a GPU at batch 8 x 512 it saved nothing" in text
     ways = report.ways_of(found("digits_lstm", report.RESULTS))
     noisy, without = (told(report.wrong(ways[way], "unseen", None)) for way in ("noise", "plain"))
-    assert f"{noisy} % of the words of unseen voices wrong, and {without} % without" in text
+    assert f"word error rate on unseen voices is {noisy} % with noise, and {without} % without" in text
     assert on_gpu.ratio("steps", gpt, "remat", "apply") >= 1
     lora = "LoRA, 4 layers of 1024, batch 2048: ms"
     assert "is as fast as LoRA written by hand" in text
@@ -210,7 +210,7 @@ def test_the_table_of_stages_says_in_which_family_each_is():
     page = (ROOT / "docs" / "choosing.md").read_text()
     listed = set()
     for family, rows in re.findall(
-        r"^\| \*\*[\w ]+\*\*, `rpx\.(\w+)` \| \| \| \|\n((?:\| `.*\n)+)", page, flags=re.MULTILINE
+        r"^\| \*\*[\w ]+\*\*, \[`rpx\.(\w+)`\]\(api/\1\.md\) \| \| \| \|\n((?:\| `.*\n)+)", page, flags=re.MULTILINE
     ):
         names = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)", row.split("|")[1])}
         assert names <= vars(FAMILIES[family]).keys()
