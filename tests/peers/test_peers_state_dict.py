@@ -409,6 +409,35 @@ def test_orthogonal_with_torchs_defaults_gives_its_weights_there_and_back(map):
             assert_weights(model, p.fold(raw))
 
 
+@pytest.mark.parametrize("map", ["cayley", "matrix_exp", "householder"])
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4), (5, 5)])
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_orthogonal_is_read_into_layers_whose_class_tells_the_axes_and_written_back(library, sizes, map):
+    """Linear layers of nnx hold (in, out) and those of equinox (out, in), as torch: both give torch's outputs."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*sizes).double()
+    parametrizations.orthogonal(model, orthogonal_map=map)
+    x = np.random.default_rng(0).normal(size=(3, sizes[0]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.mean((model(torch.tensor(x)) - 1) ** 2).backward()
+        optimizer.step()
+    with jax.enable_x64():
+        if library == "nnx":
+            like, names = nnx.Linear(*sizes, rngs=nnx.Rngs(0), param_dtype=jnp.float64), {"kernel": "weight"}
+        else:
+            like, names = eqx.nn.Linear(*sizes, key=jax.random.key(0), dtype=jnp.float64), None
+        p = rpx.Orthogonal({"matrix_exp": "expm"}.get(map, map), where="kernel|weight")
+        raw = rpx.io.from_torch(p, model.state_dict(), like, names=names, orthogonal_map=map)
+        layer = p.apply(raw)
+        outputs = layer(x) if library == "nnx" else jax.vmap(layer)(x)
+        np.testing.assert_allclose(outputs, model(torch.tensor(x)).detach(), rtol=0, atol=1e-12)
+        state = rpx.io.to_torch(p, raw, names=names, orthogonal_map=map)
+    model.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()}, strict=True)
+    np.testing.assert_allclose(outputs, model(torch.tensor(x)).detach(), rtol=0, atol=1e-12)
+
+
 def test_a_trained_matrix_of_an_unknown_map_is_refused():
     model, like = by_default()
     like = {"tall": like["tall"]}

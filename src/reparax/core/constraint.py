@@ -60,10 +60,16 @@ def _broadcasts(flat: Any, shape: tuple[int, ...]) -> bool:
     return is_boolean and all(n in (1, size) for n, size in zip(flat.shape[::-1], shape[::-1], strict=False))
 
 
-def _as_floating(w: Array) -> Array:
-    """``w`` as an array; integers and booleans as floating numbers."""
-    w = jnp.asarray(w)
-    return w if is_inexact(w) else w.astype(float)
+def _as_floating(who: object, w: Any) -> Array:
+    """``w`` as an array; integers and booleans as floating numbers. Refuses a tree."""
+    try:
+        x = jnp.asarray(w)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{who} takes one array, but got {type(w).__name__}. Call it for each array; for a whole tree, "
+            f"`p.fold(p.init(tree))` gives points of the image."
+        ) from error
+    return x if is_inexact(x) else x.astype(float)
 
 
 Outside = Literal["nearest", "unchecked", "raise"]
@@ -133,9 +139,12 @@ class Constraint(Reparametrization):
         """The point of the image at which ``init`` starts for ``w``: the nearest, unless the class defines another.
 
         Raises:
+          TypeError: If ``w`` is no array.
           ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
-        return self._on_each("project", lambda stage, w: stage.project_leaf(w), _as_floating(w))
+        return self._on_each(
+            "project", lambda stage, w: stage.project_leaf(w), _as_floating(CallName(self, "project"), w)
+        )
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether ``w``, and each array stacked in it, lies in the image, as a boolean scalar.
@@ -146,9 +155,11 @@ class Constraint(Reparametrization):
             Default: ten times the machine epsilon times the length of the longest axis.
 
         Raises:
+          TypeError: If ``w`` is no array.
           ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
-        return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), _as_floating(w)))
+        w = _as_floating(CallName(self, "contains"), w)
+        return jnp.all(self._on_each("contains", lambda stage, w: stage.contains_leaf(w, tolerance), w))
 
     def sample(self, key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         """A random point of the image: the projection of an array of independent normal numbers.
@@ -159,9 +170,17 @@ class Constraint(Reparametrization):
           dtype: The dtype of the point.
 
         Raises:
+          TypeError: If ``shape`` is no shape, or ``key`` no key.
           ValueError: If the stage differs from array to array, or does not know the axes of the point.
         """
-        like = jnp.zeros(shape, dtype)  # only its shape is read
+        try:
+            like = jnp.zeros(shape, dtype)  # only its shape is read
+        except TypeError as error:
+            who = CallName(self, "sample")
+            raise TypeError(
+                f"{who} takes a key and a shape, as in `sample(key, (3, 2))`, but got {type(shape).__name__} as the "
+                f"shape."
+            ) from error
         keys = keys_of_stack(key, like, self.stacked_axes)
         return self._on_each("sample", lambda stage, w, key: stage.sample_leaf(key, w.shape, w.dtype), like, keys)
 

@@ -151,7 +151,7 @@ def write_values(stage: Parametrization | None, values: Values, entry: Entry, *,
     if stage is None:
         return {name: write_layout(x, entry.layout) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        tensors = _orthogonal_to_torch(stage, values, entry, with_base=with_base)
+        tensors = _orthogonal_to_torch(*_in_last_axes(stage, entry), values, with_base=with_base)
     else:
         tensors = {name: _write_value(stage, name, x, entry) for name, x in values.items()}
     real = jnp.finfo(entry.dtype).dtype
@@ -163,7 +163,7 @@ def read_values(stage: Parametrization | None, values: Values, entry: Entry, lik
     if entry.layout == "vector":
         values = {name: x.reshape(entry.shape) for name, x in values.items()}
     if isinstance(stage, Orthogonal):
-        raw_values = _orthogonal_from_torch(stage, values, entry)
+        raw_values = _orthogonal_from_torch(*_in_last_axes(stage, entry), values)
     else:
         raw_values = {name: _read_value(stage, name, x, entry, like[name].shape) for name, x in values.items()}
     return {name: x.astype(like[name].dtype) for name, x in raw_values.items()}
@@ -229,7 +229,19 @@ def _mask_of_slices(mask: Array, shape: tuple[int, ...]) -> Array:
     return slice_mask
 
 
-def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, with_base: bool) -> Values:
+def _in_last_axes(stage: Orthogonal, entry: Entry) -> tuple[Orthogonal, Entry]:
+    """The stage without words for axes, and the array as the matrix that the stage reads, if it has two axes."""
+    if len(entry.shape) != 2:
+        return stage, entry
+    rows, columns = stage.axes_of(2)
+    plain = replace(stage, rows=None, columns=None)
+    if (rows, columns) != ((1,), (0,)):
+        return (plain if (rows, columns) == ((0,), (1,)) else stage), entry
+    turned = "kernel" if axis_order(entry.layout, 2) == (0, 1) else "same"
+    return plain, replace(entry, shape=entry.shape[::-1], layout=turned)
+
+
+def _orthogonal_to_torch(stage: Orthogonal, entry: Entry, values: Values, *, with_base: bool) -> Values:
     """Raw values of Orthogonal as torch stores them; without a base unless ``with_base``."""
     has_coordinates = _has_coordinates(stage, values, entry)
     in_layout = {name: write_layout(x, entry.layout) for name, x in values.items()}
@@ -247,7 +259,7 @@ def _orthogonal_to_torch(stage: Orthogonal, values: Values, entry: Entry, *, wit
     )
 
 
-def _orthogonal_from_torch(stage: Orthogonal, values: Values, entry: Entry) -> Values:
+def _orthogonal_from_torch(stage: Orthogonal, entry: Entry, values: Values) -> Values:
     """Torch's values as raw values of Orthogonal."""
     has_coordinates = _has_coordinates(stage, values, entry)
     require_map(stage, values["x"], entry)
