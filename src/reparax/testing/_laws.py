@@ -122,7 +122,7 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w"
+    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w, a point of the image,"
     raw, q = case.raw, without_means(p)
     point = compiled_fold(q, move_randomly(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
