@@ -525,7 +525,7 @@ def test_the_stages_that_were_broken_keep_every_law(p, key):
 
 
 def test_the_laws_catch_the_scale_that_starts_at_one_over_the_length(key):
-    text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w, a point of the image, at 'a', by .* entry\.$"
+    text = r"^InverseScale\(\) breaks the law of right inverse: .* is not w, a .* image, at 'a', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):
         check_laws(InverseScale(), params(), key, laws=("right_inverse",))
 
@@ -534,7 +534,7 @@ def test_the_laws_catch_the_scale_that_starts_at_one_over_the_length(key):
     "p", [InverseScale() >> rpx.WeightNorm(axis=-1), rpx.WeightNorm(axis=-1) >> InverseScale()], ids=repr
 )
 def test_a_stage_of_a_chain_that_is_wrong_on_its_own_image_breaks_the_law_wherever_it_stands(p, key):
-    text = r"^InverseScale\(\) breaks the law of right inverse: apply\(init\(w\)\) is not w, a point of the image, at 'a.*', by .* entry\.$"
+    text = r"^InverseScale\(\) breaks the law of right inverse: .* is not w, a .* image, at 'a.*', by .* entry\.$"
     with pytest.raises(AssertionError, match=text):
         check_laws(p, params(), key, laws=("right_inverse",))
 
