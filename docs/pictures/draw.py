@@ -110,6 +110,7 @@ def memory_chart(numbers: Numbers) -> Figure:
     places = [place for place, _ in next(iter(numbers.values()))]
     figure.axes[0].set_xticks(places, [f"{place:g}" for place in places])
     figure.axes[0].minorticks_off()
+    figure.axes[0].yaxis.set_major_formatter("{x:g}")  # powers of ten would be written smaller than can be read
     return figure
 
 

@@ -111,7 +111,7 @@ def test_text_in_pictures_is_large_enough(in_window):
         if path.suffix == ".svg":
             text = path.read_text()
             sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)', text)]
-            sizes += [float(points) * 4 / 3 for points in re.findall(r"font: ([\d.]+)px", text)]
+            sizes += [float(points) * 4 / 3 for points in re.findall(r"font(?:-size)?: ([\d.]+)px", text)]
             assert min(sizes) * scale >= 11, address
         else:
             assert 8 / 72 * 100 * scale >= 11, address
