@@ -78,7 +78,7 @@ def test_the_line_that_users_ask_for_is_what_the_readme_writes_in_two():
 
 
 def run_example(first: str, line: str) -> tuple[dict[str, object], float]:
-    """The README's example with another chain, and its first loss."""
+    """The example of the README or the home page with another chain, and its first loss."""
     code = re.sub(r"^p = .*", line, first, flags=re.MULTILINE)
     code, steps = re.subn(
         r"^    raw, state, value = step.*", r"\g<0>\n    losses.append(value)", code, flags=re.MULTILINE
@@ -104,6 +104,13 @@ def test_readme_runs_and_its_loss_falls_by_both_chains(blocks):
     )
     assert f"# Trains {free:,} new parameters; the model's {fixed:,} are frozen." in second
     assert f"# the loss falls from {before:.1f} to {float(noisy['value']):.2f}" in first
+
+
+@pytest.mark.thorough
+def test_the_loss_of_the_home_page_falls_as_it_says():
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), flags=re.DOTALL)[1]
+    names, before = run_example(code, re.search(r"^p = .*", code, flags=re.MULTILINE)[0])
+    assert f"# the loss falls from {before:.0f} to {float(names['value']):.2f}" in code
 
 
 def dense(x):

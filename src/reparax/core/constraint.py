@@ -142,9 +142,8 @@ class Constraint(Reparametrization):
           TypeError: If ``w`` is no array.
           ValueError: If the stage differs from array to array, or cannot tell the axes of ``w``.
         """
-        return self._on_each(
-            "project", lambda stage, w: stage.project_leaf(w), _as_floating(CallName(self, "project"), w)
-        )
+        w = _as_floating(CallName(self, "project"), w)
+        return self._on_each("project", lambda stage, w: stage.project_leaf(w), w)
 
     def contains(self, w: Array, tolerance: float | None = None) -> Array:
         """Whether ``w``, and each array stacked in it, lies in the image, as a boolean scalar.
