@@ -37,7 +37,8 @@ def test_the_lines_of_paramax():
 @pytest.mark.filterwarnings("ignore")
 def test_the_number_of_types_of_peft():
     peft = pytest.importorskip("peft")
-    assert f"prompts, the hub, {len(peft.PeftType)} types" in PAGE
+    assert len(peft.PeftType) > 40
+    assert "prompts, the hub, more than forty types" in PAGE
     version = ".".join(peft.__version__.split(".")[:2])
     assert (
         f"Of the types in PEFT {version} these are read and written." in (ROOT / "docs" / "api" / "io.md").read_text()
