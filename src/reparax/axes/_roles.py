@@ -16,7 +16,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Numbers, Role, Use
-from reparax.core.with_axes import visit_with_roles
+from reparax.core.axes_by_roles import visit_with_roles
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -221,7 +221,7 @@ def check_axes(
     found = list[Misfit]()
 
     def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
-        found[:0] = stage._own._misfits(tree, known)
+        found[:0] = stage._unwrapped._misfits(tree, known)
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from reparax.core.paths import AxisNames
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import WORDS, Numbers
-from reparax.core.unchanged import given_for_same, mark_same
+from reparax.core.unchanged import restore_same, mark_same
 from reparax.numerics.arguments import is_whole
 
 Axis = int | str
@@ -304,7 +304,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return given_for_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
+        return restore_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
 
     def move_back(x: Array) -> Array:
         return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))

@@ -139,7 +139,7 @@ def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree
 def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     with_markers = [bound for bound in bounds if bound.nodes]
-    drawing = [bound for bound in with_markers if bound.stage._draws]
+    drawing = [bound for bound in with_markers if bound.stage._init_draws]
     sites = [(next_number(bound.arrays["w"], bound.stage.kind), str(bound.draw_path)) for bound in drawing]
     keys_of_sites = keys.of_sites(drawing[0].stage.kind, sites) if drawing else []
     key_of_bound = dict(zip(map(id, drawing), keys_of_sites, strict=True))
@@ -302,7 +302,7 @@ def _change_values(
     ``values_of_stage`` gives those of each binding of a stage, by its number, its bindings and the tree that it reads.
     """
     for i, stage in enumerate(stages):
-        if not stage._own._does(method):
+        if not stage._unwrapped._defines(method):
             continue
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
         bounds, arrays = stage.bind(method, effective.before(stages[i + 1 :])), dict(effective.arrays)
@@ -378,7 +378,7 @@ def total_log_det(stages: Stages, tree: Flat) -> Array:
     trained = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
     free = {place[:n] for place in trained for n in range(len(place) + 1)}
     for stage, bounds, before, after in _walk("log_det", stages, tree):
-        if not stage._own._does("log_det"):
+        if not stage._unwrapped._defines("log_det"):
             raise ValueError(
                 f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
@@ -426,7 +426,7 @@ def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
     """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
     tree, origins = params, keep_origins(params)
     for stage in reversed(stages):
-        tree, origins_of_stage = stage._own._follow(tree, lambda tree, stage=stage: init_all((stage,), tree))
+        tree, origins_of_stage = stage._unwrapped._follow_axes(tree, lambda tree, stage=stage: init_all((stage,), tree))
         origins = compose_origins(origins_of_stage, origins)
     return tree, origins
 
@@ -488,7 +488,7 @@ def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages
         path, mark = path_text(place[:n]), place[n]
         if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
             for stage in producers:
-                stage._own._require_own(tree, path)
+                stage._unwrapped._check_values_at(tree, path)
             raise ValueError(
                 f"{CallName(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
                 f"or an older version of reparax made it. {otherwise}"

@@ -120,7 +120,7 @@ class Joint(Leafwise):
         del values
         return jnp.zeros(())
 
-    def _does(self, verb: str) -> bool:
+    def _defines(self, verb: str) -> bool:
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
@@ -130,7 +130,7 @@ class Joint(Leafwise):
         elif self.arrays:
             leaves = tree.leaves()
         else:
-            leaves = [leaf for leaf, _ in self._arrays(method, tree)]
+            leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         who = CallName(self, method)
         if self.arrays:
             return [self._bound_to_group(who, group) for group in self._groups(who, leaves)]

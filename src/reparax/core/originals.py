@@ -23,7 +23,7 @@ def originals(stages: Stages, tree: Flat) -> Flat:
     """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
     for stage in stages:
         swaps = list[Swap]()
-        for bound in stage._own.bind("original", tree):
+        for bound in stage._unwrapped.bind("original", tree):
             if bound.nodes:
                 swaps += bound.swaps(_original(bound, tree))
         tree = tree.swap(swaps)

@@ -431,7 +431,7 @@ class Flat:
             return convention
         for node, _, declared, _ in _marked_values(place):
             if not _has_axes_of_array(declared):
-                makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
+                makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(node[-1])]
                 if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
                     return Convention(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
                 convention = convention.of_factor(declared.axes)

@@ -111,7 +111,7 @@ class _Pair(Functions):
 
     network: Any
     advances: bool
-    _alone: ClassVar[tuple[str, str, str]] = (
+    _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "`params`",
         f"{_FIXED!r} in the state",
         "Pass the state of `network.init`; for parameters of the plain network, call `network.start`.",

@@ -130,7 +130,7 @@ class _Parametrized(Functions, nn.Module):
     updates: Any
 
     _start: ClassVar[str] = "module.start(variables, key)"
-    _alone: ClassVar[tuple[str, str, str]] = (
+    _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "the collection 'params'",
         "collection 'fixed'",
         'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, call '

@@ -14,7 +14,7 @@ from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
-from reparax.core.unset_axes import axes_in_words
+from reparax.core.axes_by_convention import axes_in_words
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
@@ -217,7 +217,7 @@ def _acting_stages(made: Provenance) -> Acting:
         at: dict[str, dict[str, None]] = {}
         for bound in bounds:
             for place in bound.arrays.values():
-                axes = axes_in_words(stage._own, bound.stage, made.raw.convention_at(place))
+                axes = axes_in_words(stage._unwrapped, bound.stage, made.raw.convention_at(place))
                 at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
         for path, texts in at.items():
             stages, axes_of_stages = acting.get(path, ((), ()))
@@ -229,7 +229,7 @@ def _left_out(made: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
     """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
     arrays = {parameter_path(names): x for names, x in items(made.effective) if is_array(x) and x.ndim > 1}
     for stage, bounds in made.bindings:
-        where, least = getattr(stage._own, "where", ""), getattr(stage._own, "min_ndim", 0)
+        where, least = getattr(stage._unwrapped, "where", ""), getattr(stage._unwrapped, "min_ndim", 0)
         taken = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
         if not isinstance(where, str) and least > 1 and (left := [path for path in arrays if path not in taken]):
             yield type(stage).__name__, tuple(left)

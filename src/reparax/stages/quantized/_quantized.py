@@ -462,7 +462,7 @@ class Quantized(Scaled):
     acts_on_embeddings: ClassVar[bool] = False
 
     @property
-    def _draws(self) -> bool:
+    def _init_draws(self) -> bool:
         return self.rounding == "stochastic"
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -593,7 +593,7 @@ class FakeQuantized(Scaled):
             )
 
     @property
-    def _bare(self) -> bool:
+    def _in_place(self) -> bool:
         return self.step != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -601,7 +601,7 @@ class FakeQuantized(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
-        if self._bare:
+        if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.axes import EACH, LAST, ONE_AXIS, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
@@ -99,13 +99,16 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
     leaves = tree.leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
-    stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
-    chosen = stage._selected("with_axes", leaves, stacks=stacks)
+
+    def stacked_at(leaf: Leaf, _: Any) -> AxisNumbers:
+        return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
+
+    chosen = stage._selected("with_axes", leaves, stacked_at=stacked_at)
     axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
-        return [new for part in parts for new in with_axes(part, tree, roles)]
+        return [numbered for part in parts for numbered in with_axes(part, tree, roles)]
 
-    def numbered(*, by_path: bool) -> Any:
+    def with_numbers(*, by_path: bool) -> Any:
         """The stage with these axes; by path where they differ, or in any case."""
         new_axes = dict[str, Any]()
         for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -115,9 +118,9 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
             new_axes[name] = by_path_or_one(answers, paths, several=by_path)
         return replace(stage, **new_axes)
 
-    new = numbered(by_path=False)
-    selects_others = [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]
-    return [numbered(by_path=True) if selects_others else new]
+    new_stage = with_numbers(by_path=False)
+    selects_same = [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf in chosen]
+    return [new_stage if selects_same else with_numbers(by_path=True)]
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
@@ -126,7 +129,7 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         role, w = roles.get(leaf.place), leaf.content
         if role is None or role.why or role.ambiguous:
             continue
-        stage_here = stage._required_at("with_axes", leaf)
+        stage_here = stage._checked_for("with_axes", leaf)
         stacked = stage_here.stacked_axes
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
@@ -154,7 +157,7 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """The stage for these places alone."""
-    paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
+    paths, fields_by_path = [leaf.path for leaf in leaves], stage._varying_fields.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
 
@@ -186,11 +189,11 @@ def _asks_stacked(stage: Any) -> bool:
 
 
 def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
-    """The stacked axes of an array, as the network or the stage says; none if it has none, or is not to be seen."""
-    stage_at_path = stage.at_path(leaf.path)
-    if stage_at_path is None or not leaf.visible or role is None or not _asks_stacked(stage_at_path):
-        return () if stage_at_path is None else stage_at_path.stacked
-    return _one_or_tuple(role.stacked)
+    """The stacked axes of an array, as the network says, or the stage."""
+    stage = stage.at_path(leaf.path)
+    if not leaf.visible or role is None or not _asks_stacked(stage):
+        return stage.stacked
+    return role.stacked
 
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
