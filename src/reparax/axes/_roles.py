@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from reparax.axes._reading import Reading, arguments_of
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins
+from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Numbers, Role, Use
-from reparax.core.axes_by_roles import visit_with_roles
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 

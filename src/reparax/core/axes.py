@@ -19,7 +19,7 @@ from jax.core import Tracer
 from reparax.core.paths import AxisNames
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import WORDS, Numbers
-from reparax.core.unchanged import restore_same, mark_same
+from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arguments import is_whole
 
 Axis = int | str

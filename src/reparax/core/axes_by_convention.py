@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.axes_by_roles import axes_at, unset_fields, why_not_stacked
 from reparax.core.layers import Convention
 from reparax.core.raw import Leaf
-from reparax.core.axes_by_roles import axes_at, unset_fields, why_not_stacked
 
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.bound import (
     Bound,
     RawValues,
@@ -49,7 +50,6 @@ from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.axes_by_roles import visit_with_roles
 from reparax.numerics.arguments import is_whole
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from reparax.core.leafwise import Leafwise, OwnNodes
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Leaf, flatten
-from reparax.core.unchanged import restore_same, mark_same
-from reparax.core.axes_by_convention import lacks_axes
+from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -399,23 +398,15 @@ class Reparametrization(Leafwise):
         return self._map_stacked(number_of_one)(wide)
 
     def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        raw_types, flat, axes_of_group = (
-            types_of_result(init, tree),
-            flatten(tree),
-            dict[Any, dict[str, FollowedAxes]](),
-        )
-        leaves, asks = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}, lacks_axes(self)
+        raw_types = types_of_result(init, tree)
+        flat = flatten(tree)
+        leaves = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
+        axes_of_group = dict[Any, dict[str, FollowedAxes]]()
 
         def followed_axes(leaf: Leaf) -> dict[str, FollowedAxes]:
             """For each raw value of an array, which of its axes those of the value follow."""
-            w, names = type_of(leaf.content), self.names_at(leaf)
-            group = (
-                w.shape,
-                w.dtype,
-                names,
-                leaf.path if self._axes_by_path else None,
-                leaf.convention if asks else None,
-            )
+            w = type_of(leaf.content)
+            group = w.shape, w.dtype, *self._what_sets_axes(leaf)
             if group not in axes_of_group:
                 stage = self._for_leaf(leaf, w, typical=True)
                 origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})

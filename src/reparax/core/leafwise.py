@@ -31,6 +31,8 @@ from reparax.core.axes import (
     stacked_axes_error,
     why_axes_do_not_fit,
 )
+from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
+from reparax.core.axes_by_roles import Roles, misfits, with_axes
 from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
@@ -39,7 +41,6 @@ from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, wit
 from reparax.core.paths import AxisNames, Names, type_of
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
-from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
 from reparax.core.where import (
     Where,
     by_path,
@@ -49,7 +50,6 @@ from reparax.core.where import (
     is_bias_or_scale,
     is_table,
 )
-from reparax.core.axes_by_roles import Roles, misfits, with_axes
 from reparax.numerics.arithmetic import is_array
 
 
@@ -210,6 +210,11 @@ class Leafwise(Parametrization):
     def names_at(self, leaf: Leaf) -> AxisNames | None:
         """The axis names of an array, if this stage needs any."""
         return leaf.axis_names if self._uses_axis_names else None
+
+    def _what_sets_axes(self, leaf: Leaf) -> tuple[Any, ...]:
+        """What the axes of this stage at an array depend on beside the array's type."""
+        path = leaf.path if self._axes_by_path else None
+        return self.names_at(leaf), path, leaf.convention if lacks_axes(self) else None
 
     # Which leaves the stage acts on.
 
@@ -383,9 +388,8 @@ class OwnNodes:
 
     def _reading(self, leaf: Leaf) -> NodeReading:
         """What the values at a leaf say, read once for all leaves with equal values."""
-        stage, types = self._stage, self._types[leaf.place]
-        convention = leaf.convention if lacks_axes(stage) else None
-        group = stage.names_at(leaf), convention, leaf.path if stage._axes_by_path else None, *types.items()
+        types = self._types[leaf.place]
+        group = *self._stage._what_sets_axes(leaf), *types.items()
         if group not in self._readings:
             with locate_errors(self._who.at(leaf.path)):
                 self._readings[group] = self._read(leaf, types)

@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from reparax.core.paths import PyTree, is_traceable
-from reparax.core.unchanged import restore_same, mark_same
+from reparax.core.unchanged import mark_same, restore_same
 
 
 class _Mark:

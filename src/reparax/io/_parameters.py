@@ -20,10 +20,10 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.axes import list_axes
+from reparax.core.axes_by_roles import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
-from reparax.core.axes_by_roles import roles_of
 from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute
 from reparax.numerics.arithmetic import is_array
 

@@ -8,13 +8,13 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from reparax.core.axes_by_convention import axes_in_words
 from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
-from reparax.core.axes_by_convention import axes_in_words
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
