@@ -72,7 +72,8 @@ def _dot(view: Dot | RaggedDot) -> Contraction:
 
 def _ragged_dot(view: RaggedDot) -> Contraction:
     """As of matrices, but each row meets the part of its group, or the rows of each group are summed."""
-    product, sizes = _dot(view), tuple(_new_indices(view)[2])
+    product = _dot(view)
+    sizes = tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
     if view.group is None:
         return Contraction(operands, (sizes[-1], *product.output), product.apart)

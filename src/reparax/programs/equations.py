@@ -198,14 +198,16 @@ class Gather(View):
     @property
     def cut(self) -> tuple[int, ...]:
         """The axes of the operand of which slices have a part, but for those of a batch."""
-        numbers, sizes = self.dimension_numbers, zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
+        numbers = self.dimension_numbers
+        sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
         parts = [i for i, (m, n) in enumerate(sizes) if m < n or i in numbers.collapsed_slice_dims]
         return tuple(i for i in parts if i not in numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
-        numbers, axis = self.dimension_numbers, self.row and self.row[0]
+        numbers = self.dimension_numbers
+        axis = self.row and self.row[0]
         is_gone = tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
         return axis if is_gone else None
 
@@ -215,7 +217,9 @@ class Gather(View):
 
         None if slices are not whole along all other axes.
         """
-        numbers, sizes, shape = self.dimension_numbers, self.slice_sizes, self.operands[0].aval.shape
+        numbers = self.dimension_numbers
+        sizes = self.slice_sizes
+        shape = self.operands[0].aval.shape
         axes = tuple(numbers.start_index_map)
         parts = [i for i, n in enumerate(shape) if sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
         if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or sizes[parts[0]] != 1:

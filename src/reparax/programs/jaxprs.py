@@ -179,7 +179,10 @@ def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jax
 
     None if one body stands in two places, as its values need other names in each.
     """
-    visited, invars, constants, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
+    visited = set[int]()
+    invars = list[Var]()
+    constants = list[Any]()
+    eqns = list[JaxprEqn]()
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
@@ -395,7 +398,8 @@ def tells_shards(type_: Any) -> bool:
 
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
-    stack, visited = [jaxpr], {id(jaxpr)}
+    stack = [jaxpr]
+    visited = {id(jaxpr)}
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     while stack:
@@ -566,7 +570,9 @@ def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -
 def _run_scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     """Runs a scan with another body; the state is carried from step to step."""
     n_consts, n_carry = scan_counts(eqn)
-    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts = args[:n_consts]
+    init = args[n_consts : n_consts + n_carry]
+    xs = args[n_consts + n_carry :]
 
     def step(carry: tuple[State, Sequence[Any]], x: Sequence[Any]) -> Any:
         outs, state = body(carry[0], *consts, *carry[1], *x)

@@ -131,7 +131,8 @@ def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
-    outs, start = list[Sum | None](), 0
+    outs = list[Sum | None]()
+    start = 0
     for n in view.sizes:
         outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
         start += n
@@ -171,7 +172,8 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label, new = group[0], Label(size)
+    label = group[0]
+    new = Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -230,7 +232,8 @@ def _take_from_product(
     view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any
 ) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
-    group, factors = product.axes[axis], list(product.factors)
+    group = product.axes[axis]
+    factors = list(product.factors)
     if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
         return None
     if view.mode != lax.GatherScatterMode.CLIP:
@@ -310,7 +313,8 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
+    view = equations.view_of(eqn)
+    dtype = type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [

@@ -379,7 +379,8 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         in_groups = _in_groups(view, a, sizes)
         if in_groups is None:
             return None
-        a, lhs = in_groups, (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
+        a = in_groups
+        lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
     if pair is None:
         return None

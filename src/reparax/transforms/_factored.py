@@ -156,7 +156,8 @@ class SumPlan:
 
     def costs(self, maker: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record, once = self.records[maker], self.records[maker].cost_to_form
+        record = self.records[maker]
+        once = self.records[maker].cost_to_form
         rebuilds = max(
             (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
         )
@@ -199,7 +200,8 @@ def declared_sum(operation: Operation) -> Sum | None:
         return None
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
-    args, facts = [*consts, *operation.args], [*(NUMBER for _ in consts), *operation.facts]
+    args = [*consts, *operation.args]
+    facts = [*(NUMBER for _ in consts), *operation.facts]
     inputs, facts = ([x for x, flag in zip(values, is_read, strict=True) if flag] for values in (args, facts))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
@@ -319,12 +321,14 @@ def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Prod
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
-    weight, places = args[0], _in_counting_dtype(args[1])
+    weight = args[0]
+    places = _in_counting_dtype(args[1])
     axis, mode, fill = view.axis, view.mode, view.fill_value
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None
     other_axes = [i for i in range(weight.ndim) if i != axis]
-    output, offset = view.type, view.dimension_numbers.offset_dims
+    output = view.type
+    offset = view.dimension_numbers.offset_dims
     leading = [i for i in range(output.ndim) if i not in offset]
     rows = [output.shape[i] for i in leading]
     count = math.prod(rows)
@@ -497,7 +501,8 @@ class Factoring:
     """
 
     def __init__(self, plan: SumPlan) -> None:
-        self.plan, self.state = plan, list[Any]()
+        self.plan = plan
+        self.state = list[Any]()
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
@@ -539,14 +544,18 @@ class Factoring:
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        eqn, interpreter, weight = operation.eqn, operation.interpreter, operation.args[0]
+        eqn = operation.eqn
+        interpreter = operation.interpreter
+        weight = operation.args[0]
         matrices = replace(matrices, maker=(*interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            times, parent = interpreter.times, self.plan.records[weight.maker]
+            times = interpreter.times
+            parent = self.plan.records[weight.maker]
             cost_of_factors, *ways = costs_of_lookup(weight, matrices)
             read = SumRead(eqn, times, interpreter.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
-            origins, parents = operation.facts[0].origins, [weight.maker]
+            origins = operation.facts[0].origins
+            parents = [weight.maker]
             self.plan.records[matrices.maker] = Record(
                 eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read
             )
@@ -555,7 +564,8 @@ class Factoring:
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
         """A new sum; None if the plan forms it."""
-        eqn, times = operation.eqn, operation.interpreter.times
+        eqn = operation.eqn
+        times = operation.interpreter.times
         weight = replace(weight, maker=(*operation.interpreter.path, id(eqn)))
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
@@ -661,7 +671,8 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
     """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
-    plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
+    plan = SumPlan()
+    facts = facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)
     plan.decide()

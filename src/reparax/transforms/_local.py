@@ -204,7 +204,8 @@ def _variance(view: equations.View, weight_operand: int, data: Sequence[Any], sq
     """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
     match view:
         case equations.Dot() | equations.RaggedDot():
-            data, how = (_square(data[0]), *data[1:]), How(squares.dtype, squares.dtype, _precision(view))
+            data = (_square(data[0]), *data[1:])
+            how = How(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
             return array_of_products(products or [], view.type.shape, how)
         case equations.Conv():
@@ -279,7 +280,8 @@ class Drawing:
     """
 
     def __init__(self) -> None:
-        self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
+        self.reads = list[NoisyRead]()
+        self.state = list[Any]([jnp.uint32(0)])
         self.analysis: Analysis[Facts] = _FactsOfDraws()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
@@ -287,7 +289,10 @@ class Drawing:
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn, args, view, out_facts = operation.eqn, operation.args, operation.view, operation.out_facts
+        eqn = operation.eqn
+        args = operation.args
+        view = operation.view
+        out_facts = operation.out_facts
         if is_draw(eqn):
             (array,) = view.bind(*args)
             product = Product.of(array, still=True)
@@ -428,7 +433,8 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     def reported(args: Sequence[Any], kwargs: Any) -> Explained:
         """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
-        rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
+        rules = Drawing()
+        arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call, *_ = _rewritten(rules, arguments)
         weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
         return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))
@@ -453,7 +459,8 @@ def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: 
 
 def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
     """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-    call, interpreter = arguments.trace(), Interpreter(rules)
+    call = arguments.trace()
+    interpreter = Interpreter(rules)
     closed_over = len(call.inputs) - len(arguments.arrays)
     facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
     rewritten = jax.make_jaxpr(lambda *inputs: interpreter.arrays(call.program, inputs, facts))(*call.inputs)

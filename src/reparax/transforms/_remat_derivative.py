@@ -160,10 +160,12 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
     def function(*args: Any) -> list[Any]:
         program, consts = with_apply_inlined(jaxpr, args)
-        inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
+        inputs = [*consts, *args]
+        is_known = [True for _ in consts] + known_args
         for rewrite in rewrites:  # the constants of what it returns are known, and are the first inputs
             program, consts = rewrite(program, inputs, is_known)
-            inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
+            inputs = [*consts, *inputs]
+            is_known = [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function
@@ -191,7 +193,8 @@ def _jvp(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         program, consts, linear_part = _linearize(call, primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _jvp_without_linearization(call, primals, moving)
-    n, outvars = len(call.program.outvars), program.outvars
+    n = len(call.program.outvars)
+    outvars = program.outvars
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     recomputed = [v for v in jaxprs.variables(outvars[n:]) if is_known[v] and v not in inputs]
@@ -307,7 +310,8 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """For a function that is linear in some of its inputs."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
-    invars, known_inputs = [call.program.invars[i] for i in order], [call.known_inputs[i] for i in order]
+    invars = [call.program.invars[i] for i in order]
+    known_inputs = [call.known_inputs[i] for i in order]
     reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
     cotangents = dict(zip(order, _transpose(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
@@ -326,7 +330,8 @@ def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
-    n, out_dots = call.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
+    n = call.n_fixed
+    out_dots = [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *out_dots])
@@ -341,7 +346,8 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 
 def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
-    n, used_outputs = call.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
+    n = call.n_fixed
+    used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     copied = read_as_more_than_views(call.program, call.known_inputs)
     pairs = zip(args[:n], call.program.invars, strict=False)
@@ -362,7 +368,8 @@ def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
     # Only what is linear is traced again.
     backward, consts = jaxprs.consts_first(jax.make_jaxpr(transpose_of_late)(*(v.aval for v in residuals), *slopes))
-    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) + len(residuals) :]
+    const_vars = backward.invars[: len(consts)]
+    slope_vars = backward.invars[len(consts) + len(residuals) :]
     backward = jaxprs.substitute_inputs(backward, dict(zip(backward.invars[len(consts) :], residuals, strict=False)))
     program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
     known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
