@@ -90,7 +90,8 @@ class EvenlySpaced(rpx.Perturbation):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         """The rounded matrix."""
         del key
-        max_abs, n_steps = jnp.max(jnp.abs(w)), 2**self.bits - 1
+        max_abs = jnp.max(jnp.abs(w))
+        n_steps = 2**self.bits - 1
         share = w / jnp.where(max_abs == 0, 1, max_abs)
         return max_abs * (2 / n_steps * jnp.round((share + 1) / 2 * n_steps) - 1)
 
@@ -100,7 +101,8 @@ def load(n: int = 300) -> tuple[Digits, Digits]:
     file = DIGITS.locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)  # as sklearn does; its import takes seconds
     rows = np.random.default_rng(0).permutation(rows)
-    images, labels = jnp.asarray(rows[:, :-1] / 16), jnp.asarray(rows[:, -1], jnp.int32)
+    images = jnp.asarray(rows[:, :-1] / 16)
+    labels = jnp.asarray(rows[:, -1], jnp.int32)
     return Digits(images[:n], labels[:n]), Digits(images[n:], labels[n:])
 
 
@@ -215,7 +217,8 @@ def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
 
 def columns(scores: Mapping[str, Scores]) -> dict[str, dict[str, Array]]:
     """The columns of the table: for each heading and configuration, an accuracy for each seed."""
-    clean, noisy = STDS.index(0.0), STDS.index(TABLE_STD)
+    clean = STDS.index(0.0)
+    noisy = STDS.index(TABLE_STD)
     return {
         "clean": {name: score.perturbed[:, clean] for name, score in scores.items()},
         "noisy": {name: score.perturbed[:, noisy] for name, score in scores.items()},
@@ -319,7 +322,8 @@ def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains every configuration, prints the table and what it shows, and writes the plot."""
-    settings, console = options(arguments), Console(highlight=False)
+    settings = options(arguments)
+    console = Console(highlight=False)
     console.print(
         f"Networks learn to read handwritten digits from 300 images, with {len(CHAINS)} parametrizations of their "
         f"weights and with none. Then noise and rounding disturb the weights: who still reads the digits?"

@@ -121,8 +121,11 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
     reading = Reading(arguments_of("axis_groups", fun, None, args, kwargs))
-    labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
-    frozen, scans = dict[tuple[str, int], str](), dict[str, tuple[int, ...]]()
+    labels = reading.labels
+    members = dict[int, list[Member]]()
+    sizes = dict[int, int]()
+    frozen = dict[tuple[str, int], str]()
+    scans = dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():
         path = parameter.path
         # Axes in the order of their labels, so that the same scans have the same places in all members.
@@ -152,7 +155,8 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
 def _sums_by_label(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
     """For the label of each group the sums along it, and why no index can be left out of it."""
     paths = {number: parameter.path for number, parameter in reading.parameters.items()}
-    sums, whole = dict[int, Any](), dict.fromkeys(members, "no product sums along it")
+    sums = dict[int, Any]()
+    whole = dict.fromkeys(members, "no product sums along it")
     for each in reading.sums:
         for label in (piece.label for piece in reading.labels.pieces(each.label, each.size)):
             if label not in members:
@@ -208,10 +212,12 @@ def _along_axes(chosen: Iterable[tuple[Group, Values]]) -> Along:
     for group, flags in chosen:
         for member in group.members:
             places = np.arange(member.outer * group.size * member.inner) // member.inner % group.size
-            own, steps = flags[..., places], member.steps if flags.ndim > 1 else ()
+            own = flags[..., places]
+            steps = member.steps if flags.ndim > 1 else ()
             if (member.path, member.axis) in found:
                 others, before = found[member.path, member.axis]
-                own, steps = own & before, steps or others
+                own = own & before
+                steps = steps or others
             found[member.path, member.axis] = steps, own
     return found
 
@@ -263,7 +269,8 @@ def _permute_axis(x: Any, member: Member, order: Any) -> Any:
     steps = member.steps if order.ndim > 1 else ()
     places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))
     front = x.transpose(places)
-    sizes, size = front.shape[: len(steps)], order.shape[-1]
+    sizes = front.shape[: len(steps)]
+    size = order.shape[-1]
     outer = front.shape[len(steps)] // (size * member.inner)
     blocks = front.reshape(*sizes, outer, size, -1)
     others = (i[..., None].astype(order.dtype) for i in np.ix_(*map(np.arange, (*sizes, outer))))
@@ -387,10 +394,12 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}
     """
-    raw_tree, group_list = raw if like is None else like, list(groups)
+    raw_tree = raw if like is None else like
+    group_list = list(groups)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(raw_tree)):
         raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
-    effective, who = p.fold(raw_tree), f"shrink of {p!r}"
+    effective = p.fold(raw_tree)
+    who = f"shrink of {p!r}"
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_numeric(x)}
     _require_arrays("shrink", group_list, {path: x.shape for path, x in arrays.items()})
     kept = _along_axes((group, alive) for group, alive in _living_indices(group_list, arrays) if not alive.all())
@@ -410,7 +419,8 @@ def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> li
 
     What is dead in one group makes what only it reads dead in others.
     """
-    nonzero, free = {path: x != 0 for path, x in arrays.items()}, [group for group in groups if not group.why_whole]
+    nonzero = {path: x != 0 for path, x in arrays.items()}
+    free = [group for group in groups if not group.why_whole]
     dead = [np.zeros((), bool)] * len(free)
     while True:
         before = dead

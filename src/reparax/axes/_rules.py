@@ -146,7 +146,9 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             parts = zip(axes, shape, view.bounds, strict=True)
             return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
         case equations.SplitAxis():
-            before, n, behind = axes[: view.axis], shape[view.axis], axes[view.axis + 1 :]
+            before = axes[: view.axis]
+            n = shape[view.axis]
+            behind = axes[view.axis + 1 :]
             stops = zip(accumulate(view.sizes), view.sizes, strict=True)
             parts = [operands.part(axes[view.axis], n, stop - size, stop) for stop, size in stops]
             return [(*before, part, *behind) for part in parts]
@@ -171,7 +173,8 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
 
 def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operands) -> Axes:
     """What a product sums over or shares becomes one axis of both operands."""
-    contraction, axes = contraction_of(view), dict[int, list[Axis]]()
+    contraction = contraction_of(view)
+    axes = dict[int, list[Axis]]()
     assert contraction is not None
     for indices, own in zip(contraction.operands, operands.axes, strict=False):
         for index, axis in zip(indices, own, strict=True):
@@ -183,7 +186,9 @@ def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operan
 def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
     """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
     (data, kernel), (lhs, rhs, out) = operands.axes, view.dimension_numbers
-    count, shape, inputs = view.feature_group_count, operands.shapes[1], kernel[rhs[1]]
+    count = view.feature_group_count
+    shape = operands.shapes[1]
+    inputs = kernel[rhs[1]]
     if count > 1:  # the kernel's outputs stay one axis: their order within a group is that of the result
         block, features = operands.divided(data[lhs[1]], (count, shape[rhs[1]]))
         operands.labels.same(block, operands.divided(kernel[rhs[0]], (count, shape[rhs[0]] // count))[0])
@@ -198,7 +203,8 @@ def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
 
 def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
     """Axes that are taken as a whole stay, and so do those of the places; of others the order counts."""
-    contraction, (table, places) = contraction_of(view), operands.axes
+    contraction = contraction_of(view)
+    table, places = operands.axes
     assert contraction is not None
     of_table = dict(zip(contraction.operands[0], table, strict=True))
     of_places = dict(zip(contraction.operands[1], places, strict=True))
@@ -271,7 +277,8 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axe
     if len(set(sizes)) > 1 or sizes[0] < 2:
         axis = operands.ordered(*parts)
     else:
-        inside, blocks = operands.joined(parts), operands.ordered()
+        inside = operands.joined(parts)
+        blocks = operands.ordered()
         label = operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]])
         axis = Axis(label, inside.of, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
@@ -332,7 +339,8 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
-        view, shapes = self.view, [v.aval.shape for v in self.view.operands]
+        view = self.view
+        shapes = [v.aval.shape for v in self.view.operands]
         if isinstance(view, Dot | RaggedDot):
             return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
@@ -402,7 +410,8 @@ class Zeros:
             return not any(value.varies(i) for value in self.operands)
         if not isinstance(self.view, (*MOVES, Gather)):
             return False
-        value, wanted = self.operands[0], self.labels.atoms(axis.label)
+        value = self.operands[0]
+        wanted = self.labels.atoms(axis.label)
         met = [k for k, each in enumerate(value.axes) if self.labels.atoms(each.label) & wanted]
         if met:
             return not any(map(value.varies, met))

@@ -45,7 +45,8 @@ class Uses(list[DataProduct | Between | OtherRead]):
         self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
     ) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind, n_before = _kind_of_outputs(view, operands), len(self)
+        kind = _kind_of_outputs(view, operands)
+        n_before = len(self)
         if kind is Source.WEIGHT:
             return self._weights(view, operands, axes, line)
         if kind is Source.DATA:
@@ -65,14 +66,16 @@ class Uses(list[DataProduct | Between | OtherRead]):
             self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
-        stacked, if_rows = Origins().union(*(value.stacked for value in operands)), self._if_rows(view, operands, line)
+        stacked = Origins().union(*(value.stacked for value in operands))
+        if_rows = self._if_rows(view, operands, line)
         outs = [Labelled(tuple(axes_of_out), Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         return [_with_stacked_axes(view, operands, out, shape) for out, shape in zip(outs, shapes, strict=True)]
 
     def _if_rows(self, view: View, operands: Sequence[Labelled], line: str) -> frozenset[DataProduct]:
         """What look-ups and products were until here, if the entries of weights that constants chose are rows."""
-        found, read = frozenset[DataProduct]().union(*(value.if_rows for value in operands)), list[int]()
+        found = frozenset[DataProduct]().union(*(value.if_rows for value in operands))
+        read = list[int]()
         if isinstance(view, Gather) and _selects(view, operands[1]):
             if len(view.cut) > 1:  # which axis of the places is which of these, only their values say
                 self._add_other_read(operands[0], line)
@@ -161,7 +164,9 @@ def _single_axes(view: Gather) -> list[int]:
 
 def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
-    old, axes, stacked = operands[0].axes if operands else (), out.axes, Origins()
+    old = operands[0].axes if operands else ()
+    axes = out.axes
+    stacked = Origins()
     if isinstance(view, equations.Slice | DynamicSlice | equations.SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
@@ -169,8 +174,10 @@ def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, 
     elif isinstance(view, equations.Unstack):
         stacked = old[view.axis].of
     elif isinstance(view, Gather):
-        single, kept = _single_axes(view), [i for i in range(len(old)) if i not in view.gone]
-        offsets, selects = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True)), _selects(view, operands[1])
+        single = _single_axes(view)
+        kept = [i for i in range(len(old)) if i not in view.gone]
+        offsets = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True))
+        selects = _selects(view, operands[1])
         keeps = (offsets[k] not in single if k in offsets else selects for k in range(len(axes)))
         axes = tuple(axis if keep else Axis(axis.label) for axis, keep in zip(axes, keeps, strict=True))
         stacked = Origins() if selects else origins(old[i] for i in (*view.gone, *single))
@@ -214,7 +221,8 @@ class Members:
 
     def __init__(self, labels: Labels) -> None:
         """Nothing was read yet."""
-        self._labels, self._of = labels, dict[Origin, int]()
+        self._labels = labels
+        self._of = dict[Origin, int]()
         self._apart, self._mixed = set[Origin](), set[Origin]()
 
     @property
@@ -240,11 +248,13 @@ class Members:
     def follow(self, view: View, operands: Iterable[Labelled], out: Labelled) -> Labelled:
         """An output of any other equation, with what it is made of."""
         made, mixed = Origins(), Origins()
-        data, kept = [value for value in operands if value.kind is Source.DATA], self._atoms(out.axes)
+        data = [value for value in operands if value.kind is Source.DATA]
+        kept = self._atoms(out.axes)
         for value in data:
             lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
             own = frozenset(each for each in value.made if self._labels.atoms(self._of[each]) & lost)
-            made, mixed = made | value.made, mixed | value.mixed | own
+            made = made | value.made
+            mixed = mixed | value.mixed | own
             if isinstance(view, Dot) and len(data) == 2:
                 self._mixed |= own
         return replace(out, made=made, mixed=mixed)

@@ -261,7 +261,8 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
         import_stage(name.partition(".")[2])
     if name not in _classes:
         raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
-    cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
+    cls = _classes[name]
+    arguments = {k: _decode(v) for k, v in entry.items() if k != "class"}
     try:
         return cls(**arguments)
     except ValueError:
@@ -339,7 +340,8 @@ def _package(cls: type) -> str:
 def _derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
-    namesake, package = _namesake(cls, kind), _package(cls)
+    namesake = _namesake(cls, kind)
+    package = _package(cls)
     elsewhere = namesake is not None and _package(namesake) != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
 

@@ -87,7 +87,8 @@ class Convention:
     def role_of_own(self, own: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
         """The role of an array whose ``own`` axes have the letters, and whose axes ``front`` are stacked."""
         of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
-        inputs, stacks = tuple(sorted(of["i"] + of["r"])), tuple(sorted((*front, *of["s"])))
+        inputs = tuple(sorted(of["i"] + of["r"]))
+        stacks = tuple(sorted((*front, *of["s"])))
         uses = (Use(inputs, of["o"], stacks, self.source, LOOKUP if self.is_table else PRODUCT),)
         why = f"it is a bias or a scale of {self.source}" if self.is_vector else ""
         return Role(inputs, of["o"], stacks, why, () if why else uses, shape, dtype)

@@ -32,7 +32,8 @@ def originals(stages: Stages, tree: Flat) -> Flat:
 
 def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     """The arrays of a bound before its stage."""
-    values, types = bound.read(tree.arrays), types_of(bound, tree)
+    values = bound.read(tree.arrays)
+    types = types_of(bound, tree)
     if bound.stage._is_layout:
         return bound.stage._apply_at(bound, values, None)
     given = dict[str, list[str]]()
@@ -60,11 +61,14 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
     """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
-    who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
+    who = CallName(p, "set")
+    provenance = provenance_of(p, raw)
+    flat = flatten(raw)
     if (place := provenance.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
     types = provenance.effective
-    effective, w = flatten(types), jnp.asarray(w)
+    effective = flatten(types)
+    w = jnp.asarray(w)
     if w.shape != effective.arrays[place].shape:
         raise _type_error(who, path, effective.arrays[place], w)
     own = effective.with_arrays({place: w})
@@ -109,7 +113,8 @@ def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array | None)
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
     """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
-    now, lines = flatten(raw).arrays, list[str]()
+    now = flatten(raw).arrays
+    lines = list[str]()
     for place, old in flatten(since).arrays.items():
         if FIXED not in place or not is_array(old):
             continue

@@ -190,7 +190,9 @@ class StageNode:
           ValueError: If other stages than those of the place make it.
         """
         _, name, *below = place.replace("/@fixed", "").split("/", 2)
-        value, maker, marker = self.values[name], self.maker(name), below[0].partition("/")[0] if below else None
+        value = self.values[name]
+        maker = self.maker(name)
+        marker = below[0].partition("/")[0] if below else None
         if (maker and f"@{maker.kind}") != marker:
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         if not below:
@@ -291,7 +293,8 @@ class Method:
         wrong: list[str] = []
         for key, value in set_values.items():
             if key in words:
-                fits, takes = shown(value).lower() in [repr(word).lower() for word in words[key]], ""
+                fits = shown(value).lower() in [repr(word).lower() for word in words[key]]
+                takes = ""
             else:
                 is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
                 fits = is_one(value)

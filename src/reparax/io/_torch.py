@@ -217,7 +217,8 @@ class TorchPlan:
 
     def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
         """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
-        arrays, state = dict(items(raw)), dict[str, Array]()
+        arrays = dict(items(raw))
+        state = dict[str, Array]()
         for group in self.raw_values:
             with locate_errors(repr(group.entry.path)):
                 values = {value: group.entry.part(arrays[keys]) for value, keys in group.keys.items()}
@@ -233,7 +234,8 @@ class TorchPlan:
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
-        type_at, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
+        type_at = dict(zip(paths, leaves, strict=True))
+        parts = dict[Names, dict[Index, Array]]()
         for group in self.raw_values:
             values = {value: state[name] for value, name in group.names.items() if name in state}
             types = {value: group.entry.part(type_at[keys]) for value, keys in group.keys.items()}
@@ -254,11 +256,14 @@ def _make_plan(
     *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     provenance = provenance_of(weights.deterministic, raw)
-    naming, raw_values, tied_entries = Naming(provenance.producers, by_hook), list[StageValues](), list[Entry]()
+    naming = Naming(provenance.producers, by_hook)
+    raw_values = list[StageValues]()
+    tied_entries = list[Entry]()
     entries = list_entries(provenance.effective, *of_arrays)
     maps = given_maps([entry.path for entry in entries], orthogonal_map)
     for entry in entries:
-        place, entry = provenance.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
+        place = provenance.places[entry.path]
+        entry = replace(entry, orthogonal_map=maps.get(entry.path))
         if provenance.has_values(place):
             raw_values += naming.values_of(place, entry)
         else:
@@ -295,8 +300,11 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
 
 def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    stage, entry, fits = group.stage, group.entry, list[str]()
-    ndim, sizes = len(entry.shape), entry.shape
+    stage = group.stage
+    entry = group.entry
+    fits = list[str]()
+    ndim = len(entry.shape)
+    sizes = entry.shape
     if ndim <= 2:
         return ""
     if isinstance(stage, WeightNorm) and name == group.names["g"]:

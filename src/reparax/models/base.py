@@ -95,7 +95,8 @@ def find_attribute(
       read: Gives a property of the effective model.
       run: Calls the method of a name, with its arguments.
     """
-    attributes, shared = {} if held is None else vars(held), getattr(type(held), name, None)
+    attributes = {} if held is None else vars(held)
+    shared = getattr(type(held), name, None)
     if name.startswith("_") or (name not in attributes and shared is None):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
     if name in attributes:
@@ -152,7 +153,8 @@ class Functions:
     def effective(self, *arguments: Any, key: Any = None) -> Any:
         """Variables of the plain model, of one draw."""
         variables, key = self._key(arguments, key)
-        raw, key = self._get(*variables), needed_key(self.p, key)
+        raw = self._get(*variables)
+        key = needed_key(self.p, key)
         try:
             return self._set_plain(self.p.apply(raw, key), *variables)
         except ValueError as error:

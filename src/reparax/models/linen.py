@@ -113,7 +113,8 @@ def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
         raise TypeError(f"rpx.linen.roles takes a linen module, but got {module!r}. For functions, use `rpx.roles`.")
     key = jax.random.key(0)
     variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, **kwargs), *args))
-    params, states = variables.pop("params", {}), list(variables)
+    params = variables.pop("params", {})
+    states = list(variables)
 
     def forward(params: PyTree, variables: PyTree, *args: Any) -> Any:
         everything = {**variables, "params": params}
@@ -193,7 +194,9 @@ class _Parametrized(Functions, nn.Module):
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
                 "Write `module.apply(variables, x)` or `module.bind(variables)(x)`."
             )
-        rngs, plain, mutable = self._rngs(), self.module.clone(parent=None), self.scope.mutable
+        rngs = self._rngs()
+        plain = self.module.clone(parent=None)
+        mutable = self.scope.mutable
         if self.is_initializing():
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=mutable)
             earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}

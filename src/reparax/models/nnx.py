@@ -345,7 +345,8 @@ def _check_model(model: Any, variable: Any, raw: Any) -> None:
     """Refuses modules in which JAX sees no parameters, types of other variables, and raw models of another class."""
     for names, leaf in items(model, is_leaf=_is_variable):
         if isinstance(leaf, nnx.Module):
-            name, where = type(leaf).__name__, f" at {path_text(names)!r}" if names else ""
+            name = type(leaf).__name__
+            where = f" at {path_text(names)!r}" if names else ""
             raise TypeError(
                 f"{_WHO} takes modules that are pytrees, but got {name}{where}, whose class has `pytree=False`. Write "
                 f"`class {name}(nnx.Module)`."

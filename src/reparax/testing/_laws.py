@@ -122,8 +122,11 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w, a point of the image,"
-    raw, q = case.raw, without_means(p)
+    p = case.p
+    key = case.key
+    otherwise = "apply(init(w)) is not w, a point of the image,"
+    raw = case.raw
+    q = without_means(p)
     point = compiled_fold(q, move_randomly(raw, key))
     if jax.tree.leaves(partition(raw)[1]):
         point = compiled_fold(q, compiled_init(p, point, key))
@@ -218,10 +221,12 @@ def value_semantics(case: Case) -> None:
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
     p, params, key = case.p, case.params, case.key
-    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw = p.init(params, key)
+    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all = jax.vmap(p.init, in_axes=(0, None))
+    apply_all = jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -241,7 +246,8 @@ def transformations(case: Case) -> None:
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
         **ways(batch_of_two(params), raw, batch_of_two(raw)),
     }
-    first_draw, mean = p.apply(raw, key), p.fold(raw)
+    first_draw = p.apply(raw, key)
+    mean = p.fold(raw)
     second_draw = compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": mean,
@@ -250,7 +256,8 @@ def transformations(case: Case) -> None:
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }
     for way, actual in results.items():
-        bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
+        bound = rounding(raw, first_draw)
+        otherwise = f"{way} differs from eager evaluation"
         case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
     abstract = jax.eval_shape(p.init, params, key)
     types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
@@ -260,7 +267,11 @@ def transformations(case: Case) -> None:
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p, params, key, raw, mean = case.p, case.params, case.key, case.raw, case.p.deterministic
+    p = case.p
+    params = case.params
+    key = case.key
+    raw = case.raw
+    mean = case.p.deterministic
     draw = compiled_apply(p, raw, key)
     is_fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
     case.require(is_fixed, "its deterministic chain is random")
@@ -494,6 +505,7 @@ def checkpoints(case: Case) -> None:
 def plain_trees(case: Case) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
     effective = case.p.fold(case.raw)
-    structure, expected = jax.tree.structure(effective), jax.tree.structure(case.params)
+    structure = jax.tree.structure(effective)
+    expected = jax.tree.structure(case.params)
     case.require(structure == expected, f"fold gives {structure}, not {expected}")
     case.require(all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array")

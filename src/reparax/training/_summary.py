@@ -54,7 +54,8 @@ class Row:
 
     def times(self, line: Line, off: float | None) -> Row:
         """The sums over all parameters that share a line, and the largest ``off`` of them."""
-        n, type = line.count, f"{line.times}{self.type}".rstrip()
+        n = line.count
+        type = f"{line.times}{self.type}".rstrip()
         return Row(
             line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes
         )
@@ -128,7 +129,8 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        (names, *body, total), table = self._table(), Table(box=SIMPLE_HEAD)
+        names, *body, total = self._table()
+        table = Table(box=SIMPLE_HEAD)
         for name in names:
             table.add_column(name, justify="left" if name in _LEFT else "right", overflow="fold")
         for cells in body:
@@ -193,7 +195,8 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     require_chains("summary(p, params)", p)
     init = with_any_key(p.init)
     if not has_numbers(params):
-        raw, off = types_of_result(init, params), None
+        raw = types_of_result(init, params)
+        off = None
     else:
         raw = init(params)
         off = distances(p.fold(raw), params)

@@ -103,7 +103,8 @@ def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
     v = root[..., :, None].astype(right_vectors.dtype) * right_vectors[..., :rank, :]
-    batch, more = [(0, 0)] * (w.ndim - 2), (0, rank - root.shape[-1])
+    batch = [(0, 0)] * (w.ndim - 2)
+    more = (0, rank - root.shape[-1])
     return jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
 
 
@@ -182,9 +183,11 @@ class _SingularValues(RowsAndColumns, Constraint):
     }
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        x, rank = widened(w), self.rank_of(w)
+        x = widened(w)
+        rank = self.rank_of(w)
         left_vectors, singular, right_vectors = jnp.linalg.svd(x, full_matrices=False)
-        u, v = self.left_vectors(left_vectors, right_vectors)[..., :rank], adjoint(right_vectors)[..., :rank]
+        u = self.left_vectors(left_vectors, right_vectors)[..., :rank]
+        v = adjoint(right_vectors)[..., :rank]
         s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
         free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
         return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}
@@ -197,7 +200,8 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         def rebase_side(side: str) -> dict[str, Array]:
-            base, x = values[f"base_{side}"], values[side]
+            base = values[f"base_{side}"]
+            x = values[side]
             return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
 
         return {**values, **rebase_side("u"), **rebase_side("v")}
@@ -232,7 +236,8 @@ class _BoundedBelow(_SingularValues):
         inside = super().contains_leaf(w, tolerance)
         if tolerance is not None:
             return inside
-        x, rank = widened(jnp.asarray(w)), self.rank_of(w)
+        x = widened(jnp.asarray(w))
+        rank = self.rank_of(w)
         singular = jnp.linalg.svd(x, compute_uv=False)
         least = jnp.maximum(self.eps, resolution(w, singular[..., 0]) / 2)
         return inside & jnp.all(singular[..., rank - 1] > least)

@@ -128,7 +128,8 @@ class Scaled(Reparametrization):
         super().__post_init__()
         if self.format not in FORMATS:
             return
-        who, row = type(self).__name__, self._format
+        who = type(self).__name__
+        row = self._format
         if self.double_quant and self._block is None:
             raise ValueError(
                 f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
@@ -210,9 +211,11 @@ class Scaled(Reparametrization):
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
-        x, blocks = widened(w), self._blocks(w)
+        x = widened(w)
+        blocks = self._blocks(w)
         if self._format.zero == "zero":
-            numbers, (low, high) = self._format.numbers, self._range_of(x, blocks, with_zero=True)
+            numbers = self._format.numbers
+            low, high = self._range_of(x, blocks, with_zero=True)
             values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
             zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
             return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
@@ -225,7 +228,8 @@ class Scaled(Reparametrization):
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
-        row, blocks = self._format, self._blocks(x)
+        row = self._format
+        blocks = self._blocks(x)
         numbers = row.numbers
         if row.zero == "offset":
             low, high = self._range_of(x, blocks, with_zero=not row.early)
@@ -327,7 +331,9 @@ class Scaled(Reparametrization):
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        values, x, blocks = self._values_of_scales(w), widened(w), self._blocks(w)
+        values = self._values_of_scales(w)
+        x = widened(w)
+        blocks = self._blocks(w)
         if self._format.early and key is None:
             scales = self._ideal_scales(x)
             scale = scales.pop("scale")
@@ -478,7 +484,8 @@ class Quantized(Scaled):
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        scales, numbers = self._scales, self._format.numbers
+        scales = self._scales
+        numbers = self._format.numbers
         codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
         for name, dtype in {"q": numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
@@ -506,7 +513,8 @@ class Quantized(Scaled):
 
     def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
-        block_axis, (many, size) = self._block_axis(w), group_of_codes(self._format.numbers.bits)
+        block_axis = self._block_axis(w)
+        many, size = group_of_codes(self._format.numbers.bits)
         if w.shape[block_axis] % many == 0:
             return None
         share = "a byte" if size == 1 else f"{size} bytes"
@@ -604,7 +612,8 @@ class FakeQuantized(Scaled):
         if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
-        x, size = widened(w), w.size // max(step.size, 1)
+        x = widened(w)
+        size = w.size // max(step.size, 1)
         return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
     def _round(self, w: Array) -> Array:
@@ -626,7 +635,8 @@ class FakeQuantized(Scaled):
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
         low, high = bounds_of(BITS[self.format])
-        x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
+        x = widened(w)
+        tolerance = 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
         largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
 
