@@ -246,15 +246,14 @@ def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None
 
 def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> Sequence[Axis]:
     """The axes of a run that holds as many entries before as after."""
-    labels = operands.labels
     if old == new:
         return axes
     if len(new) == 1:
-        return [Axis(labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
+        return [Axis(operands.labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
-        return [Axis(label, axes[0].of, in_place=False) for label in labels.divided(axes[0].label, new)]
+        return [Axis(label, axes[0].of, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
     one = operands.ordered(*axes)
-    return [Axis(labels.new(operands.line), one.of, in_place=False) for _ in new]
+    return [Axis(operands.labels.new(operands.line), one.of, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:

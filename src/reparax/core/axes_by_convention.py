@@ -41,8 +41,7 @@ def lacks_axes(stage: Any) -> bool:
 
 def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     """The stacked axes of an array that its layer says, for a stage whose axes nobody set."""
-    convention = leaf.convention
-    return tuple(range(w.ndim - len(convention.axes))) if convention.is_of_layer and lacks_axes(stage) else ()
+    return tuple(range(w.ndim - len(leaf.convention.axes))) if leaf.convention.is_of_layer and lacks_axes(stage) else ()
 
 
 def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = False) -> Any:

@@ -130,7 +130,6 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         role = roles.get(leaf.place)
-        w = leaf.content
         if role is None or role.why or role.ambiguous:
             continue
         stage_here = stage._checked_for("with_axes", leaf)
@@ -138,7 +137,7 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
-        numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
+        numbers, one_array = axes_by_word(role, stacked), one_stacked(leaf.content, stacked)
         for field, (axes, word) in stage_here.axes_in_use(one_array).items():
             axes_from_end = tuple(axis - one_array.ndim for axis in axes)
             if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
@@ -204,10 +203,9 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path = leaf.path
     who = CallName(stage, "with_axes", (leaf.path,))
     axes_of_field = dict[str, Any]()
-    stage = stage.at_path(path)
+    stage = stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)

@@ -107,9 +107,8 @@ class Bound:
     def raw_values(self, name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
         """The raw values of an array, each at its key path, free ones first and fixed ones in their declared order."""
         node = self.nodes[name]
-        declarations = self.stage.raw_values
-        order = {**declarations, **values}
-        fixed = [value for value in order if value in values and value_of(declarations, value).fixed]
+        order = {**self.stage.raw_values, **values}
+        fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
         placed = {(*node, value): x for value, x in values.items() if value not in fixed}
         return placed | {(*node, FIXED, value): values[value] for value in fixed} or {node: {}}
 

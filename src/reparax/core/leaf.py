@@ -492,8 +492,7 @@ _inlined = inlined(_call, static_argnums=(0, 1, 2))
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    declares_terms = stage._declares_terms
-    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if stage._declares_terms else stage.apply_leaf(*args)
 
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:

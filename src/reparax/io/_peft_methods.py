@@ -163,11 +163,10 @@ def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     expert = target.expert()
     count = target.n_experts
     ins = expert.shape[expert.ins[0]]
-    outputs = expert.outputs
     return {
         "lora_A.weight": Part("@lora/a", (count * rank, ins), lambda a: a.reshape(count, rank, ins).mT, lambda a: a.mT),
         "lora_B.weight": Part(
-            "@lora/b", (outputs, rank * count), lambda b: b.reshape(outputs, rank, count).T, lambda b: b.T
+            "@lora/b", (expert.outputs, rank * count), lambda b: b.reshape(expert.outputs, rank, count).T, lambda b: b.T
         ),
     }
 
@@ -375,7 +374,6 @@ def _read_lokr(given: Given) -> Adapted:
 
 def _write_lokr(node: StageNode) -> Written:
     """The factors, of which the sizes and ranks tell PEFT's settings."""
-    target = node.target
     place, factor = _place_and_factor(node)
     kronecker = node.at(f"{place}@kronecker")
     sizes: dict[str, tuple[int, ...]] = {}
@@ -383,10 +381,10 @@ def _write_lokr(node: StageNode) -> Written:
     for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
         if kronecker.maker(name):
             u, v = (kronecker.at(f"@kronecker/{name}/@low_rank/{end}") for end in "uv")
-            sizes[tensor] = target.flip((u.shape[0], v.shape[1]))
+            sizes[tensor] = node.target.flip((u.shape[0], v.shape[1]))
             ranks[tensor] = u.shape[1]
         else:
-            sizes[tensor] = target.flip(kronecker.at(f"@kronecker/{name}").shape)
+            sizes[tensor] = node.target.flip(kronecker.at(f"@kronecker/{name}").shape)
     pairs = tuple(sizes.values())
     full_rank = math.ceil(max(*pairs[0], *pairs[1]) / 2)  # from this rank on, PEFT stores full factors
     rank = next(iter(ranks.values()), full_rank)
@@ -395,7 +393,7 @@ def _write_lokr(node: StageNode) -> Written:
             f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks "
             f"{[*ranks.values()]} for factors of shapes {[*pairs]}"
         )
-    tensors = node.write(_lokr_parts(target, sizes, ranks, place))
+    tensors = node.write(_lokr_parts(node.target, sizes, ranks, place))
     return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
 
 
@@ -431,8 +429,7 @@ def _split_size(size: int, factor: int) -> tuple[int, int]:
 def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
     """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
     size = target.shape[axis]
-    ones = target.ones
-    return {"ia3_l": Part("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
+    return {"ia3_l": Part("@gain/g", (1, size, *target.ones) if inputs or target.ones else (size, 1), jnp.ravel)}
 
 
 def _input_axis(target: Target) -> int:
@@ -501,10 +498,9 @@ def _read_oft(given: Given) -> Adapted:
 
 def _write_oft(node: StageNode) -> Written:
     """The free numbers of the rotations."""
-    stage = node.stage
     target = node.target
     terms = 5
-    target.require_rows(stage)
+    target.require_rows(node.stage)
     series = isinstance(node.maker("r"), CayleyNeumann)
     inside = node.at(f"@rotated/r/@{'cayley_neumann' if series else 'orthogonal'}")
     x, base = (inside.at(f"@{inside.stage.kind}/{name}") for name in ("x", "base"))
@@ -517,7 +513,7 @@ def _write_oft(node: StageNode) -> Written:
             )
     else:
         x = _skew_numbers(inside.stage, x, None if has_identity else base)
-    rotated: Any = stage
+    rotated: Any = node.stage
     flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.num_blocks, "r": rotated.num_blocks}
     flags |= {"block_share": rotated.block_share, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
     return Written({"oft_R.weight": x}, flags=flags)

@@ -163,11 +163,10 @@ class StageNode:
 
     def of_one(self, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
-        target = self.target
         if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
-        stage = unstack_stage(self.stage, len(target.index))
-        if target.n_experts and not inside:
+        stage = unstack_stage(self.stage, len(self.target.index))
+        if self.target.n_experts and not inside:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
@@ -181,7 +180,7 @@ class StageNode:
             )
         blocks = isinstance(stage, Rotated)
         values = {name: x.of_one(inside=blocks) if isinstance(x, StageNode) else x for name, x in self.values.items()}
-        return StageNode(stage, values, target)
+        return StageNode(stage, values, self.target)
 
     def at(self, place: str) -> Any:
         """The array at a place such as ``@gain/g``, or the node at one such as ``@gain/w/@freeze``.

@@ -300,18 +300,17 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
 
 def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    stage = group.stage
     entry = group.entry
     fits = list[str]()
     ndim = len(entry.shape)
     sizes = entry.shape
     if ndim <= 2:
         return ""
-    if isinstance(stage, WeightNorm) and name == group.names["g"]:
+    if isinstance(group.stage, WeightNorm) and name == group.names["g"]:
         norms = [tuple(size if i == axis else 1 for i, size in enumerate(sizes)) for axis in range(ndim)]
         axes = [axis - ndim for axis, norm in enumerate(norms) if permute(norm, entry.layout) == shape]
         fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
-        axis = last_to_number(stage.axis)
+        axis = last_to_number(group.stage.axis)
         sizes = norms[axis % ndim] if isinstance(axis, int) else ()
     others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
     for layout in others if sizes and not entry.by_class else ():

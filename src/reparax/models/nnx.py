@@ -15,22 +15,13 @@ from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.raw import holds_markers
-from reparax.models.base import (
-    advanced,
-    check_arguments,
-    check_updates,
-    find_attribute,
-    import_library,
-    needs_stream_error,
-    require_made_by,
-    start_key,
-)
+from reparax.models import base
 from reparax.training import param_labels
 
 __dir__ = dir_of("nnx")
 
-nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
-errors: Any = import_library("flax.errors", "rpx.nnx", "flax")
+nnx: Any = base.import_library("flax.nnx", "rpx.nnx", "flax")
+errors: Any = base.import_library("flax.errors", "rpx.nnx", "flax")
 
 _WHO = "rpx.nnx.Parametrized"
 _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
@@ -124,15 +115,15 @@ class Parametrized(nnx.Module):
         updates: Literal["by hand"] | None = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
-        self.p = check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
-        self._advances = check_updates(_WHO, p, updates, "model.update()")
+        self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
+        self._advances = base.check_updates(_WHO, p, updates, "model.update()")
         _check_model(model, variable, raw)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
-            key = start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
+            key = base.start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
             made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
-            stored = _outputs(lambda tree: _with_types_by_training(require_made_by(p, tree), variable), raw)
+            stored = _outputs(lambda tree: _with_types_by_training(base.require_made_by(p, tree), variable), raw)
             made = _moved_to(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
@@ -201,7 +192,7 @@ class Parametrized(nnx.Module):
         """The model of one draw, with its variables as ``shown``; ``done`` takes what was made of each node."""
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
-            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+            raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
         made = _outputs(lambda tree: p.apply(tree, key), self.raw)
         return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in made.items()}, done)
@@ -220,14 +211,14 @@ class Parametrized(nnx.Module):
 
         if held is not None and hasattr(nnx.Module, name) and getattr(type(held), name) is getattr(nnx.Module, name):
             return getattr(held, name)  # such as `eval`, which reads no parameters
-        return find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
+        return base.find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
 
     def _call_method(self, held: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of a module ``held`` of the raw model, in training after a step of the fixed values."""
         if self._advances and not self.deterministic:
             # Not a model of another trace, such as the discriminator in the loss of a generator.
             with contextlib.suppress(errors.TraceContextError):
-                self._set_variables(lambda raw: advanced(self.p, raw), Fixed)
+                self._set_variables(lambda raw: base.advanced(self.p, raw), Fixed)
         return self._run(held, lambda module: getattr(module, name)(*args, **kwargs))
 
     def _run(self, held: Any, fun: Callable[[Any], Any]) -> Any:

@@ -374,7 +374,6 @@ def _enter_cond(operation: Operation) -> list[Any]:
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
     """The body on each shard, which sums enter as parts of their factors, or formed."""
-    eqn = operation.eqn
     args = operation.args
     view = ShardMap(operation.eqn)
     operands = list(args)
@@ -388,13 +387,13 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
             operands[i] = [factor.dense for factor in factors]
             specs[i] = factor_specs
         else:
-            operands[i] = operation.interpreter.array(x, eqn)
+            operands[i] = operation.interpreter.array(x, operation.eqn)
 
     def body_on_shard(*values: Any) -> list[Any]:
         return body(*(_sum_on_shard(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)))
 
     return operation.interpreter.threaded(
-        lambda body, state: jaxprs.run_sharded(eqn, body, specs, state, operands), body_on_shard
+        lambda body, state: jaxprs.run_sharded(operation.eqn, body, specs, state, operands), body_on_shard
     )
 
 

@@ -59,11 +59,9 @@ def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """
     match view:
         case equations.Transpose():
-            order = view.permutation
-            return x.map_products(lambda product: product.transpose(order), view.type.shape)
+            return x.map_products(lambda product: product.transpose(view.permutation), view.type.shape)
         case equations.Squeeze():
-            axes = view.dimensions
-            return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
+            return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
@@ -376,9 +374,8 @@ def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    output = view.type
     products = all_or_none(product(a, b) for a in x.products for b in y.products)
-    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
+    return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:

@@ -122,22 +122,20 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    p = case.p
     key = case.key
     otherwise = "apply(init(w)) is not w, a point of the image,"
-    raw = case.raw
-    q = without_means(p)
-    point = compiled_fold(q, move_randomly(raw, key))
-    if jax.tree.leaves(partition(raw)[1]):
-        point = compiled_fold(q, compiled_init(p, point, key))
+    q = without_means(case.p)
+    point = compiled_fold(q, move_randomly(case.raw, key))
+    if jax.tree.leaves(partition(case.raw)[1]):
+        point = compiled_fold(q, compiled_init(case.p, point, key))
     starts: list[tuple[PyTree, PyTree]] = []
     if len(q) > 1:
         starts, images = compiled_stages(q, point, key)
         for stage, (again, of_image) in zip(reversed(stages_of(q)), images, strict=True):
             case.of(stage).require_close(again, of_image, rounding(again, of_image), otherwise)
     if all(is_close(again, start, rounding(again, start)) for again, start in starts):
-        point_again = compiled_fold(q, compiled_init(p, point, key))
-        case.require_close(point_again, point, rounding(raw, point), otherwise)
+        point_again = compiled_fold(q, compiled_init(case.p, point, key))
+        case.require_close(point_again, point, rounding(case.raw, point), otherwise)
 
 
 @law

@@ -404,8 +404,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
     result = product_dtype(weight.dtype, output.dtype)
-    numbers = view.dimension_numbers
-    to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
+    to, channel = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     parts = all_or_none(_split_channels(product, to) for product in weight.products)
     if parts is None:
         return None
@@ -429,7 +428,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         y = lax.conv_general_dilated(
             x,
             array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
-            dimension_numbers=numbers,
+            dimension_numbers=view.dimension_numbers,
             **view.window,
             precision=view.precision,
             preferred_element_type=result,
@@ -545,14 +544,13 @@ class Factoring:
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
         eqn = operation.eqn
-        interpreter = operation.interpreter
         weight = operation.args[0]
-        matrices = replace(matrices, maker=(*interpreter.path, id(eqn)))
+        matrices = replace(matrices, maker=(*operation.interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            times = interpreter.times
+            times = operation.interpreter.times
             parent = self.plan.records[weight.maker]
             cost_of_factors, *ways = costs_of_lookup(weight, matrices)
-            read = SumRead(eqn, times, interpreter.in_formula, *ways)
+            read = SumRead(eqn, times, operation.interpreter.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
             origins = operation.facts[0].origins
             parents = [weight.maker]
@@ -564,15 +562,14 @@ class Factoring:
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
         """A new sum; None if the plan forms it."""
-        eqn = operation.eqn
         times = operation.interpreter.times
-        weight = replace(weight, maker=(*operation.interpreter.path, id(eqn)))
+        weight = replace(weight, maker=(*operation.interpreter.path, id(operation.eqn)))
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
-            cost = times * cost_to_form(eqn, operation.facts)
+            cost = times * cost_to_form(operation.eqn, operation.facts)
             cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
             origins = operation.out_facts.origins
-            record = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
+            record = Record(operation.eqn, weight.shape, weight.dtype, origins, parents, cost, times)
             self.plan.records[weight.maker] = record
         return None if self.plan.forms(weight.maker) else weight
 

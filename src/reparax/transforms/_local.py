@@ -292,13 +292,12 @@ class Drawing:
         eqn = operation.eqn
         args = operation.args
         view = operation.view
-        out_facts = operation.out_facts
         if is_draw(eqn):
             (array,) = view.bind(*args)
             product = Product.of(array, still=True)
             (factor,) = product.factors
             product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))]
+            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, operation.out_facts))]
         if has_body(eqn):
             return enter(operation)
         if (
@@ -312,10 +311,10 @@ class Drawing:
             return moved
         of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-        if out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
+        if operation.out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
             made = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
             if made is not None:
-                return [replace(made, maker=_noise_origin(eqn, out_facts))]
+                return [replace(made, maker=_noise_origin(eqn, operation.out_facts))]
         is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
         return self._multiply(operation) if is_product else None
 

@@ -293,16 +293,15 @@ def _linearize_half(
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
-    program = call.program
-    env = dict(zip(program.invars, primals, strict=True))
+    env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), program.invars))
+        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
         dot if dependence.has_tangent(v) else ad.Zero(jax.typeof(output).to_tangent_aval())
-        for v, output, dot in zip(program.outvars, outs, out_tangents, strict=True)
+        for v, output, dot in zip(call.program.outvars, outs, out_tangents, strict=True)
     ]
 
 

@@ -228,14 +228,12 @@ class Scaled(Reparametrization):
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
-        row = self._format
         blocks = self._blocks(x)
-        numbers = row.numbers
-        if row.zero == "offset":
-            low, high = self._range_of(x, blocks, with_zero=not row.early)
+        if self._format.zero == "offset":
+            low, high = self._range_of(x, blocks, with_zero=not self._format.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(self._extent_of(x, blocks), abs(numbers.top))
-        return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+        scale = self._divide_extent(self._extent_of(x, blocks), abs(row.numbers.top))
+        return {"scale": scale if row.numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
         """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
@@ -261,8 +259,7 @@ class Scaled(Reparametrization):
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
         """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
-        numbers = self._format.numbers
-        return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+        return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
         """The scale by which ``extent`` has so many parts."""
@@ -485,16 +482,15 @@ class Quantized(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         scales = self._scales
-        numbers = self._format.numbers
         codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
-        for name, dtype in {"q": numbers.dtype, **codes}.items():
+        for name, dtype in {"q": self._format.numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
                 found_dtype = values[name].dtype
                 raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
+        return self._decode(unpack(q, self._format.numbers.bits, self._block_axis(q)), values)
 
     def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
