@@ -90,8 +90,7 @@ class EvenlySpaced(rpx.Perturbation):
     def apply_leaf(self, w: Array, key: Array | None) -> Array:
         """The rounded matrix."""
         del key
-        max_abs = jnp.max(jnp.abs(w))
-        n_steps = 2**self.bits - 1
+        max_abs, n_steps = jnp.max(jnp.abs(w)), 2**self.bits - 1
         share = w / jnp.where(max_abs == 0, 1, max_abs)
         return max_abs * (2 / n_steps * jnp.round((share + 1) / 2 * n_steps) - 1)
 
@@ -217,8 +216,7 @@ def evaluate(params: PyTree, keys: Array, data: Digits) -> Scores:
 
 def columns(scores: Mapping[str, Scores]) -> dict[str, dict[str, Array]]:
     """The columns of the table: for each heading and configuration, an accuracy for each seed."""
-    clean = STDS.index(0.0)
-    noisy = STDS.index(TABLE_STD)
+    clean, noisy = STDS.index(0.0), STDS.index(TABLE_STD)
     return {
         "clean": {name: score.perturbed[:, clean] for name, score in scores.items()},
         "noisy": {name: score.perturbed[:, noisy] for name, score in scores.items()},

@@ -216,8 +216,7 @@ def _along_axes(chosen: Iterable[tuple[Group, Values]]) -> Along:
             steps = member.steps if flags.ndim > 1 else ()
             if (member.path, member.axis) in found:
                 others, before = found[member.path, member.axis]
-                own = own & before
-                steps = steps or others
+                own, steps = own & before, steps or others
             found[member.path, member.axis] = steps, own
     return found
 
@@ -269,8 +268,7 @@ def _permute_axis(x: Any, member: Member, order: Any) -> Any:
     steps = member.steps if order.ndim > 1 else ()
     places = (*steps, member.axis, *(i for i in range(x.ndim) if i not in (*steps, member.axis)))
     front = x.transpose(places)
-    sizes = front.shape[: len(steps)]
-    size = order.shape[-1]
+    sizes, size = front.shape[: len(steps)], order.shape[-1]
     outer = front.shape[len(steps)] // (size * member.inner)
     blocks = front.reshape(*sizes, outer, size, -1)
     others = (i[..., None].astype(order.dtype) for i in np.ix_(*map(np.arange, (*sizes, outer))))
@@ -398,8 +396,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
     group_list = list(groups)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(raw_tree)):
         raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
-    effective = p.fold(raw_tree)
-    who = f"shrink of {p!r}"
+    effective, who = p.fold(raw_tree), f"shrink of {p!r}"
     arrays = {path_text(path): np.asarray(x) for path, x in items(effective) if is_numeric(x)}
     _require_arrays("shrink", group_list, {path: x.shape for path, x in arrays.items()})
     kept = _along_axes((group, alive) for group, alive in _living_indices(group_list, arrays) if not alive.all())

@@ -253,8 +253,7 @@ class Members:
         for value in data:
             lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
             own = frozenset(each for each in value.made if self._labels.atoms(self._of[each]) & lost)
-            made = made | value.made
-            mixed = mixed | value.mixed | own
+            made, mixed = made | value.made, mixed | value.mixed | own
             if isinstance(view, Dot) and len(data) == 2:
                 self._mixed |= own
         return replace(out, made=made, mixed=mixed)

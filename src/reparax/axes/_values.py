@@ -222,7 +222,6 @@ class Labels:
         if not parts:
             yield LabelPart(self.root(label), 1, size, 1)
         for i, part in enumerate(parts):
-            outer = prod(sizes[:i])
-            inner = prod(sizes[i + 1 :])
+            outer, inner = prod(sizes[:i]), prod(sizes[i + 1 :])
             for piece in self.pieces(part, sizes[i]):
                 yield LabelPart(piece.label, outer * piece.outer, piece.size, piece.inner * inner)

@@ -430,8 +430,7 @@ def _real_size(x: Any) -> int:
 
 def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
     """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
-    tree = params
-    origins = keep_origins(params)
+    tree, origins = params, keep_origins(params)
     for stage in reversed(stages):
         tree, origins_of_stage = stage._unwrapped._follow_axes(tree, lambda tree, stage=stage: init_all((stage,), tree))
         origins = compose_origins(origins_of_stage, origins)
@@ -479,8 +478,7 @@ def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
         require_no_marks(p, tree, otherwise)
         return nest(tree)
 
-    types = types_of_result(effective, raw)
-    return Provenance(flatten(raw), bindings, types)
+    return Provenance(flatten(raw), bindings, types_of_result(effective, raw))
 
 
 def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
@@ -493,8 +491,7 @@ def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages
         n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
         if n is None or kind_of(place[n]) in {stage.kind for stage in later}:
             continue
-        path = path_text(place[:n])
-        mark = place[n]
+        path, mark = path_text(place[:n]), place[n]
         if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
             for stage in producers:
                 stage._unwrapped._check_values_at(tree, path)

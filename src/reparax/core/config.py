@@ -340,8 +340,7 @@ def _package(cls: type) -> str:
 def _derive_kind(cls: type) -> str:
     """The class name in snake case; with the package in front if a class of another package has that kind."""
     kind = snake_case(cls.__name__.strip("_"))
-    namesake = _namesake(cls, kind)
-    package = _package(cls)
+    namesake, package = _namesake(cls, kind), _package(cls)
     elsewhere = namesake is not None and _package(namesake) != package
     return f"{package.strip('_')}_{kind}" if elsewhere else kind
 

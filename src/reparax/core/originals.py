@@ -67,8 +67,7 @@ def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) ->
     if (place := provenance.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
     types = provenance.effective
-    effective = flatten(types)
-    w = jnp.asarray(w)
+    effective, w = flatten(types), jnp.asarray(w)
     if w.shape != effective.arrays[place].shape:
         raise _type_error(who, path, effective.arrays[place], w)
     own = effective.with_arrays({place: w})

@@ -443,8 +443,7 @@ class Flat:
         places = [place for place, x in self.arrays.items() if not (is_empty(x) and place and is_mark(place[-1]))]
         leaves = describe_places(places, bases=bases)
         for leaf in leaves:
-            leaf.content = self.arrays[leaf.place]
-            leaf.tree = self
+            leaf.content, leaf.tree = self.arrays[leaf.place], self
         return leaves
 
     def nodes(self, kind: str) -> dict[Names, Node]:

@@ -160,8 +160,7 @@ def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, P
 
 def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
-    expert = target.expert()
-    count = target.n_experts
+    expert, count = target.expert(), target.n_experts
     ins = expert.shape[expert.ins[0]]
     return {
         "lora_A.weight": Part("@lora/a", (count * rank, ins), lambda a: a.reshape(count, rank, ins).mT, lambda a: a.mT),
@@ -338,8 +337,7 @@ def _lokr_parts(
             parts[tensor] = Part(factor, (rows, columns), target.flip, target.flip)
             continue
         u, v = "uv" if target.out == 0 else "vu"
-        rank = ranks[tensor]
-        low = f"{factor}/@low_rank"
+        rank, low = ranks[tensor], f"{factor}/@low_rank"
         parts[f"{tensor}_a"] = Part(f"{low}/{u}", (rows, rank), target.flip, target.flip)
         parts[f"{tensor}_b"] = Part(f"{low}/{v}", (rank, columns), target.flip, target.flip)
     return parts
@@ -523,8 +521,7 @@ def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
     """The numbers above the diagonals of skew-symmetric matrices of rotations, by the inverse Cayley map."""
     if stage.map != "cayley":
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
-    skew = (x.mT - x) / 2
-    size = x.shape[-1]
+    skew, size = (x.mT - x) / 2, x.shape[-1]
     if base is not None:
         stage_for_one = replace(stage, stacked=())
         eye = jnp.eye(size, dtype=x.dtype)

@@ -120,8 +120,7 @@ def _with_biases(written_of: Mapping[str, Written], targets: Targets) -> dict[st
             continue
         if (module := targets[tensor].module) not in modules:
             raise ValueError(f"PEFT trains a difference of a bias beside that of its weight, but {module!r} has none")
-        weight = modules[module]
-        x = bias.tensors[BIAS]
+        weight, x = modules[module], bias.tensors[BIAS]
         if bias.factor != weight.factor:
             x = x * (known_number(bias.factor) / known_number(weight.factor))
         modules[module] = replace(
@@ -192,8 +191,7 @@ def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) ->
         if not isinstance(node.maker("g"), Tie):
             raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
         return None
-    bias = f"{target.module}.bias"
-    axis = node.stage.axis
+    bias, axis = f"{target.module}.bias", node.stage.axis
     if isinstance(axis, int) and axis % len(target.shape) == target.out and bias in targets and bias not in nodes:
         raise ValueError(
             f"PEFT also multiplies {targets[bias].path!r} by the factors of its outputs. Give it a tied Gain"

@@ -302,8 +302,7 @@ def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
     entry = group.entry
     fits = list[str]()
-    ndim = len(entry.shape)
-    sizes = entry.shape
+    ndim, sizes = len(entry.shape), entry.shape
     if ndim <= 2:
         return ""
     if isinstance(group.stage, WeightNorm) and name == group.names["g"]:

@@ -348,8 +348,7 @@ def write_reflections(w: Array) -> Array:
 def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     """Converts torch's values to our matrix and base, for the same weight; a missing base is the identity."""
     original = _as_tall(widened(values["x"]))
-    base = identity(original)
-    x = jnp.tril(original, -1)
+    base, x = identity(original), jnp.tril(original, -1)
     if "base" in values:
         square = widened(values["base"])
         base = square[..., : base.shape[-1]]

@@ -153,8 +153,7 @@ class Functions:
     def effective(self, *arguments: Any, key: Any = None) -> Any:
         """Variables of the plain model, of one draw."""
         variables, key = self._key(arguments, key)
-        raw = self._get(*variables)
-        key = needed_key(self.p, key)
+        raw, key = self._get(*variables), needed_key(self.p, key)
         try:
             return self._set_plain(self.p.apply(raw, key), *variables)
         except ValueError as error:

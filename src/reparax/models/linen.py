@@ -214,8 +214,8 @@ class _Parametrized(base.Functions, nn.Module):
             raise ValueError(
                 f"{CallName(self.p, 'update')} advances values that do not train in each call that trains, but this "
                 f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
-                f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` and '
-                "call `module.update(variables)` after each step."
+                f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
+                "and call `module.update(variables)` after each step."
             )
 
     @nn.nowrap

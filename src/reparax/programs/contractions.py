@@ -72,14 +72,12 @@ def _dot(view: Dot | RaggedDot) -> Contraction:
 
 def _ragged_dot(view: RaggedDot) -> Contraction:
     """As of matrices, but each row meets the part of its group, or the rows of each group are summed."""
-    product = _dot(view)
-    sizes = tuple(_new_indices(view)[2])
+    product, sizes = _dot(view), tuple(_new_indices(view)[2])
     operands = (*product.operands, sizes)
     if view.group is None:
         return Contraction(operands, (sizes[-1], *product.output), product.apart)
     group = product.operands[1][view.group]
-    output = tuple(i for i in product.output if i != group)
-    return Contraction(operands, output, product.apart | {group})
+    return Contraction(operands, tuple(i for i in product.output if i != group), product.apart | {group})
 
 
 def _convolution(view: Conv) -> Contraction:

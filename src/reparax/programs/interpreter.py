@@ -376,8 +376,7 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
     """The body on each shard, which sums enter as parts of their factors, or formed."""
     args = operation.args
     view = ShardMap(operation.eqn)
-    operands = list(args)
-    specs = list(view.in_specs)
+    operands, specs = list(args), list(view.in_specs)
     pairs = zip(operation.facts, specs, strict=True)
     body = _body(operation, [replace(facts, differs=frozenset(_mesh_axes(spec))) for facts, spec in pairs])
     for i, x in enumerate(args):

@@ -387,8 +387,7 @@ def tells_shards(type_: Any) -> bool:
 
 def has_refs(jaxpr: Jaxpr) -> bool:
     """Whether a program, or one inside it, uses mutable arrays. A kernel, whose arrays JAX makes mutable, does not."""
-    stack = [jaxpr]
-    visited = {id(jaxpr)}
+    stack, visited = [jaxpr], {id(jaxpr)}
     if _any_is_ref([*jaxpr.constvars, *jaxpr.invars]):
         return True
     while stack:

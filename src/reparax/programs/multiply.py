@@ -94,8 +94,7 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     free = tuple(x for x in other.labels if x is not label)
     x = fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
-    n = x.shape[-1]
-    frequency = Label(n)
+    frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     product = lay_along(x, (*free, frequency), (*labels, frequency)) * lay_along(
         spectrum, (*batch, frequency), (*labels, frequency)

@@ -170,8 +170,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label = group[0]
-    new = Label(size)
+    label, new = group[0], Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -230,8 +229,7 @@ def _take_from_product(
     view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any
 ) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
-    group = product.axes[axis]
-    factors = list(product.factors)
+    group, factors = product.axes[axis], list(product.factors)
     if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
         return None
     if view.mode != lax.GatherScatterMode.CLIP:

@@ -41,8 +41,7 @@ def describe_read(eqn: JaxprEqn | None, does: str, lines: Mapping[int, str]) -> 
     """What reads a weight: an equation that does something, and its line; None is the end of a program."""
     if eqn is None:
         return "it is returned, or carried"
-    line = line_of_output(eqn, 0, lines)
-    view = view_of(eqn)
+    line, view = line_of_output(eqn, 0, lines), view_of(eqn)
     grouped = isinstance(view, Conv) and view.feature_group_count > 1
     return f"{'a grouped ' if grouped else ''}{eqn.primitive.name} {does}" + (f": {line}" if line else "")
 

@@ -244,8 +244,7 @@ def transformations(case: Case) -> None:
         "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
         **ways(batch_of_two(params), raw, batch_of_two(raw)),
     }
-    first_draw = p.apply(raw, key)
-    mean = p.fold(raw)
+    first_draw, mean = p.apply(raw, key), p.fold(raw)
     second_draw = compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": mean,
@@ -255,8 +254,7 @@ def transformations(case: Case) -> None:
     }
     for way, actual in results.items():
         bound = rounding(raw, first_draw)
-        otherwise = f"{way} differs from eager evaluation"
-        case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
+        case.require_close(actual, eager.get(way, first_draw), bound, f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
     types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
     case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
@@ -265,8 +263,7 @@ def transformations(case: Case) -> None:
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p = case.p
-    params = case.params
+    p, params = case.p, case.params
     key = case.key
     raw = case.raw
     mean = case.p.deterministic

@@ -253,8 +253,7 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
 
     def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        result = (None, None)
-        failure = None
+        result, failure = (None, None), None
         try:
             result = update(updates, state, params, **extra)
         except Exception as error:  # any type: a transformation may fail in any way on another tree

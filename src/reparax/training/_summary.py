@@ -54,8 +54,7 @@ class Row:
 
     def times(self, line: Line, off: float | None) -> Row:
         """The sums over all parameters that share a line, and the largest ``off`` of them."""
-        n = line.count
-        type = f"{line.times}{self.type}".rstrip()
+        n, type = line.count, f"{line.times}{self.type}".rstrip()
         return Row(
             line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes
         )
@@ -195,8 +194,7 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     require_chains("summary(p, params)", p)
     init = with_any_key(p.init)
     if not has_numbers(params):
-        raw = types_of_result(init, params)
-        off = None
+        raw, off = types_of_result(init, params), None
     else:
         raw = init(params)
         off = distances(p.fold(raw), params)

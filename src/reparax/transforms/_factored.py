@@ -321,8 +321,7 @@ def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Prod
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
-    weight = args[0]
-    places = _in_counting_dtype(args[1])
+    weight, places = args[0], _in_counting_dtype(args[1])
     axis, mode, fill = view.axis, view.mode, view.fill_value
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None

@@ -458,8 +458,7 @@ def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: 
 
 def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
     """The program, the one in which products draw for each row, and the constants that are its first inputs."""
-    call = arguments.trace()
-    interpreter = Interpreter(rules)
+    call, interpreter = arguments.trace(), Interpreter(rules)
     closed_over = len(call.inputs) - len(arguments.arrays)
     facts = facts_of_inputs(call.program, [i < closed_over or flag for i, flag in enumerate(call.is_chosen)])
     rewritten = jax.make_jaxpr(lambda *inputs: interpreter.arrays(call.program, inputs, facts))(*call.inputs)

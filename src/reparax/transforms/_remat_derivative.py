@@ -193,8 +193,7 @@ def _jvp(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tu
         program, consts, linear_part = _linearize(call, primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _jvp_without_linearization(call, primals, moving)
-    n = len(call.program.outvars)
-    outvars = program.outvars
+    n, outvars = len(call.program.outvars), program.outvars
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
     recomputed = [v for v in jaxprs.variables(outvars[n:]) if is_known[v] and v not in inputs]

@@ -234,8 +234,7 @@ def _read_from_bits(mask: Array) -> Array:
     axis = _axis(jax.typeof(mask))
     assert axis is not None
     leading = mask.shape[:axis]
-    trailing = mask.shape[axis + 1 :]
-    eights = mask.reshape(*leading, -1, 8, *trailing).astype(jnp.uint8)
+    eights = mask.reshape(*leading, -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
     places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
     byte = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
     bits = jnp.expand_dims(byte, axis + 1) >> places & jnp.uint8(1)

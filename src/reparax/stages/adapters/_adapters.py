@@ -276,8 +276,7 @@ class Rotated(RowsAndColumns):
         }
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w = values["w"]
-        r = widened(values["r"])
+        w, r = values["w"], widened(values["r"])
         parts = widened(w).reshape(self.num_blocks, -1, w.shape[1])
         return product(r, parts).reshape(w.shape).astype(w.dtype)
 

@@ -27,8 +27,7 @@ def _split_by_base(base: Array, x: Array) -> tuple[Array, Array]:
 def cayley(base: Array, x: Array) -> Array:
     r""":math:`(I - A/2)^{-1} (I + A/2) B`; by block elimination only a k x k system is solved."""
     skew, across = _split_by_base(base, x)
-    schur = identity(skew) - skew / 2
-    numerator = 2 * base
+    schur, numerator = identity(skew) - skew / 2, 2 * base
     if base.shape[-2] != base.shape[-1]:  # otherwise nothing is orthogonal to the base
         schur = schur + product(adjoint(across), across) / 4
         numerator = numerator + across

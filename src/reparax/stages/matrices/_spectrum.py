@@ -183,8 +183,7 @@ class _SingularValues(RowsAndColumns, Constraint):
     }
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        x = widened(w)
-        rank = self.rank_of(w)
+        x, rank = widened(w), self.rank_of(w)
         left_vectors, singular, right_vectors = jnp.linalg.svd(x, full_matrices=False)
         u = self.left_vectors(left_vectors, right_vectors)[..., :rank]
         v = adjoint(right_vectors)[..., :rank]
@@ -200,8 +199,7 @@ class _SingularValues(RowsAndColumns, Constraint):
 
     def update_base_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         def rebase_side(side: str) -> dict[str, Array]:
-            base = values[f"base_{side}"]
-            x = values[side]
+            base, x = values[f"base_{side}"], values[side]
             return {side: jnp.zeros_like(x), f"base_{side}": polar(cayley(widened(base), widened(x)))}
 
         return {**values, **rebase_side("u"), **rebase_side("v")}
@@ -236,8 +234,7 @@ class _BoundedBelow(_SingularValues):
         inside = super().contains_leaf(w, tolerance)
         if tolerance is not None:
             return inside
-        x = widened(jnp.asarray(w))
-        rank = self.rank_of(w)
+        x, rank = widened(jnp.asarray(w)), self.rank_of(w)
         singular = jnp.linalg.svd(x, compute_uv=False)
         least = jnp.maximum(self.eps, resolution(w, singular[..., 0]) / 2)
         return inside & jnp.all(singular[..., rank - 1] > least)

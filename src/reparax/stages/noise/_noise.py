@@ -187,8 +187,7 @@ class WeightDropout(_Drawn):
         return random.uniform(key, like, axes_in_stack(self.broadcast_dims, like, self.stacked))
 
     def perturb(self, w: Array, drawn: Array) -> Array:
-        x = widened(w)
-        keep = _keep_probability(self.rate)
+        x, keep = widened(w), _keep_probability(self.rate)
         return jnp.where(drawn < scalar(keep, drawn), x / scalar(keep, x), jnp.zeros_like(x)).astype(w.dtype)
 
     def merged_with(self, later: Any) -> Any:

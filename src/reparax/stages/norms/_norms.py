@@ -96,8 +96,7 @@ class WeightNorm(_OfChannels):
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         g, v = values["g"], values["v"]
         axes = other_axes(self.axis, v)
-        x = widened(v)
-        length = g.astype(widened(v).real.dtype)
+        x, length = widened(v), g.astype(widened(v).real.dtype)
         return (with_length_detached if self.detach else with_length)(x, length, axes).astype(v.dtype)
 
 
@@ -161,8 +160,7 @@ class WeightStandardization(_OfChannels, Constraint):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         v = values["v"]
-        x = widened(v)
-        axes = other_axes(self.axis, v)
+        x, axes = widened(v), other_axes(self.axis, v)
         x = x / scale(x, axes).astype(x.dtype)
         deviation = x - jnp.mean(x, axis=axes, keepdims=True)
         return (math.sqrt(self._count(v)) * unit(deviation, axes)).astype(v.dtype)

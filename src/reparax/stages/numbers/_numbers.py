@@ -366,8 +366,7 @@ class Simplex(Constraint):
         return jax.nn.softmax(widened(x), axis=position(self.along, x)).astype(x.dtype)
 
     def log_det_leaf(self, values: dict[str, Array]) -> Array:
-        x = values["x"]
-        axis = position(self.along, values["x"])
+        x, axis = values["x"], position(self.along, values["x"])
         unread = jax.nn.logsumexp(x, axis=axis)
         return jnp.sum(jax.nn.log_softmax(x, axis=axis)) + jnp.sum(jax.scipy.stats.norm.logpdf(unread))
 

@@ -128,8 +128,7 @@ class Scaled(Reparametrization):
         super().__post_init__()
         if self.format not in FORMATS:
             return
-        who = type(self).__name__
-        row = self._format
+        who, row = type(self).__name__, self._format
         if self.double_quant and self._block is None:
             raise ValueError(
                 f"{who} got double_quant=True without block_size, but it rounds the scales of blocks. "
@@ -211,8 +210,7 @@ class Scaled(Reparametrization):
 
     def _values_of_scales(self, w: Array) -> dict[str, Array]:
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
-        x = widened(w)
-        blocks = self._blocks(w)
+        x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
             numbers = self._format.numbers
             low, high = self._range_of(x, blocks, with_zero=True)
@@ -232,8 +230,9 @@ class Scaled(Reparametrization):
         if self._format.zero == "offset":
             low, high = self._range_of(x, blocks, with_zero=not self._format.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(self._extent_of(x, blocks), abs(row.numbers.top))
-        return {"scale": scale if row.numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+        top = self._format.numbers.top
+        scale = self._divide_extent(self._extent_of(x, blocks), abs(top))
+        return {"scale": scale if top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
         """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
@@ -608,8 +607,7 @@ class FakeQuantized(Scaled):
         if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
-        x = widened(w)
-        size = w.size // max(step.size, 1)
+        x, size = widened(w), w.size // max(step.size, 1)
         return _round_to_step(x, self._blocks(x).spread(step).astype(x.dtype), BITS[self.format], size).astype(w.dtype)
 
     def _round(self, w: Array) -> Array:

@@ -460,8 +460,7 @@ class _Regrow(_Masked, Constraint):
 
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
-        w = values["w"]
-        active = values["mask"] != 0
+        w, active = values["w"], values["mask"] != 0
         size = jnp.abs(widened(w))
         hidden = -jnp.ones_like(widened(w).real)
         # NaN must not change the counts: such weights stay, and such scores rank last.
