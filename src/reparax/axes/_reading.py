@@ -172,13 +172,13 @@ class Reading:
         """The value that is one of several; ``kind`` is that of what chooses."""
         worst = max(kind, *(value.kind for value in values))
         axes = list[Axis]()
-        for each in zip(*(value.axes for value in values), strict=True):
-            for axis in each[1:]:
-                self.labels.same(each[0].label, axis.label)
-            axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
+        for axis_group in zip(*(value.axes for value in values), strict=True):
+            for axis in axis_group[1:]:
+                self.labels.same(axis_group[0].label, axis.label)
+            axes.append(Axis.joined(axis_group) if worst is Source.WEIGHT else Axis(axis_group[0].label))
         zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
         made, mixed, stacked = (
-            Origins().union(*each) for each in zip(*((v.made, v.mixed, v.stacked) for v in values), strict=True)
+            Origins().union(*sets) for sets in zip(*((v.made, v.mixed, v.stacked) for v in values), strict=True)
         )
         joined = Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
         if worst is not Source.WEIGHT:

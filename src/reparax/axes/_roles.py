@@ -225,11 +225,11 @@ def check_axes(
       All axes fit.
     """
     require_chains("axes.check_axes(p, loss, params, batch)", p)
-    found = list[Misfit]()
+    misfits = list[Misfit]()
 
     def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
-        found[:0] = stage._unwrapped._misfits(tree, known)
+        misfits[:0] = stage._unwrapped._misfits(tree, known)
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
-    return Misfits(found)
+    return Misfits(misfits)

@@ -36,9 +36,9 @@ class Operands:
         self.axes = [value.axes for value in values]
         self.shapes: list[Sequence[int]] = [v.aval.shape for v in view.operands]
 
-    def new(self, of: Iterable[Axis] = ()) -> Axis:
+    def new(self, axes: Iterable[Axis] = ()) -> Axis:
         """An axis with a label of its own."""
-        return Axis(self.labels.new(), origins(of), in_place=False)
+        return Axis(self.labels.new(), origins(axes), in_place=False)
 
     def ordered(self, *axes: Axis) -> Axis:
         """An axis whose order counts, made of axes whose order counts."""
@@ -88,11 +88,11 @@ def axes_of(view: equations.View, operands: Operands) -> list[Axes]:
 
     An equation of which nothing is known allows no permutation of any axis that it reads or gives.
     """
-    found = _axes_of(view, operands)
-    if found is None:
+    known_axes = _axes_of(view, operands)
+    if known_axes is None:
         operands.ordered(*(axis for axes in operands.axes for axis in axes))
         return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
-    return found if isinstance(found, list) else [found for _ in view.eqn.outvars]
+    return known_axes if isinstance(known_axes, list) else [known_axes for _ in view.eqn.outvars]
 
 
 def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
@@ -179,7 +179,7 @@ def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operan
     for indices, own in zip(contraction.operands, operands.axes, strict=False):
         for index, axis in zip(indices, own, strict=True):
             axes.setdefault(index, []).append(axis)
-    joined = {index: operands.joined(each) for index, each in axes.items()}
+    joined = {index: operands.joined(shared_axes) for index, shared_axes in axes.items()}
     return tuple(joined[index] for index in contraction.output)
 
 
@@ -252,8 +252,8 @@ def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], n
         return [Axis(operands.labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
         return [Axis(label, axes[0].of, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
-    one = operands.ordered(*axes)
-    return [Axis(operands.labels.new(operands.line), one.of, in_place=False) for _ in new]
+    frozen = operands.ordered(*axes)
+    return [Axis(operands.labels.new(operands.line), frozen.of, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
@@ -307,14 +307,14 @@ class AxisSum:
     line: str
 
 
-def any_of(each: Iterable[Conditions]) -> Conditions:
+def any_of(conditions: Iterable[Conditions]) -> Conditions:
     """One of these conditions holds."""
-    return _smallest_sets(frozenset[frozenset[Any]]().union(*each))
+    return _smallest_sets(frozenset[frozenset[Any]]().union(*conditions))
 
 
-def all_of(each: Iterable[Conditions]) -> Conditions:
+def all_of(conditions: Iterable[Conditions]) -> Conditions:
     """All of these conditions hold."""
-    return _smallest_sets(frozenset(frozenset[Any]().union(*sets) for sets in product(*each)))
+    return _smallest_sets(frozenset(frozenset[Any]().union(*sets) for sets in product(*conditions)))
 
 
 def _smallest_sets(sets: Conditions) -> Conditions:
@@ -380,23 +380,23 @@ class Zeros:
     def _zero_of_operand(self, value: Labelled, axis: Axis) -> Conditions:
         """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""
         wanted = self.labels.atoms(axis.label)
-        own = [(self.labels.atoms(each.label), value.vanishes(i)) for i, each in enumerate(value.axes)]
-        met = [(atoms, zero) for atoms, zero in own if atoms & wanted]
-        covered = frozenset[int]().union(*(atoms for atoms, _ in met))
-        if not met or not wanted <= covered:
+        zero_of_axis = [(self.labels.atoms(own_axis.label), value.vanishes(i)) for i, own_axis in enumerate(value.axes)]
+        overlapping = [(atoms, zero) for atoms, zero in zero_of_axis if atoms & wanted]
+        covered = frozenset[int]().union(*(atoms for atoms, _ in overlapping))
+        if not overlapping or not wanted <= covered:
             return ALWAYS if value.is_zero else NEVER
-        return all_of(zero for _, zero in met)
+        return all_of(zero for _, zero in overlapping)
 
     def _zero_of_pointwise(self, i: int) -> Conditions:
         """When an entry is zero because those of operands are."""
-        each = [value.vanishes(i) for value in self.operands]
+        zero_of_operand = [value.vanishes(i) for value in self.operands]
         if isinstance(self.view, equations.Multiply):
-            return any_of(each)
+            return any_of(zero_of_operand)
         if isinstance(self.view, equations.Divide):
-            return each[0]
+            return zero_of_operand[0]
         if isinstance(self.view, equations.Select):
-            return all_of(each[1:])
-        zero = all_of(each[k] for k in self._not_literal())
+            return all_of(zero_of_operand[1:])
+        zero = all_of(zero_of_operand[k] for k in self._not_literal())
         return zero if zero and self._is_zero_at_zero else NEVER
 
     def _is_equal_along(self, i: int, axis: Axis, n: int) -> bool:
@@ -411,9 +411,9 @@ class Zeros:
             return False
         value = self.operands[0]
         wanted = self.labels.atoms(axis.label)
-        met = [k for k, each in enumerate(value.axes) if self.labels.atoms(each.label) & wanted]
-        if met:
-            return not any(map(value.varies, met))
+        overlapping = [k for k, own_axis in enumerate(value.axes) if self.labels.atoms(own_axis.label) & wanted]
+        if overlapping:
+            return not any(map(value.varies, overlapping))
         return isinstance(self.view, equations.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1
 
     def _not_literal(self) -> list[int]:
@@ -424,8 +424,8 @@ class Zeros:
         """Whether the output is zero everywhere, as constants are."""
         if isinstance(self.view, MOVES):
             return self.operands[0].is_zero
-        each = [self.operands[k].is_zero for k in self._not_literal()]
-        return isinstance(self.view, equations.Pointwise) and all(each) and self._is_zero_at_zero
+        are_zero = [self.operands[k].is_zero for k in self._not_literal()]
+        return isinstance(self.view, equations.Pointwise) and all(are_zero) and self._is_zero_at_zero
 
     @cached_property
     def _is_zero_at_zero(self) -> bool:

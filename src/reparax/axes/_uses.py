@@ -74,15 +74,15 @@ class Uses(list[DataProduct | Between | OtherRead]):
 
     def _if_rows(self, view: View, operands: Sequence[Labelled], line: str) -> frozenset[DataProduct]:
         """What look-ups and products were until here, if the entries of weights that constants chose are rows."""
-        found = frozenset[DataProduct]().union(*(value.if_rows for value in operands))
-        read = list[int]()
+        earlier = frozenset[DataProduct]().union(*(value.if_rows for value in operands))
+        lookups = list[int]()
         if isinstance(view, Gather) and _selects(view, operands[1]):
             if len(view.cut) > 1:  # which axis of the places is which of these, only their values say
                 self._add_other_read(operands[0], line)
-            read = [0] if _gives_vectors(view) else []
-        elif found:
-            read = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
-        return found | set(filter(None, (_product(view, operands[i], i, line) for i in read)))
+            lookups = [0] if _gives_vectors(view) else []
+        elif earlier:
+            lookups = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
+        return earlier | set(filter(None, (_product(view, operands[i], i, line) for i in lookups)))
 
     def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         """Adds what an equation with data does to each weight that it reads: a product, or another read."""
@@ -186,12 +186,12 @@ def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, 
 
 def _product(view: View, value: Labelled, i: int, line: str) -> DataProduct | None:
     """The product of an operand with data, if the equation is one: of a table that it looks up, the rows go."""
-    found = contraction_of(view)
-    if found is None or not _multiplies(view, found, i):
+    contraction = contraction_of(view)
+    if contraction is None or not _multiplies(view, contraction, i):
         return None
-    inputs, outputs = value.of(found.contracted(i)), value.of(found.kept(i))
+    inputs, outputs = value.of(contraction.contracted(i)), value.of(contraction.kept(i))
     # Of an axis whose parts are put together again, one part may be a single index.
-    stacked = value.of(found.batch(i)) | (value.stacked - inputs - outputs)
+    stacked = value.of(contraction.batch(i)) | (value.stacked - inputs - outputs)
     if not isinstance(view, Conv):
         return DataProduct(inputs, outputs, stacked, line, PRODUCT if isinstance(view, Dot) else LOOKUP)
     how = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
@@ -252,7 +252,7 @@ class Members:
         kept = self._atoms(out.axes)
         for value in data:
             lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
-            own = frozenset(each for each in value.made if self._labels.atoms(self._of[each]) & lost)
+            own = frozenset(origin for origin in value.made if self._labels.atoms(self._of[origin]) & lost)
             made, mixed = made | value.made, mixed | value.mixed | own
             if isinstance(view, Dot) and len(data) == 2:
                 self._mixed |= own
@@ -268,9 +268,9 @@ class Members:
         label = data.axes[numbers.lhs_spec[1]].label
         return self._labels.atoms(self._labels.divided(label, (count, features // count))[0])
 
-    def _inside(self, each: Origins, atoms: frozenset[int]) -> Origins:
+    def _inside(self, axes: Origins, atoms: frozenset[int]) -> Origins:
         """Those axes of parameters whose labels are among these."""
-        return frozenset(one for one in each if self._labels.atoms(self._of[one]) <= atoms)
+        return frozenset(axis for axis in axes if self._labels.atoms(self._of[axis]) <= atoms)
 
     def _atoms(self, axes: Iterable[Axis]) -> frozenset[int]:
         """The labels of which those of axes consist."""

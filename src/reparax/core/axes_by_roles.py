@@ -34,12 +34,12 @@ def visit_with_roles(
     tree = jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles)
     origins = keep_origins(tree)
     new_stages = list[Any]()
-    new = list[Any]()
+    later_stages = list[Any]()
     for stage in reversed(stages):
-        tree, origins_of_stage = follow_axes(new, tree)
+        tree, origins_of_stage = follow_axes(later_stages, tree)
         origins = compose_origins(origins_of_stage, origins)
-        new = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
-        new_stages[:0] = new
+        later_stages = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        new_stages[:0] = later_stages
     return new_stages
 
 

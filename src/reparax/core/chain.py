@@ -393,8 +393,8 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
-            new = stage._unwrapped._with_axes(tree, known)
-            return new if stage._unwrapped is stage else [part.deterministic for part in new]
+            stages = stage._unwrapped._with_axes(tree, known)
+            return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 

@@ -227,11 +227,11 @@ class Joint(Leafwise):
         name_of_place: dict[Names, str] = {}
         for name, expression in self.arrays:
             matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
-            found = [(leaf, match.groups()) for leaf, match in matches if match]
-            if not found:
+            captures = [(leaf, match.groups()) for leaf, match in matches if match]
+            if not captures:
                 why = why_nothing(expression, [leaf.path for leaf in leaves])
                 raise ValueError(f"{who} found no array for {name!r}: {why}")
-            for leaf, texts in found:
+            for leaf, texts in captures:
                 group = groups.setdefault(texts, {})
                 if name in group or leaf.place in name_of_place:
                     occupant = (

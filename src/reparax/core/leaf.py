@@ -371,14 +371,14 @@ class Reparametrization(Leafwise):
         return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        given = {"grad": grads.get("w"), "key": key}
+        extras = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
             new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._map_stacked(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._map_stacked(update_one)(values["w"], *(extras[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:

@@ -36,17 +36,18 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     types = types_of(bound, tree)
     if bound.stage._is_layout:
         return bound.stage._apply_at(bound, values, None)
-    given = dict[str, list[str]]()
+    unchanged = dict[str, list[str]]()
 
     def start(arrays: Mapping[str, Any]) -> Any:
-        made = bound.stage._init_at(bound, arrays, None)
-        given.update({array: [name for name, x in made[array].items() if x is w] for array, w in arrays.items()})
-        return made
+        raw_values = bound.stage._init_at(bound, arrays, None)
+        for array, w in arrays.items():
+            unchanged[array] = [name for name, x in raw_values[array].items() if x is w]
+        return raw_values
 
     with locate_errors(bound.who):
         jax.eval_shape(start, dict(types))
-    found = dict[str, Any]()
-    for array, names in given.items():
+    arrays_before = dict[str, Any]()
+    for array, names in unchanged.items():
         free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
         alone = [name for name in names if name not in free or free == [name]]
         if not alone:
@@ -55,8 +56,8 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
                 f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
                 f"{names}. `p.fold(raw)` gives the weights without their parametrization."
             )
-        found[array] = values[array][alone[0]]
-    return found
+        arrays_before[array] = values[array][alone[0]]
+    return arrays_before
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:

@@ -508,12 +508,12 @@ class Flat:
         """The tree after each of the swaps, in the same order."""
         if not swaps:
             return self
-        new = {old[0]: new_arrays for old, new_arrays in swaps}
+        arrays_at = {old[0]: new_arrays for old, new_arrays in swaps}
         old_places = {place for old, _ in swaps for place in old}
         arrays: dict[Names, Any] = {}
         for place, x in self.arrays.items():
-            if place in new:
-                arrays |= new[place]
+            if place in arrays_at:
+                arrays |= arrays_at[place]
             elif place not in old_places:
                 arrays[place] = x
         return replace(self, arrays=arrays)

@@ -65,11 +65,11 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
 def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
     """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
     if isinstance(maps, str):
-        given = dict.fromkeys(paths, maps)
+        words = dict.fromkeys(paths, maps)
     else:
-        given = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
-    _require_words(given.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
-    return given
+        words = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
+    _require_words(words.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
+    return words
 
 
 def _require_words(words: Iterable[str], what: str, known: Sequence[str]) -> None:

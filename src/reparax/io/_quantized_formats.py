@@ -285,10 +285,10 @@ def _bits_of_groups(config: Mapping[str, Any]) -> int:
     groups = config.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
-    found: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
-    if not found or any(type(x) is not int or x != found[0] for x in found) or found[0] not in range(1, 9):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
-    return found[0]
+    all_bits: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
+    if not all_bits or any(type(x) is not int or x != all_bits[0] for x in all_bits) or all_bits[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
+    return all_bits[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

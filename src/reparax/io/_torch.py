@@ -279,16 +279,16 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
     optional |= {group.names["base"] for group in plan.raw_values if isinstance(group.stage, Orthogonal)}
     lines, doubtful = list[str](), list[str]()
     for name in sorted(state.keys() | want.keys()):
-        expected, found = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
+        expected, got = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
         if expected is None:
-            lines.append(f"{name}: unexpected, holds {found}")
-        elif found is None and name not in optional:
+            lines.append(f"{name}: unexpected, holds {got}")
+        elif got is None and name not in optional:
             lines.append(f"{name}: missing, expected {expected} for {owners[name].path}")
-            told = owners[name].known or any(other in state for other in plan.names[owners[name]])
-            doubtful += [] if told else [owners[name].path]
-        elif found not in (None, expected):
+            is_layout_known = owners[name].known or any(other in state for other in plan.names[owners[name]])
+            doubtful += [] if is_layout_known else [owners[name].path]
+        elif got not in (None, expected):
             fit = _explain_fit(groups[name], name, tuple(state[name].shape)) if name in groups else ""
-            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {found}{fit}")
+            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {got}{fit}")
     if lines:
         stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
         text = "\n  ".join(lines)

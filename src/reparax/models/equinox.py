@@ -90,10 +90,10 @@ class Parametrized(eqx.Module):
         self.p = base.check_arguments(_WHO, model, p)
         base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
         if raw is None:
-            made = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))
+            raw_model = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))
         else:
-            made = _put_into_model(model, base.require_made_by(p, raw))
-        self.values = _hide_fixed(made)
+            raw_model = _put_into_model(model, base.require_made_by(p, raw))
+        self.values = _hide_fixed(raw_model)
 
     @property
     def raw(self) -> Any:

@@ -88,11 +88,11 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
 
 def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
     """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
-    held = kind(None, None)
-    init, apply = functools.partial(held._init), functools.partial(held._apply)
+    plain_pair = kind(None, None)
+    init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
-    for each in (held, pair):  # what the two functions read, and what the methods do
-        each.network, each.p, each.advances = transformed, p, advances
+    for one_pair in (plain_pair, pair):  # what the two functions read, and what the methods do
+        one_pair.network, one_pair.p, one_pair.advances = transformed, p, advances
     return pair
 
 

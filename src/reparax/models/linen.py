@@ -251,11 +251,11 @@ def _make_class(plain: type[Any]) -> type[Any]:
 
     def member(name: str) -> Any:
         """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
-        found = None if name in fields else inspect.getattr_static(plain, name)
-        if not inspect.isfunction(found) or hasattr(found, "nowrap"):
+        attribute = None if name in fields else inspect.getattr_static(plain, name)
+        if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(found, updated=())  # linen's own marks of the method are not those of this one
+        @functools.wraps(attribute, updated=())  # linen's own marks of the method are not those of this one
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

@@ -121,14 +121,14 @@ class Parametrized(nnx.Module):
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
             key = base.start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
-            made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
+            replacements = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
             stored = _outputs(lambda tree: _with_types_by_training(base.require_made_by(p, tree), variable), raw)
-            made = _moved_to(model, raw, stored)
+            replacements = _moved_to(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
         self.raw = nnx.data(
-            _rebuilt(model, made, {}, anew=True)
+            _rebuilt(model, replacements, {}, anew=True)
         )  # last, as attributes that are set afterwards are the model's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +194,8 @@ class Parametrized(nnx.Module):
         if p.stochastic and self.rngs is None:
             raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
-        made = _outputs(lambda tree: p.apply(tree, key), self.raw)
-        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in made.items()}, done)
+        outputs = _outputs(lambda tree: p.apply(tree, key), self.raw)
+        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in outputs.items()}, done)
 
     def _attribute(self, owner: Any, held: Any, name: str) -> Any:
         """An attribute of a module ``held`` of the raw model, for ``owner``."""
@@ -415,39 +415,39 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     return {identity: (nodes[i], outs[i]) for identity, i in first.items()}
 
 
-def _rebuilt(node: Any, new: Outputs, done: Done, *, anew: bool = False) -> Any:
+def _rebuilt(node: Any, replacements: Outputs, done: Done, *, anew: bool = False) -> Any:
     """The graph with other leaves, where one object stays one.
 
     Args:
       node: Its root.
-      new: What stands in place of leaves, by their identity.
+      replacements: What stands in place of leaves, by their identity.
       done: Takes what was made of each node.
       anew: Whether modules without any of these leaves are copied too.
     """
     if id(node) not in done:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         if _is_place(node) or jax.tree_util.treedef_is_leaf(treedef):
-            made = new.get(_identity(node), (node, node))[1]
+            copy = replacements.get(_identity(node), (node, node))[1]
         else:
-            parts = [_rebuilt(x, new, done, anew=anew) for x in children]
+            parts = [_rebuilt(x, replacements, done, anew=anew) for x in children]
             same = not anew and all(x is y for x, y in zip(parts, children, strict=True))
-            made = node if same else treedef.unflatten(parts)
-        done[id(node)] = node, made
+            copy = node if same else treedef.unflatten(parts)
+        done[id(node)] = node, copy
     return done[id(node)][1]
 
 
-def _moved_to(model: Any, raw: Any, new: Outputs) -> Outputs:
+def _moved_to(model: Any, raw: Any, replacements: Outputs) -> Outputs:
     """The parameters of a model, with what was made of those of a raw model at the same paths."""
     places, stored = (
-        {path_text(names): x for names, x in items(each, _is_place) if _is_parameter(x) or holds_markers(x)}
-        for each in (model, raw)
+        {path_text(names): x for names, x in items(tree, _is_place) if _is_parameter(x) or holds_markers(x)}
+        for tree in (model, raw)
     )
     if different := sorted(places.keys() ^ stored.keys()):
         raise ValueError(
             f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of both has a parameter "
             f"at {different[0]!r}."
         )
-    return {_identity(x): (x, new[_identity(stored[path])][1]) for path, x in places.items()}
+    return {_identity(x): (x, replacements[_identity(stored[path])][1]) for path, x in places.items()}
 
 
 def _keep_changes(done: Done) -> None:

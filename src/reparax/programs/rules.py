@@ -170,7 +170,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label, new = group[0], Label(size)
+    label, new_label = group[0], Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -178,9 +178,9 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if own is label else own for own in factor.labels))
+        return replace(factor, array=array, labels=tuple(new_label if own is label else own for own in factor.labels))
 
-    axes = tuple(_axis_of(new) if i == axis else member for i, member in enumerate(product.axes))
+    axes = tuple(_axis_of(new_label) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)
 
 

@@ -510,16 +510,16 @@ class Factoring:
 
     def outputs(self, operation: Operation) -> Outs:
         eqn, args, out_facts = operation.eqn, operation.args, operation.out_facts
-        new = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
-        if new is None:
+        new_sum = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
+        if new_sum is None:
             if has_body(eqn):
                 return enter(operation)
             if (moved := move_sum(eqn, args)) is not None:
                 return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-            new = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
-        if new is None:
+            new_sum = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
+        if new_sum is None:
             return self._multiply(operation)
-        weight = self._start_sum(operation, new)
+        weight = self._start_sum(operation, new_sum)
         return None if weight is None else [weight, *(None for _ in eqn.outvars[1:])]
 
     def _multiply(self, operation: Operation) -> Outs:

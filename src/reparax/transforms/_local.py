@@ -312,9 +312,9 @@ class Drawing:
         of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
         if operation.out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
-            made = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
-            if made is not None:
-                return [replace(made, maker=_noise_origin(eqn, operation.out_facts))]
+            weight = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
+            if weight is not None:
+                return [replace(weight, maker=_noise_origin(eqn, operation.out_facts))]
         is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
         return self._multiply(operation) if is_product else None
 

@@ -235,12 +235,12 @@ def _count(eqn: JaxprEqn) -> int:
 
 def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
     """Whether an equation is of one of these kinds, or a call of such equations alone."""
-    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(each, kinds) for each in _inside(eqn)))
+    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(inner, kinds) for inner in _inside(eqn)))
 
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equations of the programs in an equation."""
-    return [each for program in jaxprs.inner(eqn) for each in program.eqns]
+    return [inner for program in jaxprs.inner(eqn) for inner in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:

@@ -118,10 +118,10 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
         if not weights:
             return eqn
         plan = steps.plan(jaxpr, [(v, 0) for v in weights])
-        others = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
-        new = eqn.replace(invars=[*others, *(v for v, _ in plan.parts)])
-        functions[id(new)] = functools.partial(_run_with_weights, eqn, plan)
-        return new
+        other_operands = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
+        new_eqn = eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)])
+        functions[id(new_eqn)] = functools.partial(_run_with_weights, eqn, plan)
+        return new_eqn
 
     program = jaxpr.replace(eqns=list(map(moved, jaxpr.eqns)))
     if not functions:

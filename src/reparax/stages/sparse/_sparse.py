@@ -214,8 +214,8 @@ class NByM(_Masked, Constraint):
 
 def check_shares(value: Any, who: str, name: str) -> Any:
     """One share, or a tuple of several."""
-    several = tuple(value) if isinstance(value, tuple | list) else (value,)
-    shares = tuple(_check_share(share, who, name) for share in several)
+    entries = tuple(value) if isinstance(value, tuple | list) else (value,)
+    shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
 
