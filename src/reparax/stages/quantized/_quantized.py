@@ -648,9 +648,7 @@ def _round_to_step(x: Array, step: Array, bits: int, size: int) -> Array:
 
 
 @_round_to_step.defjvp
-def _round_to_step_jvp(
-    bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
+def _round_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
     """The derivative of LSQ: that of the identity inside of the range, and a slope for the step."""
     (x, step), (dx, dstep) = primals, tangents
     low, high = bounds_of(bits)
