@@ -216,7 +216,7 @@ def label_cells(table):
                 for cell in row[1:]:
                     cell.decompose()
     elif "class" in table.attrs:
-        table["class"] = [*table["class"], "numbers", *["many"] * (len(heads) > 6)]
+        table["class"] = [*table["class"], "numbers", *["many"] * (len(heads) > 5)]
 
 
 def keep_together(soup):
