@@ -99,11 +99,13 @@ NUMBER = re.compile(r"\S*FieldOf\[.*Callable\[\[str, \S*Any\], \S*Any\]( \| .*)?
 
 
 def name_numbers(app, domain, kind, content):
-    """Calls the type of a number by its name, in place of the ten types that it stands for."""
+    """Calls the type of a number by its name, in place of the ten types that it stands for; any arguments are dots."""
     for field in content.findall(nodes.field):
         name, body = field.children
         if name.astext().startswith("type ") and (match := NUMBER.fullmatch(body.astext())):
             body[:] = [nodes.paragraph("", f"Number{match[1] or ''}")]
+        elif "[~P]" in body.astext():
+            body[:] = [nodes.paragraph("", body.astext().replace("[~P]", "..."))]
 
 
 NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
