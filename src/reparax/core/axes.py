@@ -35,10 +35,10 @@ vector. No axis can have this name."""
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
     """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
-    several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not all(map(_is_axis, several)):
+    axis_list = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if not all(map(_is_axis, axis_list)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
-    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in axis_list)
     if len(set(plain)) < len(plain):
         raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
     return plain[0] if len(plain) == 1 else plain
@@ -204,18 +204,18 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
             )
         return names.index(axis) - len(names)
 
-    several = tuple(map(number, _as_tuple(axes)))
-    return several if isinstance(axes, tuple) else several[0]
+    numbers = tuple(map(number, _as_tuple(axes)))
+    return numbers if isinstance(axes, tuple) else numbers[0]
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
     """The axes as numbers, in their order; names are refused."""
-    several = _as_tuple(axes)
-    for axis in several:
+    axis_list = _as_tuple(axes)
+    for axis in axis_list:
         if isinstance(axis, str):
             _refuse_word(axis)
             raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
-    return tuple(int(axis) for axis in several)
+    return tuple(int(axis) for axis in axis_list)
 
 
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:

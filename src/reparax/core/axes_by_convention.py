@@ -41,8 +41,7 @@ def lacks_axes(stage: Any) -> bool:
 
 def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     """The stacked axes of an array that its layer says, for a stage whose axes nobody set."""
-    convention = leaf.convention
-    return tuple(range(w.ndim - len(convention.axes))) if convention.is_of_layer and lacks_axes(stage) else ()
+    return tuple(range(w.ndim - len(leaf.convention.axes))) if leaf.convention.is_of_layer and lacks_axes(stage) else ()
 
 
 def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = False) -> Any:
@@ -55,7 +54,8 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = F
     """
     if not lacks_axes(stage):
         return stage
-    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
+    convention = leaf.convention
+    stacked = find_axes(stage.stacked, stage.names_at(leaf))
     n_own = w.ndim - len(stacked)
     if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not convention.is_of_layer):
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
@@ -76,7 +76,8 @@ def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
     """Types that an array may have, whose values alone are known."""
     if not lacks_axes(stage):
         return [None]
-    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
+    convention = leaf.convention
+    stacked = find_axes(stage.stacked, stage.names_at(leaf))
     own = tuple(2 if size is None else size for size in convention.sizes) or (2,) * (len(convention.axes) or 2)
     counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
     return [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]

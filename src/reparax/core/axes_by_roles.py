@@ -32,12 +32,14 @@ def visit_with_roles(
     """
     roles_of_params = roles_of(who, roles)
     tree = jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles)
-    origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
+    origins = keep_origins(tree)
+    new_stages = list[Any]()
+    later_stages = list[Any]()
     for stage in reversed(stages):
-        tree, origins_of_stage = follow_axes(new, tree)
+        tree, origins_of_stage = follow_axes(later_stages, tree)
         origins = compose_origins(origins_of_stage, origins)
-        new = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
-        new_stages[:0] = new
+        later_stages = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        new_stages[:0] = later_stages
     return new_stages
 
 
@@ -73,7 +75,8 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
 def _role_by_class(convention: Convention, x: Any, tree: Flat) -> Role:
     """The role of an array of a layer; none if the layer does not say it."""
     try:
-        role, why = convention.role(x.shape, x.dtype), why_not_stacked(convention, x, tree)
+        role = convention.role(x.shape, x.dtype)
+        why = why_not_stacked(convention, x, tree)
     except ValueError as error:
         why = str(error)
     else:
@@ -126,7 +129,7 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
-        role, w = roles.get(leaf.place), leaf.content
+        role = roles.get(leaf.place)
         if role is None or role.why or role.ambiguous:
             continue
         stage_here = stage._checked_for("with_axes", leaf)
@@ -134,7 +137,7 @@ def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
-        numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
+        numbers, one_array = axes_by_word(role, stacked), one_stacked(leaf.content, stacked)
         for field, (axes, word) in stage_here.axes_in_use(one_array).items():
             axes_from_end = tuple(axis - one_array.ndim for axis in axes)
             if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
@@ -146,7 +149,8 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
     Axes by path are those of arrays, and both factors of one, for example, have its path.
     """
-    axes_of_path, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Leaf]]()
+    axes_of_path = dict[str, list[Mapping[str, Any]]]()
+    parts = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         known_axes = axes_of_path.setdefault(leaf.path, [])
         if axes not in known_axes:
@@ -157,7 +161,8 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """The stage for these places alone."""
-    paths, fields_by_path = [leaf.path for leaf in leaves], stage._varying_fields.items()
+    paths = [leaf.path for leaf in leaves]
+    fields_by_path = stage._varying_fields.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
 
@@ -198,8 +203,9 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
-    axes_of_field, stage = dict[str, Any](), stage.at_path(path)
+    who = CallName(stage, "with_axes", (leaf.path,))
+    axes_of_field = dict[str, Any]()
+    stage = stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)

@@ -170,7 +170,8 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
-        stages, is_traced = self._parts[:upto], any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
+        stages = self._parts[:upto]
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
             tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
@@ -250,7 +251,8 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        slopes, gathered = None if grads is None else gather_boxes(grads), gather_boxes(raw)
+        slopes = None if grads is None else gather_boxes(grads)
+        gathered = gather_boxes(raw)
         require_made_by(self, "update", gathered)
         tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
         return spread_like(raw, nest(tree))
@@ -391,8 +393,8 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
-            new = stage._unwrapped._with_axes(tree, known)
-            return new if stage._unwrapped is stage else [part.deterministic for part in new]
+            stages = stage._unwrapped._with_axes(tree, known)
+            return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 

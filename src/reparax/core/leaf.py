@@ -100,7 +100,8 @@ class Perturbation(Leafwise):
         ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
+        w = values["w"]["w"]
+        method = "mean_leaf" if bound.mean else "apply_leaf"
         keys = () if bound.mean else (keys_of_stack(key, w, self.stacked_axes),)
         effective = self._map_stacked(getattr(self, method))(w, *keys)
         if not self.changes_type:
@@ -370,14 +371,14 @@ class Reparametrization(Leafwise):
         return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        given = {"grad": grads.get("w"), "key": key}
+        extras = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
             new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._map_stacked(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._map_stacked(update_one)(values["w"], *(extras[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -491,8 +492,7 @@ _inlined = inlined(_call, static_argnums=(0, 1, 2))
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    declares_terms = stage._declares_terms
-    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if stage._declares_terms else stage.apply_leaf(*args)
 
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:

@@ -342,7 +342,9 @@ class OwnNodes:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self._who, self._readings = stage, CallName(stage, method), dict[Any, NodeReading]()
+        self._stage = stage
+        self._who = CallName(stage, method)
+        self._readings = dict[Any, NodeReading]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(self._who, stage.kind, nest(tree))

@@ -36,5 +36,6 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
 
 def restore_same(results: list[Any], *args: Any) -> Any:
     """The results, with the arguments themselves in place of the marks."""
-    given, (structure, *leaves) = jax.tree.leaves(args), results
-    return structure.treedef.unflatten(given[x.number] if isinstance(x, Same) else x for x in leaves)
+    arguments = jax.tree.leaves(args)
+    structure, *leaves = results
+    return structure.treedef.unflatten(arguments[x.number] if isinstance(x, Same) else x for x in leaves)

@@ -95,7 +95,8 @@ def find_attribute(
       read: Gives a property of the effective model.
       run: Calls the method of a name, with its arguments.
     """
-    attributes, shared = {} if held is None else vars(held), getattr(type(held), name, None)
+    attributes = {} if held is None else vars(held)
+    shared = getattr(type(held), name, None)
     if name.startswith("_") or (name not in attributes and shared is None):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
     if name in attributes:
