@@ -86,15 +86,15 @@ def axes_of(view: equations.View, operands: Operands) -> list[Axes]:
 
     An equation of which nothing is known allows no permutation of any axis that it reads or gives.
     """
-    known_axes = _axes_of(view, operands)
-    if known_axes is None:
+    axes = _axes_by_kind(view, operands)
+    if axes is None:
         operands.ordered(*(axis for axes in operands.axes for axis in axes))
         return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
-    return known_axes if isinstance(known_axes, list) else [known_axes for _ in view.eqn.outvars]
+    return axes if isinstance(axes, list) else [axes for _ in view.eqn.outvars]
 
 
-def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
-    """The axes of all outputs, or of each; None if the equation is not known."""
+def _axes_by_kind(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
+    """The axes that all outputs have, or a list of those of each; None if the equation is not known."""
     axes, shape = (operands.axes[0], operands.shapes[0]) if operands.axes else ((), ())
     match view:
         case equations.Pointwise() | equations.ReadInStep() | equations.Vary() | equations.Named():
@@ -108,12 +108,8 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             return operands.elementwise([view.axis])
         case equations.Dot():
             return _axes_of_product(view, operands)
-        case equations.RaggedDot():  # sizes say which rows meet which group: the order of rows and of groups counts
-            if view.group is not None:
-                operands.ordered(operands.axes[1][view.group])
-            operands.axes[0] = operands.partly(i != view.ragged for i in range(len(axes)))
-            operands.axes[2:] = [tuple(map(operands.ordered, each)) for each in operands.axes[2:]]
-            return _axes_of_product(view, operands)
+        case equations.RaggedDot():
+            return _axes_of_ragged_dot(view, operands)
         case equations.Conv():
             return _axes_of_convolution(view, operands) if view.batch_group_count == 1 else None
         case equations.Gather():
@@ -127,11 +123,8 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             return operands.partly(view.keeps) if len(view.eqn.outvars) == 1 else None
         case equations.TopK():
             return operands.partly(i != view.axis for i in range(len(axes)))
-        case equations.Broadcast():  # a new axis, or one of size one that gets longer, has equal entries, so any order
-            places = [operands.new() for _ in view.shape]
-            for k, axis, n in zip(view.broadcast_dimensions, axes, shape, strict=True):
-                places[k] = axis if n == view.shape[k] else operands.new([axis])
-            return tuple(places)
+        case equations.Broadcast():
+            return _axes_of_broadcast(view, operands)
         case equations.Transpose():
             return tuple(axes[i] for i in view.permutation)
         case equations.Squeeze():
@@ -144,12 +137,9 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             parts = zip(axes, shape, view.bounds, strict=True)
             return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
         case equations.SplitAxis():
-            before = axes[: view.axis]
-            n = shape[view.axis]
-            behind = axes[view.axis + 1 :]
             stops = zip(accumulate(view.sizes), view.sizes, strict=True)
-            parts = [operands.part(axes[view.axis], n, stop - size, stop) for stop, size in stops]
-            return [(*before, part, *behind) for part in parts]
+            parts = [operands.part(axes[view.axis], shape[view.axis], stop - size, stop) for stop, size in stops]
+            return [(*axes[: view.axis], part, *axes[view.axis + 1 :]) for part in parts]
         case equations.Concatenate():
             return _axes_of_concatenate(view, operands)
         case equations.Stack():
@@ -179,6 +169,23 @@ def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operan
             axes.setdefault(index, []).append(axis)
     joined = {index: operands.joined(shared_axes) for index, shared_axes in axes.items()}
     return tuple(joined[index] for index in contraction.output)
+
+
+def _axes_of_ragged_dot(view: equations.RaggedDot, operands: Operands) -> Axes:
+    """As of a product, but sizes say which rows meet which group: the order of rows and of groups counts."""
+    if view.group is not None:
+        operands.ordered(operands.axes[1][view.group])
+    operands.axes[0] = operands.partly(i != view.ragged for i in range(len(operands.axes[0])))
+    operands.axes[2:] = [tuple(map(operands.ordered, axes)) for axes in operands.axes[2:]]
+    return _axes_of_product(view, operands)
+
+
+def _axes_of_broadcast(view: equations.Broadcast, operands: Operands) -> Axes:
+    """A new axis, or one of size one that gets longer, has equal entries, so any order."""
+    new_axes = [operands.new() for _ in view.shape]
+    for k, axis, n in zip(view.broadcast_dimensions, operands.axes[0], operands.shapes[0], strict=True):
+        new_axes[k] = axis if n == view.shape[k] else operands.new([axis])
+    return tuple(new_axes)
 
 
 def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:

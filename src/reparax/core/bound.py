@@ -252,7 +252,7 @@ def require_made_by(p: Any, method: str, raw: PyTree) -> None:
     def effective(raw: PyTree) -> PyTree:
         tree = flatten(raw)
         last = [tree, *(after for *_, after in _walk(method, tuple(p), tree))][-1]
-        require_no_marks(p, last)
+        require_no_markers(p, last)
         return nest(last)
 
     types_of_result(effective, raw)
@@ -474,28 +474,28 @@ def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
 
     def effective(raw: PyTree) -> PyTree:
         tree = apply_all(tuple(p), flatten(raw), Keys(jax.random.key(0)), bindings)
-        require_no_marks(p, tree, otherwise)
+        require_no_markers(p, tree, otherwise)
         return nest(tree)
 
     return Provenance(flatten(raw), bindings, types_of_result(effective, raw))
 
 
-def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
-    """Requires that no stage's values are left after all stages of ``p`` but the ``later`` ones.
-
-    Raises:
-      ValueError: If some are: ``p`` did not make the raw tree.
-    """
+def require_no_markers(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
+    """Requires that no marker is left after all stages of ``p`` but the ``later`` ones: ``p`` made the raw tree."""
     for place in tree.arrays:
         n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
-        if n is None or kind_of(place[n]) in {stage.kind for stage in later}:
-            continue
-        path, mark = path_text(place[:n]), place[n]
-        if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
-            for stage in producers:
-                stage._unwrapped._check_values_at(tree, path)
-            raise ValueError(
-                f"{CallName(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                f"or an older version of reparax made it. {otherwise}"
-            )
-        raise ValueError(f"{CallName(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
+        if n is not None and kind_of(place[n]) not in {stage.kind for stage in later}:
+            raise _left_marker_error(p, tree, path_text(place[:n]), place[n], otherwise)
+
+
+def _left_marker_error(p: Any, tree: Flat, path: str, mark: str, otherwise: str) -> ValueError:
+    """The error for a marker that is left after all stages; that of its stage, if its values do not fit this."""
+    who, makers = CallName(p, "apply"), [stage for stage in p if stage.kind == kind_of(mark)]
+    if not makers:
+        return ValueError(f"{who} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
+    for stage in makers:
+        stage._unwrapped._check_values_at(tree, path)
+    return ValueError(
+        f"{who} does not select {path!r}, where the raw tree holds {mark!r}: another chain or an older version of "
+        f"reparax made it. {otherwise}"
+    )

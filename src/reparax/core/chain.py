@@ -21,7 +21,7 @@ from reparax.core.bound import (
     init_all,
     provenance_of,
     require_made_by,
-    require_no_marks,
+    require_no_markers,
     total_log_det,
     total_penalty,
     update_all,
@@ -175,7 +175,7 @@ class Parametrization(Static, ABC):
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
             tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
-            require_no_marks(self, tree, later=self._parts[len(stages) :])
+            require_no_markers(self, tree, later=self._parts[len(stages) :])
             return nest(tree)
 
         return recompute(effective, gather_boxes(raw), needed_key(self, key))
@@ -203,7 +203,7 @@ class Parametrization(Static, ABC):
         """
         require_no_references(self, "original", raw)
         tree = originals(self._parts, flatten(gather_boxes(raw)))
-        require_no_marks(self, tree)
+        require_no_markers(self, tree)
         return nest(tree)
 
     @verb
