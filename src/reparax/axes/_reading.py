@@ -217,8 +217,7 @@ class Reading:
             self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
-            stacked = value.stacked | along.of
-            step = replace(value, axes=tuple(axes), stacked=stacked, vanishing=zero, is_zero=False)
+            step = replace(value, axes=tuple(axes), stacked=value.stacked | along.of, vanishing=zero, is_zero=False)
             steps.append(replace(step, equal=value.equal[1:]))
         carry, stacks = self._read_loop(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):

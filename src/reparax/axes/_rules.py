@@ -282,8 +282,7 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axe
         axis = operands.ordered(*parts)
     else:
         inside = operands.joined(parts)
-        blocks = operands.ordered()
-        label = operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]])
+        label = operands.labels.merged([operands.ordered().label, inside.label], [len(parts), sizes[0]])
         axis = Axis(label, inside.of, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
     return tuple(axis if i == along else operands.joined(axes) for i, axes in across)

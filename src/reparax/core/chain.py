@@ -711,8 +711,7 @@ class Mean(Parametrization):
 
     def __post_init__(self) -> None:
         stage: Any = self.stage
-        is_stochastic = isinstance(stage, Parametrization) and stage.stochastic
-        if not is_stochastic:
+        if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {stage!r}. Leave it out."
             )

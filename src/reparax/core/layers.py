@@ -72,8 +72,7 @@ class Convention:
         Raises:
           ValueError: If the array does not fit.
         """
-        extra = len(shape) - len(self.axes)
-        front = stacked if stacked else tuple(range(extra)) if self.is_class else ()
+        front = stacked or (tuple(range(len(shape) - len(self.axes))) if self.is_class else ())
         own = [axis for axis in range(len(shape)) if axis not in front]
         sizes = tuple(shape[axis] for axis in own)
         if not self.axes or len(own) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):

@@ -203,8 +203,7 @@ def marker(kind: str, n: int) -> str:
 
 def _stage_class(place: Names, i: int) -> Kind:
     """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
-    kind = kind_of(place[i])
-    if (stage := registered_kind(kind)) is None:
+    if (stage := registered_kind(kind_of(place[i]))) is None:
         raise ValueError(
             f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
             f"Import the module that defines it. A parameter of this name needs another: '@' begins those of stages."

@@ -128,8 +128,7 @@ def from_quantized(
     known = {entry.path for entry in entries}
     p = Chain(tuple(replace(stage, where=pattern_of(paths, known)) for stage, paths in paths_of.items()))
     p = p.stages[0] if len(p.stages) == 1 else p
-    shapes = jax.eval_shape(p.init, like)
-    paths, leaves, treedef = flatten_with_names(shapes)
+    paths, leaves, treedef = flatten_with_names(jax.eval_shape(p.init, like))
     arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
     return p, treedef.unflatten([arrays_by_path.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 

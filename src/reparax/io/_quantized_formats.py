@@ -58,8 +58,7 @@ def count_whole_parts(count: int, size: int, what: str) -> int:
 def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
-    stream = np.unpackbits(rows, axis=-1, bitorder="little")
-    bits_of_numbers = stream.reshape(*rows.shape[:-1], -1, bits)
+    bits_of_numbers = np.unpackbits(rows, axis=-1, bitorder="little").reshape(*rows.shape[:-1], -1, bits)
     return np.moveaxis(np.packbits(bits_of_numbers, axis=-1, bitorder="little")[..., 0], -1, axis)
 
 

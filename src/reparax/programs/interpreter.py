@@ -387,8 +387,7 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
     for i, x in enumerate(args):
         factor_specs = _specs_of_factors(x, specs[i], view.mesh_shape) if isinstance(x, Sum) else None
         if factor_specs is not None:
-            factors = [factor for product in x.products for factor in product.factors]
-            operands[i] = [factor.dense for factor in factors]
+            operands[i] = [factor.dense for product in x.products for factor in product.factors]
             specs[i] = factor_specs
         else:
             operands[i] = operation.interpreter.array(x, operation.eqn)

@@ -490,8 +490,7 @@ def checkpoints(case: Case) -> None:
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
         case.require_raises(partial(p.check, spoilt, like=params), "check accepts a wrong tree")
     if array_paths(raw) != array_paths(params):
-        never = "apply accepts a tree that never went through init"
-        case.require_raises(lambda: p.apply(params, case.key), never)
+        case.require_raises(lambda: p.apply(params, case.key), "apply accepts a tree that never went through init")
         case.require_raises(lambda: p.init(raw, case.key), "init accepts a raw tree")
         case.require_raises(lambda: Chain().apply(raw), "another chain accepts its raw tree")
 

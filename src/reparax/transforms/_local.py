@@ -326,8 +326,7 @@ class Drawing:
             return None
         mean, add_noise = mean_with_noise
         (n_draws,) = self.state
-        key = key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs))
-        result = add_noise(key, mean)
+        result = add_noise(key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs)), mean)
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
