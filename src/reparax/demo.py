@@ -334,9 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keys = jax.random.split(jax.random.key(1), settings.seeds)
     scores = {name: evaluate(params, keys, test) for name, params in models.items()}
     columns_shown = columns(scores)
-    console.print(
-        table(columns_shown), *(verdict(heading, column) for heading, column in columns_shown.items()), sep="\n"
-    )
+    verdicts = (verdict(heading, column) for heading, column in columns_shown.items())
+    console.print(table(columns_shown), *verdicts, sep="\n")
     console.print(f"{settings.seeds} seeds, {settings.steps} steps each, {seconds:.0f} seconds of training.")
     console.print("One small data set, and nothing is tuned: do not read this as a ranking of the methods.")
     plot(scores).savefig(settings.plot, format="png", dpi=150)

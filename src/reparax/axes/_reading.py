@@ -177,9 +177,9 @@ class Reading:
                 self.labels.same(axis_group[0].label, axis.label)
             axes.append(Axis.joined(axis_group) if worst is Source.WEIGHT else Axis(axis_group[0].label))
         zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
-        made, mixed, stacked = (
-            Origins().union(*sets) for sets in zip(*((v.made, v.mixed, v.stacked) for v in values), strict=True)
-        )
+        made = Origins().union(*(value.made for value in values))
+        mixed = Origins().union(*(value.mixed for value in values))
+        stacked = Origins().union(*(value.stacked for value in values))
         joined = Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
         if worst is not Source.WEIGHT:
             return joined

@@ -131,11 +131,9 @@ def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:
         long = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
         if len(long) > 1 and all(long):
             return Source.WEIGHT
-    if isinstance(
-        view, equations.Multiply | equations.Divide
-    ):  # a multiple of weights by a number that is data is one of weights
-        varying = [value for value in operands if any(map(value.varies, range(len(value.axes))))]
-        operands = varying or operands
+    if isinstance(view, equations.Multiply | equations.Divide):
+        # A multiple of weights by a number that is data is one of weights.
+        operands = [value for value in operands if any(map(value.varies, range(len(value.axes))))] or operands
     return max((value.kind for value in operands), default=Source.CONSTANT)
 
 

@@ -17,6 +17,7 @@ from reparax.io._files import is_finite, is_number, is_size, shown
 from reparax.stages.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
+FormatAndCodes = tuple[str, dict[str, np.ndarray]]
 _SCALES = ("float16", "bfloat16", "float32")
 
 
@@ -237,7 +238,7 @@ def _scale_by_output(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     return np.broadcast_to(scale, (outputs, groups))
 
 
-def _plain_codes(tensors: Tensors, shape: tuple[int, int]) -> tuple[str, dict[str, np.ndarray]]:
+def _plain_codes(tensors: Tensors, shape: tuple[int, int]) -> FormatAndCodes:
     """The format of numbers of eight bits, and the numbers."""
     if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
         raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
@@ -245,9 +246,7 @@ def _plain_codes(tensors: Tensors, shape: tuple[int, int]) -> tuple[str, dict[st
     return q.dtype.name, {"q": q}
 
 
-def _packed_codes(
-    tensors: Tensors, shape: tuple[int, int], scale: np.ndarray, bits: int
-) -> tuple[str, dict[str, np.ndarray]]:
+def _packed_codes(tensors: Tensors, shape: tuple[int, int], scale: np.ndarray, bits: int) -> FormatAndCodes:
     """The format of numbers packed in words, and the numbers, with the zeros of groups if there are any."""
     outputs, groups = scale.shape
     codes = _read_words(tensors, "weight_packed", shape, bits, 1, "inputs")

@@ -127,9 +127,8 @@ class Parametrized(nnx.Module):
             replacements = _moved_to(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
-        self.raw = nnx.data(
-            _rebuilt(model, replacements, {}, anew=True)
-        )  # last, as attributes that are set afterwards are the model's
+        # Last, as attributes that are set afterwards are the model's.
+        self.raw = nnx.data(_rebuilt(model, replacements, {}, anew=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""

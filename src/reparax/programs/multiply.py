@@ -96,10 +96,9 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
     frequency = Label(x.shape[-1])
     labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
-    product = lay_along(x, (*free, frequency), (*labels, frequency)) * lay_along(
-        spectrum, (*batch, frequency), (*labels, frequency)
-    )
-    array = inverse_fourier(product, label.size, how.result)
+    x = lay_along(x, (*free, frequency), (*labels, frequency))
+    spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
+    array = inverse_fourier(x * spectrum, label.size, how.result)
     return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
 
 
@@ -201,9 +200,8 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
     sizes = segments.array.sizes
     if batch_labels:
         size_labels = (*batch, *outer_labels, link.group)
-        sizes = jnp.broadcast_to(
-            lay_along(sizes, (*batch_labels, link.group), size_labels), [label.size for label in size_labels]
-        )
+        sizes = lay_along(sizes, (*batch_labels, link.group), size_labels)
+        sizes = jnp.broadcast_to(sizes, [label.size for label in size_labels])
     array = _ragged_dot(
         lay_along(a.dense, a.labels, labels),
         b.dense,
@@ -239,9 +237,8 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segmen
     common = [label for label in a.labels if label in b.labels]
     contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
     contracting = [link.rows, *(label for label in contracting if label is not link.rows)]
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_numbers(a.labels, b.labels, contracting, batch), [a.labels.index(link.rows)], []
-    )
+    dot = dot_numbers(a.labels, b.labels, contracting, batch)
+    numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
     array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
     free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
     return Factor(array, (link.group, *batch, *free[0], *free[1]), a.still and b.still)
@@ -379,10 +376,12 @@ def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: 
             rows = _entries_along((factor.labels | circle.labels) - circle.circle)
             return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
     contracting = (a.labels & b.labels) - result_labels
-    once = (2.0 * n if contracting else 0.0) + ENTRY * n_written
-    return once + sum(
-        (2.0 * n if contracting or x.labels != loop_labels else 0.0) + ENTRY * _entries_along(x.labels) for x in moving
-    )
+    total = (2.0 * n if contracting else 0.0) + ENTRY * n_written
+    for factor in moving:
+        total += (2.0 * n if contracting or factor.labels != loop_labels else 0.0) + ENTRY * _entries_along(
+            factor.labels
+        )
+    return total
 
 
 def _entries_along(labels: Labels) -> int:

@@ -286,9 +286,7 @@ class Product:
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
         new = {old: (label,) for old, label in names.items()}
-        return self._change_labels(
-            lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
-        )
+        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), new)
 
     def _change_labels(self, change: Callable[[Factor], Factor], labels_for: dict[Label, Merged]) -> "Product":
         """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""

@@ -141,12 +141,10 @@ class Summary:
     def _repr_html_(self) -> str:
         head, *body = self._table()
 
-        def line(cells: Sequence[str], element: str) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
             sides = ("left" if title in _LEFT else "right" for title in head)
             columns = zip(cells, sides, strict=True)
-            return "".join(
-                f'<{element} style="text-align: {side}; {_CELL}">{escape(x)}</{element}>' for x, side in columns
-            )
+            return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
 
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
         titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"

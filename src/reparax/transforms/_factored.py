@@ -158,12 +158,11 @@ class SumPlan:
     def costs(self, maker: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
         record = self.records[maker]
-        once = self.records[maker].cost_to_form
-        rebuilds = max(
-            (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
-        )
-        in_factors = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
-        return in_factors + rebuilds * once, once + sum(read.times * read.cost_as_array for read in record.reads)
+        of_arrays = [read for read in record.reads if read.cost_in_factors is None]
+        rebuilds = max((read.times / max(record.times, 1) for read in of_arrays), default=0.0)
+        in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in record.reads)
+        as_array = sum(read.times * read.cost_as_array for read in record.reads)
+        return in_factors + rebuilds * record.cost_to_form, record.cost_to_form + as_array
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
         """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
