@@ -392,8 +392,7 @@ def shrink(p: Parametrization, raw: PyTree, groups: Iterable[Group], like: PyTre
       >>> jax.tree.map(jnp.shape, p.fold(small))
       {'v': (2, 2), 'w': (3, 2)}
     """
-    raw_tree = raw if like is None else like
-    group_list = list(groups)
+    raw_tree, group_list = raw if like is None else like, list(groups)
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(raw_tree)):
         raise ValueError("shrink chooses shapes by values, which JAX does not know while it traces. Call it outside.")
     effective, who = p.fold(raw_tree), f"shrink of {p!r}"

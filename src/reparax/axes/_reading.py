@@ -207,8 +207,7 @@ class Reading:
     def _read_scan(self, eqn: JaxprEqn, operands: Sequence[Labelled]) -> list[Labelled]:
         """What a scan carries in the end, and the stacks of what its body gives at each step."""
         n_consts, n_carry = jaxprs.scan_counts(eqn)
-        consts = operands[:n_consts]
-        carry = operands[n_consts : n_consts + n_carry]
+        consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
         why = describe_read(eqn, "takes it in steps", self._lines)
         steps = list[Labelled]()
         for value in operands[n_consts + n_carry :]:

@@ -100,8 +100,7 @@ class Perturbation(Leafwise):
         ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        w = values["w"]["w"]
-        method = "mean_leaf" if bound.mean else "apply_leaf"
+        w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
         keys = () if bound.mean else (keys_of_stack(key, w, self.stacked_axes),)
         effective = self._map_stacked(getattr(self, method))(w, *keys)
         if not self.changes_type:

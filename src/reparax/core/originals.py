@@ -32,8 +32,7 @@ def originals(stages: Stages, tree: Flat) -> Flat:
 
 def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     """The arrays of a bound before its stage."""
-    values = bound.read(tree.arrays)
-    types = types_of(bound, tree)
+    values, types = bound.read(tree.arrays), types_of(bound, tree)
     if bound.stage._is_layout:
         return bound.stage._apply_at(bound, values, None)
     unchanged = dict[str, list[str]]()

@@ -272,8 +272,7 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
         path = draw_path = parameter_path(place)
         for node, name, declared, _ in values_of_place[place]:
             if declared.part or not declared.main:
-                path = f"{path}/{name}"
-                draw_path = f"{draw_path}/{node[-1]}/{name}"
+                path, draw_path = f"{path}/{name}", f"{draw_path}/{node[-1]}/{name}"
             elif len(main_names[node]) > 1:
                 draw_path = f"{draw_path}/{name}"
         values = values_of_place[place]

@@ -355,8 +355,7 @@ def _read_lokr(given: Given) -> Adapted:
             sizes[tensor] = tensors[tensor].shape
         else:
             first, second = (tensors.get(f"{tensor}_{end}", np.empty((0, 0))).shape for end in "ab")
-            sizes[tensor] = (first[0], second[1])
-            ranks[tensor] = given.rank
+            sizes[tensor], ranks[tensor] = (first[0], second[1]), given.rank
     parts = _lokr_parts(target, sizes, ranks)
     values = given.values(parts)
     first, second = (target.flip(size) for size in sizes.values())
@@ -470,8 +469,7 @@ def selects_module(module: str, names: Any) -> bool:
 def _read_oft(given: Given) -> Adapted:
     """Rotations of the inputs, block by block."""
     target, config = given.target, given.config
-    rows = target.shape[target.ins[0]]
-    is_shared = bool(config.get("block_share"))
+    rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
     free = given.tensors["oft_R.weight"]
     if free.ndim != 2:
         raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")

@@ -349,8 +349,7 @@ def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     base, x = identity(original), jnp.tril(original, -1)
     if "base" in values:
         square = widened(values["base"])
-        base = square[..., : base.shape[-1]]
-        x = product(square, x)
+        base, x = square[..., : base.shape[-1]], product(square, x)
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":
         signs = _signs_in_torch(diagonal)

@@ -103,8 +103,7 @@ def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
         raise TypeError(f"rpx.linen.roles takes a linen module, but got {module!r}. For functions, use `rpx.roles`.")
     key = jax.random.key(0)
     variables = dict(jax.eval_shape(lambda *args: module.init(key, *args, **kwargs), *args))
-    params = variables.pop("params", {})
-    states = list(variables)
+    params, states = variables.pop("params", {}), list(variables)
 
     def forward(params: PyTree, variables: PyTree, *args: Any) -> Any:
         everything = {**variables, "params": params}

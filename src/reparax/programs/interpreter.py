@@ -287,8 +287,7 @@ def _enter_scan(operation: Operation) -> Outs:
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
     facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
-    operands = list(operation.args)
-    shells = list[Any](operation.args)
+    operands, shells = list(operation.args), list[Any](operation.args)
     for i, (x, v) in enumerate(zip(operation.args, jaxpr.invars[len(consts) :], strict=True)):
         if isinstance(x, Sum) and i >= n_consts:
             parts = _unstack(x) if i >= n_consts + n_carry else None

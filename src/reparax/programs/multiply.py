@@ -81,8 +81,7 @@ def dot_numbers(
 
 def fourier_label(circle: Labels, labels: Labels, other_labels: Labels, keep: Labels) -> Label | None:
     """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
-    contracting = circle & other_labels
-    rows = circle - other_labels
+    contracting, rows = circle & other_labels, circle - other_labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
     return next(iter(contracting)) if is_circulant and labels - circle <= keep else None
 

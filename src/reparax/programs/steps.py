@@ -125,8 +125,7 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
 
     None if entries along the axis mix.
     """
-    shape = view.type.shape
-    shapes = list(map(_shape_of, view.operands))
+    shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # What has one entry along the axis is read whole.

@@ -40,7 +40,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.core.paths import describe
 from reparax.numerics.terms import Spec, specs_of
-from reparax.programs import jaxprs
+from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
@@ -48,21 +48,7 @@ from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, ha
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import (
-    Circle,
-    Factor,
-    Label,
-    Merged,
-    Product,
-    Sum,
-    all_or_none,
-    cast_factor,
-    contract_with_data,
-    count_entries,
-    holds_factors,
-    keeps_range,
-    product_dtype,
-)
+from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -200,9 +186,9 @@ def declared_sum(operation: Operation) -> Sum | None:
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
     arrays = _declared_arrays(operation, n_arrays)
-    if not holds_factors(output.dtype, array_types):
+    if not sums.holds_factors(output.dtype, array_types):
         return None
-    products = all_or_none(_declared_product(spec, output, arrays) for spec in specs)
+    products = sums.all_or_none(_declared_product(spec, output, arrays) for spec in specs)
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
@@ -224,7 +210,7 @@ def _declared_product(spec: Spec, output: Any, arrays: Iterator[tuple[Any, bool]
     label_of: dict[str, Label] = {}
     factors: list[Factor] = []
     for letters, is_circulant, (array, still) in zip(spec.letters, spec.circles, arrays, strict=False):
-        array = cast_factor(array, output.dtype)
+        array = sums.cast_factor(array, output.dtype)
         array = Circle(array) if is_circulant else array
         n_batch = len(array.shape) - len(letters)
         if n_batch not in (0, len(batch)):
@@ -289,15 +275,15 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
         return None
     output, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
-    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not keeps_range(precision):
+    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not sums.keeps_range(precision):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
     data = (args[1 - operand], *sizes)
-    products = contract_with_data(view, operand, data, weight.products)
-    products_of_array = contract_with_data(view, operand, data, [_as_one_factor(weight)])
+    products = sums.contract_with_data(view, operand, data, weight.products)
+    products_of_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_of_array is None:
         return None
-    how = How(weight.dtype, product_dtype(weight.dtype, output.dtype), precision)
+    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), precision)
 
     def array() -> Any:
         return array_of_products(products, output.shape, how).astype(output.dtype)
@@ -321,8 +307,8 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
 
 def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
-    cost_of_writing = ENTRY * count_entries(shape)
-    table = 0.0 if _is_still(weight) else ENTRY * count_entries(weight.shape)
+    cost_of_writing = ENTRY * sums.count_entries(shape)
+    table = 0.0 if _is_still(weight) else ENTRY * sums.count_entries(weight.shape)
     return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
 
 
@@ -334,7 +320,9 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     lookup = _RowLookup(view, _in_counting_dtype(args[1]))
 
     def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return all_or_none(change_axis_of_product(product, axis, lookup.count, change) for product in weight.products)
+        return sums.all_or_none(
+            change_axis_of_product(product, axis, lookup.count, change) for product in weight.products
+        )
 
     products_of_types = products_of_rows(lookup.type_of_rows)
     if products_of_types is None:
@@ -428,19 +416,19 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     output = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(output.dtype, jnp.inexact):
         return None
-    if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
+    if view.feature_group_count != 1 or view.batch_group_count != 1 or not sums.keeps_range(view.precision):
         return None
-    result = product_dtype(weight.dtype, output.dtype)
+    result = sums.product_dtype(weight.dtype, output.dtype)
     to, channel = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
-    parts = all_or_none(_split_channels(product, to) for product in weight.products)
+    parts = sums.all_or_none(_split_channels(product, to) for product in weight.products)
     if parts is None:
         return None
     other_axes = [i for i in range(output.ndim) if i != channel]
-    places = count_entries(output.shape[i] for i in other_axes)
+    places = sums.count_entries(output.shape[i] for i in other_axes)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
-        window = count_entries(size for i, size in enumerate(weight.shape) if i != to)
+        window = sums.count_entries(size for i, size in enumerate(weight.shape) if i != to)
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
@@ -695,8 +683,7 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
     """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
-    plan = SumPlan()
-    facts = facts_of_inputs(program, is_chosen)
+    plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)
     plan.decide()

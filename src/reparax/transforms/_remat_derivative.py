@@ -158,12 +158,10 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
     def function(*args: Any) -> list[Any]:
         program, consts = with_apply_inlined(jaxpr, args)
-        inputs = [*consts, *args]
-        is_known = [True for _ in consts] + known_args
+        inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
         for rewrite in rewrites:  # the constants of what it returns are known, and are the first inputs
             program, consts = rewrite(program, inputs, is_known)
-            inputs = [*consts, *inputs]
-            is_known = [True for _ in consts] + is_known
+            inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function

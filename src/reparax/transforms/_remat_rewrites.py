@@ -60,8 +60,7 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
         known = with_inputs_of_apply(body, [True for _ in consts] + known)
         if jaxprs.is_scan(eqn):
             body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
-            consts = [*new_consts, *consts]
-            known = [True for _ in new_consts] + known
+            consts, known = [*new_consts, *consts], [True for _ in new_consts] + known
         if not _mixes(body, known):
             return None
         return functools.partial(run_with_body, functools.partial(function_of_body(body, known), *consts))
@@ -133,8 +132,7 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
 def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequence[Any]:
     """The outputs of a scan whose body computes weights, from its other operands and what the plan reads."""
     jaxpr, consts = jaxprs.body(eqn)
-    start = sum(jaxprs.scan_counts(eqn))
-    n_operands = len(args) - len(plan.parts)
+    start, n_operands = sum(jaxprs.scan_counts(eqn)), len(args) - len(plan.parts)
     operands = args[:n_operands]
     parts = list(zip(args[n_operands:], [axis for _, axis in plan.parts], strict=True))
     sliced = [jnp.moveaxis(x, axis, 0) for x, axis in parts if axis is not None]

@@ -195,8 +195,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
         return jnp.where(codes >= sign, -size, size)
 
     bits = (len(table) * (1 + mirrored) - 1).bit_length()
-    top = float(table[-1])
-    low = float(-table[-1] if mirrored else table[0])
+    top, low = float(table[-1]), float(-table[-1] if mirrored else table[0])
     return Numbers(bits, top, encode, decode, "uint8", low)
 
 

@@ -324,8 +324,7 @@ class Scaled(Reparametrization):
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
         values = self._values_of_scales(w)
-        x = widened(w)
-        blocks = self._blocks(w)
+        x, blocks = widened(w), self._blocks(w)
         if self._format.early and key is None:
             scales = self._ideal_scales(x)
             scale = scales.pop("scale")
@@ -625,8 +624,7 @@ class FakeQuantized(Scaled):
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
         low, high = bounds_of(BITS[self.format])
-        x = widened(w)
-        tolerance = 1.5 * float(jnp.finfo(w.dtype).eps)
+        x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
         largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
 

@@ -12,18 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import (
-    EACH,
-    LAST,
-    Axes,
-    Axis,
-    check_one_along,
-    check_slices,
-    count_from_front,
-    last_to_number,
-    other_axes,
-    position,
-)
+from reparax.core import axes
+from reparax.core.axes import EACH, LAST, Axes, Axis
 from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
@@ -183,7 +173,7 @@ class NByM(_Masked, Constraint):
 
     n: int = field(check_whole)
     m: int = field(check_whole)
-    along: Axis = field(check_one_along, default=LAST, kw_only=True)
+    along: Axis = field(axes.check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": INPUTS}
     acts_on_embeddings: ClassVar[Any] = property(lambda self: self.along != LAST)
@@ -194,15 +184,15 @@ class NByM(_Masked, Constraint):
             raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
-        if w.shape[position(self.along, w)] % self.m:
+        if w.shape[axes.position(self.along, w)] % self.m:
             return (
-                f"expected an axis {last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
+                f"expected an axis {axes.last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
                 f"{w.shape}. Leave it out with `where`, or choose another axis."
             )
         return None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axis = position(self.along, w)
+        axis = axes.position(self.along, w)
         rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
         keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
@@ -274,8 +264,7 @@ def _round_share(amount: Any, count: Any) -> Any:
     # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
-    integer = (high << 1) | (low >> 31)
-    part = low & (2**31 - 1)
+    integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
     return (integer + (part + integer % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
 
 
@@ -302,7 +291,7 @@ class _Prune(_Masked, Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
-    axis: Axes = field(check_slices, default=EACH, kw_only=True)
+    axis: Axes = field(axes.check_slices, default=EACH, kw_only=True)
     count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -310,7 +299,7 @@ class _Prune(_Masked, Constraint):
         require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return count_error(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
+        return count_error(self, math.prod(w.shape[axis] for axis in axes.count_from_front(self.axis, w)))
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
@@ -426,8 +415,10 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
     if axis == EACH:
         return x
     if order == math.inf:
-        return jnp.max(x, axis=other_axes(axis, w), keepdims=True)
-    return jnp.sum((x / scale(x, count_from_front(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)
+        return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
+    return jnp.sum(
+        (x / scale(x, axes.count_from_front(None, x))) ** order, axis=axes.other_axes(axis, w), keepdims=True
+    )
 
 
 _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the weights from 0 to 1.")
@@ -461,8 +452,7 @@ class _Regrow(_Masked, Constraint):
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
         w, active = values["w"], values["mask"] != 0
-        size = jnp.abs(widened(w))
-        hidden = -jnp.ones_like(widened(w).real)
+        size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
         # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
