@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 
 from reparax.core import checks
 from reparax.core.bound import Bound, RawValues, bound_to
@@ -352,7 +351,6 @@ class Reparametrization(Leafwise):
         w = arrays["w"]
         values = call_once_per_type(_start_values, self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
             effective = jax.eval_shape(lambda values: self._effective(values), types)
@@ -372,13 +370,8 @@ class Reparametrization(Leafwise):
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         given = {"grad": grads.get("w"), "key": key}
-
-        def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
-            new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
-            checks.require_update("update_leaf", self, values_of_one, new_values)
-            return new_values
-
-        return {"w": self._over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        read = [given[name] for name in self.update_reads]
+        return {"w": call_once_per_type(_updated_values, self, values["w"], *read)}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -469,16 +462,16 @@ def rewrites(cls: type, method: str) -> bool:
 
 
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
-    """``function(stage, *arrays)``; under tracing, one jitted function for all arrays of the same type.
+    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type, traced or not.
 
-    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
-    With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
+    With ``inline``, for a few operations on whole arrays, these stand in a program by themselves.
     """
-    tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-    if not tracing or stage._exact_text is None:
+    if stage._exact_text is None:  # the formula may tell apart what equality does not
         return function(stage, *arrays)
-    # The formula may tell apart what equality does not.
-    results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
+    try:
+        results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
+        return function(stage, *arrays)
     return given_for_same(results, *arrays)
 
 
@@ -500,10 +493,10 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    if not stage._draws:
-        return stage._over(stage.init_leaf)(w)
-    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes)
-    return stage._over(stage.init_leaf)(w, keys)
+    keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),) if stage._draws else ()
+    values = stage._over(stage.init_leaf)(w, *keys)
+    checks.require_named_arrays("init_leaf", values, stage.raw_values)
+    return values
 
 
 def _array_without_draw(stage: Any, values: Mapping[str, Array]) -> Array:
@@ -519,6 +512,17 @@ def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
     effective = stage._over(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)
     return effective
+
+
+def _updated_values(stage: Any, values: Mapping[str, Array], *read: Any) -> dict[str, Array]:
+    """The new raw values of an array, from the present ones and what the formula reads beside them."""
+
+    def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
+        new_values = stage.update_leaf(dict(values_of_one), **dict(zip(stage.update_reads, read, strict=True)))
+        checks.require_update("update_leaf", stage, values_of_one, new_values)
+        return new_values
+
+    return stage._over(update_one)(dict(values), *read)
 
 
 def _perturb(stage: Any, w: Array, drawn: Array) -> Array:
