@@ -95,6 +95,52 @@ def without_any(app, domain, kind, content):
             field.parent.remove(field)
 
 
+SIDEBAR = """
+```{toctree}
+:hidden:
+:caption: Learn
+
+quickstart
+concepts
+recognizer
+fine_tuning
+```
+
+```{toctree}
+:hidden:
+:caption: Choose and use
+
+choosing
+selecting
+training
+recipes
+own_stage
+```
+
+```{toctree}
+:hidden:
+:caption: Judge
+
+evidence
+coming_from
+questions
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+api/index
+```
+"""
+
+
+def add_sidebar(app, page, source):
+    """Appends the lists of pages to the home page, which is read in a repository without them."""
+    if page == app.config.root_doc:
+        source[0] += SIDEBAR
+
+
 NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
 PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
 """Where each public name is described."""
@@ -213,6 +259,7 @@ def name_failures(app, env):
 
 def setup(app):
     """Registers how formulas, types and names are written."""
+    app.connect("source-read", add_sidebar)
     app.connect("env-updated", name_failures)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)

@@ -59,8 +59,8 @@ class Keys:
             batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
             if batch is not None:
                 # Where nothing is traced, one at a time: a program of many results is slow to compile.
-                each = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
-                key_of_site |= zip(sites_of_number, each, strict=True)
+                keys_of_batch = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+                key_of_site |= zip(sites_of_number, keys_of_batch, strict=True)
         return [key_of_site.get(site) for site in sites]
 
 
@@ -181,13 +181,14 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
-    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
+    stage = group[0].stage
+    array = jnp.asarray(arrays[group[0].value_places[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
-    drawn = stage.draw(array, keys)
+    draws = stage.draw(array, keys)
     if not is_traced:
-        return [jax.lax.squeeze(_part(drawn, i, 1, is_traced=False), [0]) for i in range(len(group))]
-    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(drawn, [1] * len(group))]
+        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(group))]
+    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(group))]
 
 
 def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:

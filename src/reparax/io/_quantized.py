@@ -100,7 +100,9 @@ def from_quantized(
             for entry, tensors_of_entry in tensors_of.items()
             if tensors_of_entry
         )
-    stages, values, lines = dict[str, Quantized](), dict[str, dict[Index, Array]](), list[str]()
+    stages = dict[str, Quantized]()
+    values = dict[str, dict[Index, Array]]()
+    lines = list[str]()
     names_used = set[str]()
     for entry, tensors_of_entry in tensors_of.items():
         names_used |= {name for name, _ in tensors_of_entry.values()}
@@ -177,7 +179,8 @@ def _read_parameter(
         x = _read_plain(entry, tensors, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
-    is_transposed, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
+    is_transposed = _output_axis(entry) == 1
+    *experts, _, ins = matrix.values["q"].shape
     if ins % group_of_codes(numbers.bits)[0]:
         raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
     turn = {name for name, x in matrix.values.items() if is_transposed and x.ndim > 1}

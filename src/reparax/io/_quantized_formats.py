@@ -99,7 +99,8 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     """
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), bits = shape, _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
+    outputs, inputs = shape
+    bits = _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
     size = _group_size(config, inputs)
     groups = -(-inputs // max(size, 1))
     codes = _read_words(tensors, "qweight", (inputs, outputs), bits, 0, "inputs")
@@ -129,7 +130,8 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
     """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), bits = shape, _require_bits(config, (4,), "4")
+    outputs, inputs = shape
+    bits = _require_bits(config, (4,), "4")
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group_size(config, inputs)
@@ -151,7 +153,8 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     of inputs that lies in one block wherever its row begins.
     """
     del config
-    (outputs, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
+    outputs, inputs = shape
+    state = "weight.quant_state.bitsandbytes__nf4"
     if "SCB" in tensors:
         q = take_tensor(tensors, "weight", shape, "int8")
         scale = take_tensor(tensors, "SCB", (outputs,), "float32")[:, None] * np.float32(1 / 127)
@@ -167,7 +170,8 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
         raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {found_values}")
     if inputs % 2:
         raise ValueError(f"its {inputs} inputs are an odd number, and two numbers of nf4 along the inputs share a byte")
-    blocks, run = -(-outputs * inputs // size), math.gcd(inputs, size)
+    blocks = -(-outputs * inputs // size)
+    run = math.gcd(inputs, size)
     block_of_run = (np.arange(outputs * inputs // max(run, 1)) * run // size).reshape(outputs, -1)
     if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
         raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
@@ -209,7 +213,8 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         return None
     if "weight_global_scale" in tensors:
         return _nvfp4(tensors, shape)
-    (outputs, inputs), scale = shape, tensors["weight_scale"]
+    outputs, inputs = shape
+    scale = tensors["weight_scale"]
     scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
     count = scale.shape[-1] if scale.ndim == 2 else 0
     size = count_whole_parts(inputs, count, "the number of scales")
@@ -280,10 +285,10 @@ def _bits_of_groups(config: Mapping[str, Any]) -> int:
     groups = config.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
-    found: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
-    if not found or any(type(x) is not int or x != found[0] for x in found) or found[0] not in range(1, 9):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
-    return found[0]
+    all_bits: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
+    if not all_bits or any(type(x) is not int or x != all_bits[0] for x in all_bits) or all_bits[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
+    return all_bits[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

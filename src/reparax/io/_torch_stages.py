@@ -109,10 +109,13 @@ class Naming:
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage, places = self.producers[place][0], dict(self.producers[place][1])
+        stage = self.producers[place][0]
+        places = dict(self.producers[place][1])
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
-        name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()
+        name_map = NAME_MAPS[type(stage)]
+        number = 0
+        inner = list[StageValues]()
         module, dot, name = tensor.rpartition(".")
         base = within or f"{module}{dot}parametrizations.{name}"
         is_listed = bool(name_map.listed) and (
@@ -348,7 +351,8 @@ def read_orthogonal(stage: Orthogonal, values: Values) -> Values:
     base, x = identity(original), jnp.tril(original, -1)
     if "base" in values:
         square = widened(values["base"])
-        base, x = square[..., : base.shape[-1]], product(square, x)
+        base = square[..., : base.shape[-1]]
+        x = product(square, x)
     diagonal = jnp.expand_dims(jnp.diagonal(original, axis1=-2, axis2=-1), -2)
     if stage.map == "householder":
         signs = _signs_in_torch(diagonal)

@@ -97,9 +97,9 @@ class _Result:
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """The whole result, with these values of the traced leaves."""
-        traced_leaves, n = iter(outputs), self.treedef.num_leaves
+        traced_leaves = iter(outputs)
         return self.treedef.unflatten(
-            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(n)]
+            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(self.treedef.num_leaves)]
         )
 
 

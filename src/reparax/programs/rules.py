@@ -59,11 +59,9 @@ def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """
     match view:
         case equations.Transpose():
-            order = view.permutation
-            return x.map_products(lambda product: product.transpose(order), view.type.shape)
+            return x.map_products(lambda product: product.transpose(view.permutation), view.type.shape)
         case equations.Squeeze():
-            axes = view.dimensions
-            return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
+            return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
@@ -131,7 +129,8 @@ def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
-    outs, start = list[Sum | None](), 0
+    outs = list[Sum | None]()
+    start = 0
     for n in view.sizes:
         outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
         start += n
@@ -171,7 +170,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label, new = group[0], Label(size)
+    label, new_label = group[0], Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -179,9 +178,9 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if own is label else own for own in factor.labels))
+        return replace(factor, array=array, labels=tuple(new_label if own is label else own for own in factor.labels))
 
-    axes = tuple(_axis_of(new) if i == axis else member for i, member in enumerate(product.axes))
+    axes = tuple(_axis_of(new_label) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)
 
 
@@ -310,7 +309,8 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
+    view = equations.view_of(eqn)
+    dtype = type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
     sums = [
@@ -372,9 +372,8 @@ def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    output = view.type
     products = all_or_none(product(a, b) for a in x.products for b in y.products)
-    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
+    return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:

@@ -96,8 +96,8 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule
         case equations.Jit() | equations.CustomJvp():
             return _part_of_call(eqn, i, axis, moves=moves)
         case equations.Iota() if view.dimension == axis:
-            shape, dtype = _with_one(view.shape, axis), view.type.dtype
-            return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
+            shape = _with_one(view.shape, axis)
+            return [], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape)
         case _:
             axes_and_params = _same_on_parts(view, axis)
             return axes_and_params and (axes_and_params[0], _same_equation(view, **axes_and_params[1]))
@@ -128,7 +128,8 @@ def _same_on_parts(view: equations.View, axis: int) -> tuple[list[Axis], dict[st
 
     None if entries along the axis mix.
     """
-    shape, shapes = view.type.shape, list(map(_shape_of, view.operands))
+    shape = view.type.shape
+    shapes = list(map(_shape_of, view.operands))
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # What has one entry along the axis is read whole.
@@ -140,7 +141,8 @@ def _same_on_parts(view: equations.View, axis: int) -> tuple[list[Axis], dict[st
         case equations.Iota():
             return [], {"shape": _with_one(shape, axis)}
         case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:
-            before, new_sizes = math.prod(shape[:axis]), {"new_sizes": _with_one(shape, axis)}
+            before = math.prod(shape[:axis])
+            new_sizes = {"new_sizes": _with_one(shape, axis)}
             for i, size in enumerate(shapes[0]):
                 if size == shape[axis] and math.prod(shapes[0][:i]) == before:
                     return [i], new_sizes
@@ -179,7 +181,8 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts."""
-    names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
+    names = jaxprs.variables(eqn.invars)
+    value = _part_of_call(eqn, 0, axis, moves=False)
     own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
     if (
         value is None
@@ -218,7 +221,8 @@ def _parts_in_body(
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
     body_plan = plan(jaxpr, outputs, moves=moves)
-    axes, whole_values = dict[Var, Axis](), list[Var]()
+    axes = dict[Var, Axis]()
+    whole_values = list[Var]()
     for v, axis in body_plan.parts:
         if v not in jaxpr.invars:
             whole_values.append(v)

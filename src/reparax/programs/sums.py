@@ -292,9 +292,9 @@ class Product:
             lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
         )
 
-    def _change_labels(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
+    def _change_labels(self, change: Callable[[Factor], Factor], labels_for: dict[Label, Merged]) -> "Product":
         """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""
-        axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
+        axes = tuple(tuple(x for label in group for x in labels_for.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
 
@@ -379,7 +379,8 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         in_groups = _in_groups(view, a, sizes)
         if in_groups is None:
             return None
-        a, lhs = in_groups, (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
+        a = in_groups
+        lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
     if pair is None:
         return None
@@ -414,11 +415,11 @@ def _new_axis(n: int) -> Merged:
     return (Label(n),) if n != 1 else ()
 
 
-def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
+def _split_labels(factor: Factor, parts_of: dict[Label, Merged]) -> Factor:
     """A factor with several labels instead of one, as ``new`` says, and reshaped alike."""
-    if not any(label in new for label in factor.labels):
+    if not any(label in parts_of for label in factor.labels):
         return factor
-    labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
+    labels = tuple(x for label in factor.labels for x in parts_of.get(label, (label,)))
     return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
 
 

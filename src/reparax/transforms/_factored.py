@@ -156,7 +156,8 @@ class SumPlan:
 
     def costs(self, maker: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record, once = self.records[maker], self.records[maker].cost_to_form
+        record = self.records[maker]
+        once = self.records[maker].cost_to_form
         rebuilds = max(
             (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
         )
@@ -199,7 +200,8 @@ def declared_sum(operation: Operation) -> Sum | None:
         return None
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
-    args, facts = [*consts, *operation.args], [*(NUMBER for _ in consts), *operation.facts]
+    args = [*consts, *operation.args]
+    facts = [*(NUMBER for _ in consts), *operation.facts]
     inputs, facts = ([x for x, flag in zip(values, is_read, strict=True) if flag] for values in (args, facts))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
@@ -324,7 +326,8 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
         return None
     other_axes = [i for i in range(weight.ndim) if i != axis]
-    output, offset = view.type, view.dimension_numbers.offset_dims
+    output = view.type
+    offset = view.dimension_numbers.offset_dims
     leading = [i for i in range(output.ndim) if i not in offset]
     rows = [output.shape[i] for i in leading]
     count = math.prod(rows)
@@ -400,8 +403,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
         return None
     result = product_dtype(weight.dtype, output.dtype)
-    numbers = view.dimension_numbers
-    to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
+    to, channel = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
     parts = all_or_none(_split_channels(product, to) for product in weight.products)
     if parts is None:
         return None
@@ -425,7 +427,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         y = lax.conv_general_dilated(
             x,
             array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
-            dimension_numbers=numbers,
+            dimension_numbers=view.dimension_numbers,
             **view.window,
             precision=view.precision,
             preferred_element_type=result,
@@ -497,7 +499,8 @@ class Factoring:
     """
 
     def __init__(self, plan: SumPlan) -> None:
-        self.plan, self.state = plan, list[Any]()
+        self.plan = plan
+        self.state = list[Any]()
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
@@ -507,16 +510,16 @@ class Factoring:
 
     def outputs(self, operation: Operation) -> Outs:
         eqn, args, out_facts = operation.eqn, operation.args, operation.out_facts
-        new = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
-        if new is None:
+        new_sum = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
+        if new_sum is None:
             if has_body(eqn):
                 return enter(operation)
             if (moved := move_sum(eqn, args)) is not None:
                 return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-            new = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
-        if new is None:
+            new_sum = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
+        if new_sum is None:
             return self._multiply(operation)
-        weight = self._start_sum(operation, new)
+        weight = self._start_sum(operation, new_sum)
         return None if weight is None else [weight, *(None for _ in eqn.outvars[1:])]
 
     def _multiply(self, operation: Operation) -> Outs:
@@ -539,14 +542,17 @@ class Factoring:
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        eqn, interpreter, weight = operation.eqn, operation.interpreter, operation.args[0]
-        matrices = replace(matrices, maker=(*interpreter.path, id(eqn)))
+        eqn = operation.eqn
+        weight = operation.args[0]
+        matrices = replace(matrices, maker=(*operation.interpreter.path, id(eqn)))
         if not self.plan.is_decided:
-            times, parent = interpreter.times, self.plan.records[weight.maker]
+            times = operation.interpreter.times
+            parent = self.plan.records[weight.maker]
             cost_of_factors, *ways = costs_of_lookup(weight, matrices)
-            read = SumRead(eqn, times, interpreter.in_formula, *ways)
+            read = SumRead(eqn, times, operation.interpreter.in_formula, *ways)
             cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
-            origins, parents = operation.facts[0].origins, [weight.maker]
+            origins = operation.facts[0].origins
+            parents = [weight.maker]
             self.plan.records[matrices.maker] = Record(
                 eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read
             )
@@ -555,14 +561,14 @@ class Factoring:
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
         """A new sum; None if the plan forms it."""
-        eqn, times = operation.eqn, operation.interpreter.times
-        weight = replace(weight, maker=(*operation.interpreter.path, id(eqn)))
+        times = operation.interpreter.times
+        weight = replace(weight, maker=(*operation.interpreter.path, id(operation.eqn)))
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
-            cost = times * cost_to_form(eqn, operation.facts)
+            cost = times * cost_to_form(operation.eqn, operation.facts)
             cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
             origins = operation.out_facts.origins
-            record = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
+            record = Record(operation.eqn, weight.shape, weight.dtype, origins, parents, cost, times)
             self.plan.records[weight.maker] = record
         return None if self.plan.forms(weight.maker) else weight
 
@@ -661,7 +667,8 @@ def _products_of(function: Callable[..., Array]) -> list[int]:
 
 def plan_sums(program: Jaxpr, inputs: Sequence[Any], is_chosen: list[bool]) -> tuple[SumPlan, list[Facts]]:
     """Which weights of a program stay in factors, for inputs of these types, and what is known of the inputs."""
-    plan, facts = SumPlan(), facts_of_inputs(program, is_chosen)
+    plan = SumPlan()
+    facts = facts_of_inputs(program, is_chosen)
     interpreter = Interpreter(Factoring(plan), computes=False)
     jax.make_jaxpr(lambda *args: interpreter.arrays(program, args, facts))(*inputs)
     plan.decide()

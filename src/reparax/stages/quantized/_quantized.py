@@ -212,7 +212,8 @@ class Scaled(Reparametrization):
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
-            numbers, (low, high) = self._format.numbers, self._range_of(x, blocks, with_zero=True)
+            numbers = self._format.numbers
+            low, high = self._range_of(x, blocks, with_zero=True)
             values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
             zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
             return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
@@ -225,13 +226,13 @@ class Scaled(Reparametrization):
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
-        row, blocks = self._format, self._blocks(x)
-        numbers = row.numbers
-        if row.zero == "offset":
-            low, high = self._range_of(x, blocks, with_zero=not row.early)
+        blocks = self._blocks(x)
+        if self._format.zero == "offset":
+            low, high = self._range_of(x, blocks, with_zero=not self._format.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(self._extent_of(x, blocks), abs(numbers.top))
-        return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+        top = self._format.numbers.top
+        scale = self._divide_extent(self._extent_of(x, blocks), abs(top))
+        return {"scale": scale if top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
         """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
@@ -257,8 +258,7 @@ class Scaled(Reparametrization):
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
         """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
-        numbers = self._format.numbers
-        return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+        return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
         """The scale by which ``extent`` has so many parts."""
@@ -327,7 +327,9 @@ class Scaled(Reparametrization):
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        values, x, blocks = self._values_of_scales(w), widened(w), self._blocks(w)
+        values = self._values_of_scales(w)
+        x = widened(w)
+        blocks = self._blocks(w)
         if self._format.early and key is None:
             scales = self._ideal_scales(x)
             scale = scales.pop("scale")
@@ -462,7 +464,7 @@ class Quantized(Scaled):
     acts_on_embeddings: ClassVar[bool] = False
 
     @property
-    def _draws(self) -> bool:
+    def _init_draws(self) -> bool:
         return self.rounding == "stochastic"
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -478,16 +480,16 @@ class Quantized(Scaled):
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        scales, numbers = self._scales, self._format.numbers
+        scales = self._scales
         codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
-        for name, dtype in {"q": numbers.dtype, **codes}.items():
+        for name, dtype in {"q": self._format.numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
                 found_dtype = values[name].dtype
                 raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
+        return self._decode(unpack(q, self._format.numbers.bits, self._block_axis(q)), values)
 
     def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
@@ -506,7 +508,8 @@ class Quantized(Scaled):
 
     def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
-        block_axis, (many, size) = self._block_axis(w), group_of_codes(self._format.numbers.bits)
+        block_axis = self._block_axis(w)
+        many, size = group_of_codes(self._format.numbers.bits)
         if w.shape[block_axis] % many == 0:
             return None
         share = "a byte" if size == 1 else f"{size} bytes"
@@ -593,7 +596,7 @@ class FakeQuantized(Scaled):
             )
 
     @property
-    def _bare(self) -> bool:
+    def _in_place(self) -> bool:
         return self.step != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -601,7 +604,7 @@ class FakeQuantized(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
-        if self._bare:
+        if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
@@ -626,7 +629,8 @@ class FakeQuantized(Scaled):
     def _step(self, w: Array) -> Array:
         """The finest step such that all numbers of a block are multiples of it; else that of the largest number."""
         low, high = bounds_of(BITS[self.format])
-        x, tolerance = widened(w), 1.5 * float(jnp.finfo(w.dtype).eps)
+        x = widened(w)
+        tolerance = 1.5 * float(jnp.finfo(w.dtype).eps)
         blocks = self._blocks(x)
         largest = blocks.reduce_blocks(largest_of, jnp.abs(x), 0)
 

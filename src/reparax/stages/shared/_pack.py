@@ -79,7 +79,8 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes = CallName(self, method), {} if method == "init" else tree.nodes(self.kind)
+        who = CallName(self, method)
+        nodes = {} if method == "init" else tree.nodes(self.kind)
         if method != "init" and not nodes:
             raise no_own_node_error(str(who), self.kind, nest(tree))
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
