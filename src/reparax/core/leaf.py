@@ -370,8 +370,13 @@ class Reparametrization(Leafwise):
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         extras = {"grad": grads.get("w"), "key": key}
-        read = [extras[name] for name in self.update_reads]
-        return {"w": call_once_per_type(_updated_values, self, values["w"], *read)}
+
+        def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
+            new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
+            checks.require_update("update_leaf", self, values_of_one, new_values)
+            return new_values
+
+        return {"w": self._map_stacked(update_one)(values["w"], *(extras[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -490,7 +495,9 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),) if stage._init_draws else ()
+    keys = (
+        (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),) if stage._init_draws else ()
+    )
     values = stage._map_stacked(stage.init_leaf)(w, *keys)
     checks.require_named_arrays("init_leaf", values, stage.raw_values)
     return values
@@ -509,17 +516,6 @@ def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
     effective = stage._map_stacked(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)
     return effective
-
-
-def _updated_values(stage: Any, values: Mapping[str, Array], *read: Any) -> dict[str, Array]:
-    """The new raw values of an array, from the present ones and what the formula reads beside them."""
-
-    def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
-        new_values = stage.update_leaf(dict(values_of_one), **dict(zip(stage.update_reads, read, strict=True)))
-        checks.require_update("update_leaf", stage, values_of_one, new_values)
-        return new_values
-
-    return stage._map_stacked(update_one)(dict(values), *read)
 
 
 def _perturb(stage: Any, w: Array, drawn: Array) -> Array:
