@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 from reparax.core import checks
 from reparax.core.bound import Bound, RawValues, bound_to
@@ -349,7 +350,10 @@ class Reparametrization(Leafwise):
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
-        values = call_once_per_type(_start_values, self, w, key)
+        try:
+            values = _call_jitted(_start_values, self, w, key)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
+            values = _start_values(self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         try:
             types = {name: type_of(x) for name, x in values.items()}
@@ -465,16 +469,20 @@ def rewrites(cls: type, method: str) -> bool:
 
 
 def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
-    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type, traced or not.
+    """``function(stage, *arrays)``; under tracing, one jitted function for all arrays of the same type.
 
-    With ``inline``, for a few operations on whole arrays, these stand in a program by themselves.
+    So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
+    With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
+    tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
+    return _call_jitted(function, stage, *arrays, inline=inline) if tracing else function(stage, *arrays)
+
+
+def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
+    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type."""
     if stage._exact_text is None:  # the formula may tell apart what equality does not
         return function(stage, *arrays)
-    try:
-        results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
-        return function(stage, *arrays)
+    results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
     return restore_same(results, *arrays)
 
 
@@ -495,9 +503,9 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    keys = (
-        (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),) if stage._init_draws else ()
-    )
+    keys = ()
+    if stage._init_draws:
+        keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),)
     values = stage._map_stacked(stage.init_leaf)(w, *keys)
     checks.require_named_arrays("init_leaf", values, stage.raw_values)
     return values
