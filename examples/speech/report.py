@@ -76,7 +76,7 @@ def spread(rates: np.ndarray) -> str:
 def table(name: str, folder: Path = RESULTS) -> str:
     """A row for each way: wrong words of seen and unseen voices at each level of noise."""
     columns = [(voices, level) for voices in VOICES for level in LEVELS]
-    head = ["wrong words, %", "chosen", *(f"{voices}, {level} dB" for voices, level in columns)]
+    head = ["word error rate, %", "chosen", *(f"{voices}, {level} dB" for voices, level in columns)]
     numbers = found(name, folder)
     best, ways = best_values(numbers, cells_by_way(numbers)), ways_of(numbers)
     return markdown(
@@ -92,7 +92,7 @@ def rounding_table(name: str, folder: Path = RESULTS) -> str:
     """A row for each way: wrong words of unseen voices, where weights have fewer bits."""
     ways = ways_of(found(name, folder))
     rows = [[way, *(spread(wrong(cells, "unseen", None, bits)) for bits in ROUNDED)] for way, cells in ways.items()]
-    return markdown(["wrong words, %", *ROUNDED], rows)
+    return markdown(["word error rate, %", *ROUNDED], rows)
 
 
 def verdicts(name: str, folder: Path = RESULTS) -> list[str]:
@@ -123,4 +123,4 @@ def costs_table(folder: Path = RESULTS) -> str:
         ]
         for way, ms in found["ms"].items()
     ]
-    return markdown(["a gradient", "ms", "of plain", "temporary MiB", "kept MiB"], rows)
+    return markdown(["a gradient", "ms", "of plain", "temporary MiB", "residuals MiB"], rows)

@@ -179,6 +179,15 @@ def test_what_a_page_calls_by_our_name_exists(page):
     assert [name for family, name in below if not hasattr(family, name)] == []
 
 
+@pytest.mark.parametrize("page", [*PROSE, *API], ids=lambda page: page.stem)
+def test_no_text_is_lost_for_the_sign_that_a_line_begins_with(page):
+    """A percent sign would make the line a comment, and a minus would begin a list within a sentence."""
+    text = re.sub(r"(?ms)^```.*?^```|\A---.*?^---", "", page.read_text(encoding="utf-8"))
+    assert not re.findall(r"(?m)^%.*", text)
+    items = re.findall(r"(?m)^[-+*] .*(?:\n .*)*", text)
+    assert [item for item in items if item.count("`") % 2] == []
+
+
 @pytest.mark.thorough
 def test_the_new_stage_of_contributing_keeps_the_laws():
     (block,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(), flags=re.DOTALL)

@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from reparax.axes._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Labels, origins
+from reparax.axes._values import ALWAYS, NEVER, Axes, Axis, Conditions, Labelled, Labels, origins
 from reparax.programs import equations
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import Broadcast, Conv, Dot, Gather, Pointwise, RaggedDot, Reduce, View
 from reparax.programs.jaxprs import type_of
-
-Axes = tuple[Axis, ...]
 
 
 class Operands:
@@ -431,7 +429,5 @@ class Zeros:
     def _is_zero_at_zero(self) -> bool:
         """Whether the equation is zero where all operands that are not written as numbers are."""
         with jax.ensure_compile_time_eval():
-            numbers = [
-                jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands
-            ]
-            return not any(map(bool, jax.tree.leaves(self.view.bind(*numbers))))
+            zeros = [jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands]
+            return not any(map(bool, jax.tree.leaves(self.view.bind(*zeros))))

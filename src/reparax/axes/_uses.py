@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reparax.axes._values import Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
+from reparax.axes._values import Axes, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax.programs import equations
 from reparax.programs.contractions import Contraction, contraction_of
@@ -41,9 +41,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         super().__init__()
         self.members = members
 
-    def outputs(
-        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
-    ) -> list[Labelled]:
+    def outputs(self, view: View, operands: Sequence[Labelled], axes: Sequence[Axes], line: str) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
         kind = _kind_of_outputs(view, operands)
         n_before = len(self)
@@ -58,9 +56,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
             outs = [self.members.follow(view, operands, out) for out in outs]
         return [replace(out, made=out.made | made) for out in outs]
 
-    def _weights(
-        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
-    ) -> list[Labelled]:
+    def _weights(self, view: View, operands: Sequence[Labelled], axes: Sequence[Axes], line: str) -> list[Labelled]:
         """The outputs of an equation that makes weights of weights, and perhaps of constants."""
         for value in operands if type(view) is View else ():  # what it does to axes is not known
             self._add_other_read(value, line)
@@ -68,7 +64,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
         stacked = Origins().union(*(value.stacked for value in operands))
         if_rows = self._if_rows(view, operands, line)
-        outs = [Labelled(tuple(axes_of_out), Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
+        outs = [Labelled(axes_of_out, Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         return [_with_stacked_axes(view, operands, out, shape) for out, shape in zip(outs, shapes, strict=True)]
 
@@ -108,9 +104,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
-    def _axes_of_weights(
-        self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str
-    ) -> Sequence[Axis]:
+    def _axes_of_weights(self, view: Dot, operands: Sequence[Labelled], axes: Axes, line: str) -> Axes:
         """The axes of a product of weights with weights, which is added, or with a constant."""
         dot = contraction_of(view)
         assert dot is not None
@@ -124,9 +118,8 @@ class Uses(list[DataProduct | Between | OtherRead]):
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
         constant = [value.kind for value in operands].index(Source.CONSTANT)
         labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
-        return [
-            Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
-        ]
+        contracted = sides[1 - constant][0]
+        return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
 
 
 def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:

@@ -58,6 +58,9 @@ class Axis:
         return cls(axes[0].label, sources, is_in_place)
 
 
+Axes = tuple[Axis, ...]
+
+
 @dataclass(frozen=True)
 class Labelled:
     """A value: its axes, what it is computed from, axes of parameters of which it is one entry, and where it is zero.

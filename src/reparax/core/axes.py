@@ -169,11 +169,9 @@ def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
-def words_to_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
+def words_to_numbers(axes: Axes, numbers: Mapping[Any, Numbers]) -> tuple[Axis, ...]:
     """``axes`` with numbers in place of words."""
-    return tuple(
-        n for axis in _as_tuple(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
-    )
+    return tuple(number for axis in _as_tuple(axes) for number in numbers.get(axis, (axis,)))
 
 
 def _refuse_word(axis: str) -> None:

@@ -123,9 +123,8 @@ def bound_to(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: A
     """A stage bound to arrays, or to the marker dicts that stand for them."""
     places = {name: leaf.place for name, leaf in leaves.items()}
     values = {name: leaf.values for name, leaf in leaves.items()}
-    return Bound(
-        stage, who, places, values, {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}, **details
-    )
+    nodes = {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}
+    return Bound(stage, who, places, values, nodes, **details)
 
 
 def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree:

@@ -577,9 +577,8 @@ class Parametrization(Static, ABC):
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
         follow = functools.partial(follow_axes, self._parts)
-        return shardings_of_raw(
-            CallName(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
-        )
+        who = CallName(self, "shardings")
+        return shardings_of_raw(who, with_any_key(self.init), follow, specs, mesh, like, memory_kind)
 
 
 refuse_other_operators(Parametrization)

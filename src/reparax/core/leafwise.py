@@ -86,9 +86,8 @@ class Leafwise(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._checks = {
-            name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in cls._checks.items()
-        }
+        checks = cls._checks.items()
+        cls._checks = {name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in checks}
         cls._axis_fields = tuple(
             name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
         )

@@ -5,7 +5,7 @@ calls, loops, conds and shards as their factors.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,6 +57,11 @@ class Operation:
     def view(self) -> View:
         """The view of the equation."""
         return view_of(self.eqn)
+
+    @property
+    def maker(self) -> tuple[Hashable, ...]:
+        """What identifies a sum that this equation makes."""
+        return (*self.interpreter.path, id(self.eqn))
 
 
 class Rules(Protocol):

@@ -194,9 +194,8 @@ def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jax
     names: Env = {}
     if not opened_in(jaxpr, names):
         return None
-    return jaxpr.replace(
-        invars=[*invars, *jaxpr.invars], outvars=_substitute(jaxpr.outvars, names), eqns=eqns
-    ), constants
+    outvars = _substitute(jaxpr.outvars, names)
+    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), constants
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:

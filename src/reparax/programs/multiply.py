@@ -174,9 +174,7 @@ def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[l
     )
 
 
-def multiply_pair_in_groups(
-    a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels
-) -> Factor:
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
     link = Link.of(segments, out_labels)
     loop_labels = frozenset(a.labels + b.labels)
@@ -303,7 +301,7 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
             *other_factors,
             multiply_pair(a, b, keep, how)
             if segments is None
-            else multiply_pair_in_groups(a, b, keep, how, segments, out_labels),
+            else multiply_in_groups(a, b, keep, how, segments, out_labels),
         ]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
@@ -356,14 +354,10 @@ def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link
         other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
         keep = out_labels.union(*(factor.labels for factor in other_factors))
-        loop_labels = a.labels | b.labels
-        loop_labels, result_labels = (
-            (loop_labels, loop_labels & keep) if link is None else link.spans(loop_labels, keep)
-        )
-        return _cost_of_pair(a, b, loop_labels, result_labels), (
-            *other_factors,
-            CostKind(result_labels, frozenset(), a.still and b.still),
-        )
+        labels = a.labels | b.labels
+        loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+        result = CostKind(result_labels, frozenset(), a.still and b.still)
+        return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:

@@ -56,9 +56,7 @@ def narrows(dtype: Any, new: Any) -> bool:
 def product_dtype(dtype: Any, result: Any) -> Any:
     """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
     candidates = (result, dtype, jnp.float32, jnp.complex64)
-    return next(
-        candidate for candidate in candidates if holds_exactly(candidate, dtype) and holds_exactly(candidate, result)
-    )
+    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
@@ -438,9 +436,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
         return None
 
     def factors(sizes: Shape) -> list[list[int]]:
-        own_ends = accumulate(sizes, operator.mul, initial=1)
-        return [
-            [end // start for start, end in pairwise(ends) if first < end <= last] for first, last in pairwise(own_ends)
-        ]
+        axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
+        return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
     return factors(a), factors(b)

@@ -85,9 +85,8 @@ def _moved(raw: PyTree) -> PyTree:
     """The raw tree, traced, with changes to free values that look random."""
     rng = np.random.default_rng(0)
     moving, still = trainable(raw)
-    return combine(
-        jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving), still
-    )
+    moved = jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving)
+    return combine(moved, still)
 
 
 @compiled

@@ -299,9 +299,7 @@ def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametr
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
     paths, leaves, treedef = flatten_with_names(types)
-    return treedef.unflatten(
-        [moment(_path_without_numbers(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    )
+    return treedef.unflatten([moment(_path_without_numbers(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
@@ -325,10 +323,10 @@ def _is_nothing(x: object) -> bool:
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
-    inside = (
-        {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
-    )
-    return bool(inside) and inside <= {path_text(path) for path in flatten_with_names(like)[0]}
+    if type(x) is not type(like):
+        return False
+    paths = {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]}
+    return bool(paths) and paths <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:

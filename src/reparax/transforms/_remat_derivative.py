@@ -82,9 +82,7 @@ class CallPrimitive:
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
         # One more argument since jax 0.12.0.
-        partial_eval.dce_rules[primitive] = lambda used_outputs, *arguments: _prune_equation(
-            used_outputs, arguments[-1]
-        )
+        partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
         """The outputs of a call, as one equation."""

@@ -193,9 +193,8 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
 def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
     """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    randoms_behind = {
-        v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, jax.dtypes.prng_key)
-    }
+    key_type = jax.dtypes.prng_key
+    randoms_behind = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
     masks = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
         randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]

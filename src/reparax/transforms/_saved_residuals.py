@@ -100,7 +100,7 @@ def saved_residuals(
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, whose repr is a table. ``report.kept`` holds an array each: its ``kind``, ``type``, ``bytes`` and
+      A report, whose repr is a table. ``report.kept`` holds arrays, with their ``kind``, ``type``, ``bytes`` and
       ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")``, ``"weights"`` or
       ``"activations"`` that of one kind.
 
