@@ -100,7 +100,8 @@ def load(n: int = 300) -> tuple[Digits, Digits]:
     file = DIGITS.locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)  # as sklearn does; its import takes seconds
     rows = np.random.default_rng(0).permutation(rows)
-    images, labels = jnp.asarray(rows[:, :-1] / 16), jnp.asarray(rows[:, -1], jnp.int32)
+    images = jnp.asarray(rows[:, :-1] / 16)
+    labels = jnp.asarray(rows[:, -1], jnp.int32)
     return Digits(images[:n], labels[:n]), Digits(images[n:], labels[n:])
 
 
@@ -319,7 +320,8 @@ def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains every configuration, prints the table and what it shows, and writes the plot."""
-    settings, console = options(arguments), Console(highlight=False)
+    settings = options(arguments)
+    console = Console(highlight=False)
     console.print(
         f"Networks learn to read handwritten digits from 300 images, with {len(CHAINS)} parametrizations of their "
         f"weights and with none. Then noise and rounding disturb the weights: who still reads the digits?"

@@ -32,7 +32,7 @@ MATRICES = STACKED | {
 
 def unchanged(stage):
     """The names of the raw values of a matrix that are the matrix itself; nothing is computed."""
-    drawn = (KEY,) if stage._draws else ()
+    drawn = (KEY,) if stage._init_draws else ()
     program, start = jax.make_jaxpr(stage.init_leaf, return_shape=True)(MATRIX, *drawn)
     outputs = jax.tree.unflatten(jax.tree.structure(start), program.jaxpr.outvars)
     return {name for name, x in outputs.items() if x is program.jaxpr.invars[0]}
@@ -50,7 +50,7 @@ STAGES = {
     type(stage).__name__: replace(stage, where=".*", stacked=())
     for p, _ in CASES.values()
     for stage in p
-    if isinstance(stage, rpx.Reparametrization) and not stage._bare and takes_matrices(stage)
+    if isinstance(stage, rpx.Reparametrization) and not stage._in_place and takes_matrices(stage)
 }
 KEEPING = {name: stage for name, stage in STAGES.items() if unchanged(stage)}
 

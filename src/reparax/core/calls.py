@@ -71,7 +71,8 @@ def wrong_arguments(
 
 def _call_error(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with a call of a function of the package."""
-    wrong, name = wrong_arguments(function, args, kwargs), function.__name__
+    wrong = wrong_arguments(function, args, kwargs)
+    name = function.__name__
     return None if wrong is None else f"{name} {wrong} Write `{how_to_write()[name]}{usage(function)[len(name) :]}`."
 
 
@@ -125,10 +126,9 @@ class CallName:
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
-        parts = self.p._parts
-        text = " >> ".join(map(repr, parts)) or repr(self.p)
+        text = " >> ".join(map(repr, self.p._parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
-        return f"{f'({text})' if len(parts) > 1 else text}.{self.method}{where}"
+        return f"{f'({text})' if len(self.p._parts) > 1 else text}.{self.method}{where}"
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:
@@ -176,7 +176,8 @@ def require_chains(usage: str, *arguments: object) -> None:
     """Requires the arguments with which ``usage``, a call, begins to be parametrizations."""
     for x in arguments:
         if not is_stage(x):
-            name, what = usage.partition("(")[0].rpartition(".")[2], type(x).__name__
+            name = usage.partition("(")[0].rpartition(".")[2]
+            what = type(x).__name__
             if isinstance(x, type):
                 what = f"the class {x.__name__}, not a stage such as {x.__name__}()"
             raise TypeError(f"{name} takes parametrizations first, but got {what}. Write `rpx.{usage}`.")
@@ -202,7 +203,8 @@ def verb(method: Callable[P, R]) -> Callable[P, R]:
 
 def _explain_wrong_call(method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a method of chains, ``self`` included; None if they fit it."""
-    name, write = method.__name__, f"p.{usage(method, skip=1)}"
+    name = method.__name__
+    write = f"p.{usage(method, skip=1)}"
     if not args or not is_stage(args[0]):
         return (
             f"{name} was called on a class, not on a stage. Build the stage first, `p = rpx.WeightNorm()`: `{write}`."

@@ -434,14 +434,14 @@ def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[
         if not isinstance(by_path, ByPath):
             continue
         matching = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
-        for path, found in matching.items():
-            if len(found) > 1:
-                pattern, other_pattern = (by_path.patterns[i] for i in found[:2])
+        for path, indices in matching.items():
+            if len(indices) > 1:
+                pattern, other_pattern = (by_path.patterns[i] for i in indices[:2])
                 raise ValueError(
                     f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
                     f"expressions."
                 )
-        matched = {i for found in matching.values() for i in found}
+        matched = {i for indices in matching.values() for i in indices}
         if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
             why = why_nothing(lost[0], [leaf.path for leaf in leaves])
             raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why}")

@@ -35,7 +35,8 @@ def _largest_of_all(scores: Sequence[Array], count: Any) -> list[Array]:
     low = functools.reduce(jnp.minimum, [jnp.min(x, initial=limits.max) for x in keys])
     high = functools.reduce(jnp.maximum, [jnp.max(x, initial=limits.min) for x in keys])
     edge = _smallest_where(low, high, lambda least: _count_true([x > least for x in keys]) < n)
-    above, at = [x > edge for x in keys], [x == edge for x in keys]
+    above = [x > edge for x in keys]
+    at = [x == edge for x in keys]
     missing = n - _count_true(above)
     starts = np.cumsum([0, *(x.size for x in keys)])
     index = [jnp.arange(a, a + x.size, dtype=jnp.int32).reshape(x.shape) for a, x in zip(starts, keys, strict=False)]

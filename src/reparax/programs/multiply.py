@@ -81,7 +81,8 @@ def dot_numbers(
 
 def fourier_label(circle: Labels, labels: Labels, other_labels: Labels, keep: Labels) -> Label | None:
     """The label along which Fourier transforms multiply a circulant matrix with the other factor, or None."""
-    contracting, rows = circle & other_labels, circle - other_labels
+    contracting = circle & other_labels
+    rows = circle - other_labels
     is_circulant = len(contracting) == len(rows) == 1 and not contracting & keep and rows <= keep
     return next(iter(contracting)) if is_circulant and labels - circle <= keep else None
 
@@ -93,8 +94,8 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     free = tuple(x for x in other.labels if x is not label)
     x = fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
-    n = x.shape[-1]
-    frequency, labels = Label(n), (*free, *(batch_label for batch_label in batch if batch_label not in free))
+    frequency = Label(x.shape[-1])
+    labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
     product = lay_along(x, (*free, frequency), (*labels, frequency)) * lay_along(
         spectrum, (*batch, frequency), (*labels, frequency)
     )
@@ -156,10 +157,10 @@ class Link:
 
 def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    found = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not found:
+    segment_factors = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not segment_factors:
         return list(factors), None
-    (segments,) = found
+    (segments,) = segment_factors
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
@@ -173,11 +174,10 @@ def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[l
     )
 
 
-def multiply_pair_in_groups(
-    a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels
-) -> Factor:
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
-    link, loop_labels = Link.of(segments, out_labels), frozenset(a.labels + b.labels)
+    link = Link.of(segments, out_labels)
+    loop_labels = frozenset(a.labels + b.labels)
     _, result_labels = link.spans(loop_labels, keep)
     if link.sums(loop_labels, keep):
         return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
@@ -192,13 +192,13 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     common = [label for label in a.labels if label in b.labels]
     contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
-    batch_labels, groups = segments.labels[:-2], segments.array
+    batch_labels = segments.labels[:-2]
     if not contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
     outer_labels = [label for label in batch_labels if label not in batch]
     inner_labels = [label for label in a.labels if label not in (*common, *outer_labels, link.rows)]
     labels = (*batch, *outer_labels, link.rows, *inner_labels, *contracting)
-    sizes = groups.sizes
+    sizes = segments.array.sizes
     if batch_labels:
         size_labels = (*batch, *outer_labels, link.group)
         sizes = jnp.broadcast_to(
@@ -301,7 +301,7 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
             *other_factors,
             multiply_pair(a, b, keep, how)
             if segments is None
-            else multiply_pair_in_groups(a, b, keep, how, segments, out_labels),
+            else multiply_in_groups(a, b, keep, how, segments, out_labels),
         ]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
@@ -354,14 +354,10 @@ def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link
         other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
         keep = out_labels.union(*(factor.labels for factor in other_factors))
-        loop_labels = a.labels | b.labels
-        loop_labels, result_labels = (
-            (loop_labels, loop_labels & keep) if link is None else link.spans(loop_labels, keep)
-        )
-        return _cost_of_pair(a, b, loop_labels, result_labels), (
-            *other_factors,
-            CostKind(result_labels, frozenset(), a.still and b.still),
-        )
+        labels = a.labels | b.labels
+        loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+        result = CostKind(result_labels, frozenset(), a.still and b.still)
+        return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:

@@ -59,11 +59,9 @@ def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """
     match view:
         case equations.Transpose():
-            order = view.permutation
-            return x.map_products(lambda product: product.transpose(order), view.type.shape)
+            return x.map_products(lambda product: product.transpose(view.permutation), view.type.shape)
         case equations.Squeeze():
-            axes = view.dimensions
-            return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
+            return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
@@ -124,14 +122,14 @@ def negate_sum(x: Sum) -> Sum:
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
     """``x`` with each factor changed."""
-    return replace(
-        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
-    )
+    products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
+    return replace(x, products=tuple(products))
 
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
-    outs, start = list[Sum | None](), 0
+    outs = list[Sum | None]()
+    start = 0
     for n in view.sizes:
         outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
         start += n
@@ -171,7 +169,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label, new = group[0], Label(size)
+    label, new_label = group[0], Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -179,9 +177,9 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if own is label else own for own in factor.labels))
+        return replace(factor, array=array, labels=tuple(new_label if own is label else own for own in factor.labels))
 
-    axes = tuple(_axis_of(new) if i == axis else member for i, member in enumerate(product.axes))
+    axes = tuple(_axis_of(new_label) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)
 
 
@@ -202,7 +200,7 @@ def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) ->
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
-        product_of_rows = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
+        product_of_rows = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
         if product_of_rows is None:
             return None
         axes = {k: () if i == axis else product_of_rows.axes[i] for k, i in zip(offset, kept_axes, strict=True)}
@@ -226,9 +224,7 @@ def _fills_all(view: equations.Gather) -> bool:
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _take_from_product(
-    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any
-) -> Product | None:
+def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     group, factors = product.axes[axis], list(product.factors)
     if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
@@ -310,12 +306,11 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
+    view = equations.view_of(eqn)
+    dtype = type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
         return None
-    sums = [
-        x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
-    ]
+    sums = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]
     return _made(view, sums[0], sums[-1])
 
 
@@ -326,14 +321,14 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
         return None
     products: list[Product | None] = []
     for number, case in enumerate(cases):
-        x = case if isinstance(case, Sum) else _sum_of_array(case, still=False)
+        x = case if isinstance(case, Sum) else _as_sum(case, still=False)
         mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
         products += [multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
     terms = all_or_none(products)
     return None if terms is None else Sum(tuple(terms), cases[0].shape, cases[0].dtype, None, None)
 
 
-def _sum_of_array(x: Any, *, still: bool) -> Sum:
+def _as_sum(x: Any, *, still: bool) -> Sum:
     """An array as a sum of one product of one factor."""
     return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
 
@@ -372,16 +367,14 @@ def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    output = view.type
     products = all_or_none(product(a, b) for a in x.products for b in y.products)
-    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
+    return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The product of two sums, entry by entry."""
-    return _multiply_sums(
-        view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, x.precision or y.precision
-    )
+    precision = x.precision or y.precision
+    return _multiply_sums(view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, precision)
 
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
@@ -404,16 +397,14 @@ def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The sum of two sums, or their difference, with the products of both."""
-    output = view.type
+    shape, ndim = view.type.shape, view.type.ndim
     if isinstance(view, equations.Subtract):
         y = negate_sum(y)
-    wide = all_or_none(
-        broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)
-    )
-    if wide is None:
+    terms = all_or_none(broadcast_sum(_with_ndim(term, ndim), shape, range(ndim)) for term in (x, y))
+    if terms is None:
         return None
-    products = tuple(product for term in wide for product in term.products)
-    return Sum(products, output.shape, output.dtype, x.precision or y.precision, None)
+    products = tuple(product for term in terms for product in term.products)
+    return Sum(products, shape, view.type.dtype, x.precision or y.precision, None)
 
 
 def _holds_integers(dtype: Any) -> bool:

@@ -122,19 +122,20 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w, a point of the image,"
-    raw, q = case.raw, without_means(p)
-    point = compiled_fold(q, move_randomly(raw, key))
-    if jax.tree.leaves(partition(raw)[1]):
-        point = compiled_fold(q, compiled_init(p, point, key))
+    key = case.key
+    otherwise = "apply(init(w)) is not w, a point of the image,"
+    q = without_means(case.p)
+    point = compiled_fold(q, move_randomly(case.raw, key))
+    if jax.tree.leaves(partition(case.raw)[1]):
+        point = compiled_fold(q, compiled_init(case.p, point, key))
     starts: list[tuple[PyTree, PyTree]] = []
     if len(q) > 1:
         starts, images = compiled_stages(q, point, key)
         for stage, (again, of_image) in zip(reversed(stages_of(q)), images, strict=True):
             case.of(stage).require_close(again, of_image, rounding(again, of_image), otherwise)
     if all(is_close(again, start, rounding(again, start)) for again, start in starts):
-        point_again = compiled_fold(q, compiled_init(p, point, key))
-        case.require_close(point_again, point, rounding(raw, point), otherwise)
+        point_again = compiled_fold(q, compiled_init(case.p, point, key))
+        case.require_close(point_again, point, rounding(case.raw, point), otherwise)
 
 
 @law
@@ -218,10 +219,12 @@ def value_semantics(case: Case) -> None:
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
     p, params, key = case.p, case.params, case.key
-    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw = p.init(params, key)
+    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all = jax.vmap(p.init, in_axes=(0, None))
+    apply_all = jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -250,8 +253,8 @@ def transformations(case: Case) -> None:
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }
     for way, actual in results.items():
-        bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
-        case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
+        bound = rounding(raw, first_draw)
+        case.require_close(actual, eager.get(way, first_draw), bound, f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
     types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
     case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
@@ -260,7 +263,10 @@ def transformations(case: Case) -> None:
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p, params, key, raw, mean = case.p, case.params, case.key, case.raw, case.p.deterministic
+    p, params = case.p, case.params
+    key = case.key
+    raw = case.raw
+    mean = case.p.deterministic
     draw = compiled_apply(p, raw, key)
     is_fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
     case.require(is_fixed, "its deterministic chain is random")
@@ -494,6 +500,7 @@ def checkpoints(case: Case) -> None:
 def plain_trees(case: Case) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
     effective = case.p.fold(case.raw)
-    structure, expected = jax.tree.structure(effective), jax.tree.structure(case.params)
+    structure = jax.tree.structure(effective)
+    expected = jax.tree.structure(case.params)
     case.require(structure == expected, f"fold gives {structure}, not {expected}")
     case.require(all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array")

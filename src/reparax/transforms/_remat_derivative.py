@@ -82,9 +82,7 @@ class CallPrimitive:
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
         # One more argument since jax 0.12.0.
-        partial_eval.dce_rules[primitive] = lambda used_outputs, *arguments: _prune_equation(
-            used_outputs, arguments[-1]
-        )
+        partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
         """The outputs of a call, as one equation."""
@@ -160,10 +158,12 @@ def recomputing_function(jaxpr: Jaxpr, known_inputs: Flags, *, keeps_masks: bool
 
     def function(*args: Any) -> list[Any]:
         program, consts = with_apply_inlined(jaxpr, args)
-        inputs, is_known = [*consts, *args], [True for _ in consts] + known_args
+        inputs = [*consts, *args]
+        is_known = [True for _ in consts] + known_args
         for rewrite in rewrites:  # the constants of what it returns are known, and are the first inputs
             program, consts = rewrite(program, inputs, is_known)
-            inputs, is_known = [*consts, *inputs], [True for _ in consts] + is_known
+            inputs = [*consts, *inputs]
+            is_known = [True for _ in consts] + is_known
         return recomputed_call(RematCall(program, is_known, keeps_masks=keeps_masks), inputs)
 
     return function
@@ -290,16 +290,15 @@ def _linearize_half(
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
-    program = call.program
-    env = dict(zip(program.invars, primals, strict=True))
+    env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), program.invars))
+        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
         dot if dependence.has_tangent(v) else ad.Zero(jax.typeof(output).to_tangent_aval())
-        for v, output, dot in zip(program.outvars, outs, out_tangents, strict=True)
+        for v, output, dot in zip(call.program.outvars, outs, out_tangents, strict=True)
     ]
 
 
@@ -307,7 +306,8 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """For a function that is linear in some of its inputs."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
-    invars, known_inputs = [call.program.invars[i] for i in order], [call.known_inputs[i] for i in order]
+    invars = [call.program.invars[i] for i in order]
+    known_inputs = [call.known_inputs[i] for i in order]
     reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
     cotangents = dict(zip(order, _transpose(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
@@ -326,7 +326,8 @@ def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
-    n, out_dots = call.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
+    n = call.n_fixed
+    out_dots = [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *out_dots])
@@ -341,7 +342,8 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
 
 def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
-    n, used_outputs = call.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
+    n = call.n_fixed
+    used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     copied = read_as_more_than_views(call.program, call.known_inputs)
     pairs = zip(args[:n], call.program.invars, strict=False)
@@ -362,7 +364,8 @@ def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
 
     # Only what is linear is traced again.
     backward, consts = jaxprs.consts_first(jax.make_jaxpr(transpose_of_late)(*(v.aval for v in residuals), *slopes))
-    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) + len(residuals) :]
+    const_vars = backward.invars[: len(consts)]
+    slope_vars = backward.invars[len(consts) + len(residuals) :]
     backward = jaxprs.substitute_inputs(backward, dict(zip(backward.invars[len(consts) :], residuals, strict=False)))
     program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
     known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]

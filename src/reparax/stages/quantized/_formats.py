@@ -180,7 +180,8 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
             return _count_exceeded(middles, x)
         below = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
         index = jnp.minimum(below, len(table) - 2)
-        start, end = _look_up(table, index).astype(x.dtype), _look_up(table, index + 1).astype(x.dtype)
+        start = _look_up(table, index).astype(x.dtype)
+        end = _look_up(table, index + 1).astype(x.dtype)
         return index + (start + noise * (end - start) < x).astype(below.dtype)
 
     def encode(x: Array, noise: Array | None) -> Array:
@@ -195,7 +196,8 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
         return jnp.where(codes >= sign, -size, size)
 
     bits = (len(table) * (1 + mirrored) - 1).bit_length()
-    top, low = float(table[-1]), float(-table[-1] if mirrored else table[0])
+    top = float(table[-1])
+    low = float(-table[-1] if mirrored else table[0])
     return Numbers(bits, top, encode, decode, "uint8", low)
 
 

@@ -214,8 +214,8 @@ class NByM(_Masked, Constraint):
 
 def check_shares(value: Any, who: str, name: str) -> Any:
     """One share, or a tuple of several."""
-    several = tuple(value) if isinstance(value, tuple | list) else (value,)
-    shares = tuple(_check_share(share, who, name) for share in several)
+    entries = tuple(value) if isinstance(value, tuple | list) else (value,)
+    shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
 
@@ -274,7 +274,8 @@ def _round_share(amount: Any, count: Any) -> Any:
     # float32 cannot count beyond 2^24, so a traced share becomes an integer in units of 2^-31.
     units = jnp.round(jnp.clip(jnp.asarray(amount).astype(jnp.float32), 0, 1) * 2.0**31).astype(jnp.uint32)
     high, low = _wide_product(jnp.asarray(count).astype(jnp.uint32), units)
-    integer, part = (high << 1) | (low >> 31), low & (2**31 - 1)
+    integer = (high << 1) | (low >> 31)
+    part = low & (2**31 - 1)
     return (integer + (part + integer % 2 > 2**30).astype(jnp.uint32)).astype(jnp.int32)
 
 
@@ -460,12 +461,14 @@ class _Regrow(_Masked, Constraint):
     def _regrow(self, values: dict[str, Array], scores: Array) -> dict[str, Array]:
         """The mask without a share of its smallest weights, and with as many new ones of the largest scores."""
         w, active = values["w"], values["mask"] != 0
-        size, hidden = jnp.abs(widened(w)), -jnp.ones_like(widened(w).real)
+        size = jnp.abs(widened(w))
+        hidden = -jnp.ones_like(widened(w).real)
         # NaN must not change the counts: such weights stay, and such scores rank last.
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
-        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
+        count = jnp.sum(active)
+        share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)
