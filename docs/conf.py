@@ -150,7 +150,7 @@ api/index
 
 def add_sidebar(app, page, source):
     """Appends the lists of pages to the home page, which is read in a repository without them."""
-    if page == app.config.root_doc:
+    if page == "index":
         source[0] += SIDEBAR
 
 

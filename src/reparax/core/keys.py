@@ -170,7 +170,7 @@ def draw_for_bounds(
         start = 0
         for group in groups_of_number:
             assert batch is not None
-            group_keys = jax.lax.slice_in_dim(batch, start, start + len(group))
+            group_keys = _part(batch, start, len(group), is_traced=keys.is_traced)
             drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
             draw_of |= zip(group, drawn, strict=True)
             start += len(group)
@@ -187,7 +187,7 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
         return [stage.draw(array, keys[0])]
     draws = stage.draw(array, keys)
     if not is_traced:
-        return [jax.lax.dynamic_index_in_dim(draws, i, keepdims=False) for i in range(len(group))]
+        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(group))]
     return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(group))]
 
 
@@ -201,6 +201,13 @@ def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
     if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:
         return i
     return type(bound.stage), bound.stage.shared, array.shape, array.dtype, sharding
+
+
+def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
+    """Some of a batch. A program has its start as a literal; where each operation is one, each literal is another."""
+    if is_traced:
+        return jax.lax.slice_in_dim(batch, start, start + size)
+    return jax.lax.dynamic_slice_in_dim(batch, start, size)
 
 
 def _is_large(w: Array) -> bool:

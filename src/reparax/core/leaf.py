@@ -349,9 +349,11 @@ class Reparametrization(Leafwise):
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
-        values = call_once_per_type(_start_values, self, w, key)
+        try:
+            values = _call_jitted(_start_values, self, w, key)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
+            values = _start_values(self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
             effective = jax.eval_shape(lambda values: self._effective(values), types)
@@ -472,9 +474,13 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
     tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-    if not tracing or stage._exact_text is None:
+    return _call_jitted(function, stage, *arrays, inline=inline) if tracing else function(stage, *arrays)
+
+
+def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
+    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type."""
+    if stage._exact_text is None:  # the formula may tell apart what equality does not
         return function(stage, *arrays)
-    # The formula may tell apart what equality does not.
     results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
     return restore_same(results, *arrays)
 
@@ -496,10 +502,12 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    if not stage._init_draws:
-        return stage._map_stacked(stage.init_leaf)(w)
-    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes)
-    return stage._map_stacked(stage.init_leaf)(w, keys)
+    keys = ()
+    if stage._init_draws:
+        keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),)
+    values = stage._map_stacked(stage.init_leaf)(w, *keys)
+    checks.require_named_arrays("init_leaf", values, stage.raw_values)
+    return values
 
 
 def _array_without_draw(stage: Any, values: Mapping[str, Array]) -> Array:
