@@ -133,20 +133,26 @@ def test_more_large_arrays_are_no_more_programs():
     jax.tree.map(np.testing.assert_array_equal, noise[0], jitted)
 
 
-class Quantiles(rpx.Reparametrization):
-    """A start that numpy computes, which it can only where there are numbers."""
+class AboveLow(rpx.Reparametrization):
+    """A start that numpy computes and that refuses numbers, which it can only where there are numbers."""
 
     def init_leaf(self, w):
-        return {"low": jnp.asarray(np.quantile(w, 0.0)), "x": w - np.quantile(w, 0.0)}
+        if not isinstance(w, jax.core.Tracer) and (w < 0).any():
+            raise ValueError("negative")
+        low = np.asarray(w).min()
+        return {"low": jnp.asarray(low), "x": w - low}
 
     def apply_leaf(self, values):
         return values["x"] + values["low"]
 
 
-def test_a_start_may_look_at_numbers_outside_of_programs():
-    assert Quantiles().init({"w": jnp.array([2.0, 3.0])})["w"]["@quantiles"]["low"] == 2
+def test_a_start_of_ones_own_may_look_at_numbers_outside_of_programs():
+    first, second = (AboveLow().init({"w": np.array([low, 3.0], np.float32)}) for low in (2, 1))
+    assert (first["w"]["@above_low"]["low"], second["w"]["@above_low"]["low"]) == (2, 1)
+    with pytest.raises(ValueError, match=r"AboveLow\(\).init at 'w': negative"):
+        AboveLow().init({"w": np.array([-1.0, 3.0], np.float32)})
     with pytest.raises(jax.errors.TracerArrayConversionError):
-        jax.jit(Quantiles().init)({"w": jnp.array([2.0, 3.0])})
+        jax.jit(AboveLow().init)({"w": np.array([2.0, 3.0], np.float32)})
 
 
 def test_without_jit_no_program_splits_a_draw_into_all_its_arrays(monkeypatch):

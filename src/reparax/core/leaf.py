@@ -349,10 +349,9 @@ class Reparametrization(Leafwise):
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
-        try:
-            values = _call_jitted(_start_values, self, w, key)
-        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
-            values = _start_values(self, w, key)
+        # A formula of this package is pure, so one program serves all arrays of a type; yours may look at numbers.
+        is_ours = self.init_leaf.__module__.startswith("reparax.")
+        values = (_call_jitted if is_ours else call_once_per_type)(_start_values, self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         try:
             types = {name: type_of(x) for name, x in values.items()}
