@@ -54,8 +54,7 @@ def _token_axis(target: Target) -> int:
 
 def _read_tokens(given: Given) -> Adapted:
     """Trained slices of a table, or of a head."""
-    target = given.target
-    index = tuple(given.config.get("token_indices", ()))
+    target, index = given.target, tuple(given.config.get("token_indices", ()))
     axis = _token_axis(target)
     values = given.values(_token_parts(target, axis, len(index)))
     if max(index, default=0) >= target.shape[axis]:

@@ -285,8 +285,7 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
         name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
         for name in first_layer.values
     }
-    count = len(first_index)
-    stages = list[Any](first_layer.stages)
+    count, stages = len(first_index), list[Any](first_layer.stages)
     axes = ((*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages)
     return Adapted(tuple(replace(stage, stacked=x) for stage, x in zip(stages, axes, strict=True)), values)
 

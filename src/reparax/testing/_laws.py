@@ -188,8 +188,7 @@ def value_semantics(case: Case) -> None:
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
     p, params, key = case.p, case.params, case.key
-    raw = p.init(params, key)
-    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     init_all = jax.vmap(p.init, in_axes=(0, None))

@@ -160,8 +160,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
         return set()
     size = max(map(_bytes_of, targets)) / SMALL
     chosen = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting = set(chosen)
-    smallest = {v: v for v in program.invars}
+    waiting, smallest = set(chosen), {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
         if v not in waiting and v in smallest:
