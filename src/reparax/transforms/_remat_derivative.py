@@ -348,23 +348,12 @@ def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
     weights = [lax.optimization_barrier(x) if v in copied else x for x, v in pairs]
     slopes = [cts[i] for i in used_outputs]
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
-    wrt = call.program.invars[n:]
-    residuals = [v for v in late.invars if v not in set(wrt)]
-
-    def transpose_of_late(*args: Any) -> list[Any]:
-        env = dict(zip(residuals, args, strict=False))
-
-        def function(*moving: Any) -> list[Any]:
-            outs = jaxprs.evaluate(late, jaxprs.values(env | dict(zip(wrt, moving, strict=True)), late.invars))
-            return [outs[i] for i in used_outputs]
-
-        return list(jax.linear_transpose(function, *(v.aval for v in wrt))(list(args[len(residuals) :])))
-
+    invars = call.program.invars
     # Only what is linear is traced again.
-    backward, consts = jaxprs.consts_first(jax.make_jaxpr(transpose_of_late)(*(v.aval for v in residuals), *slopes))
-    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) + len(residuals) :]
-    backward = jaxprs.substitute_inputs(backward, dict(zip(backward.invars[len(consts) :], residuals, strict=False)))
-    program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
+    late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
+    backward, consts = jaxprs.transpose(late, invars[n:])
+    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
+    program = jaxprs.join_parts([early, backward], [*const_vars, *invars[:n], *slope_vars])
     known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
 
