@@ -21,9 +21,11 @@ INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN) $(JAX),$(P
 demo: $(VENV)/demo.stamp
 	@$(RUN) -m reparax.demo
 
-# Comparisons with torch have a part of their own: to import it takes longer than all else that is imported.
+# Comparisons with torch have a part of their own: to import it takes longer than all else that is imported. Those of
+# evidence and of examples are all thorough, so the quick ones need not import what they measure with and draw.
+QUICK := -m "not thorough" --ignore=tests/peers --ignore=tests/evidence --ignore=tests/examples
 test: $(VENV)/test.stamp
-	$(RUN) -m pytest -q -n auto --dist loadgroup -m "not thorough" --ignore=tests/peers
+	$(RUN) -m pytest -q -n auto --dist loadgroup $(QUICK)
 
 # What `make test` leaves out: grids over all stages, shapes and libraries.
 test-thorough: $(VENV)/test.stamp
@@ -39,7 +41,7 @@ test-avx2: $(VENV)/test.stamp
 
 # What each file costs.
 test-costs: $(VENV)/test.stamp
-	PYTHONPATH=tests $(RUN) -m pytest -q -p costs -n auto --dist loadgroup -m "not thorough" --ignore=tests/peers
+	PYTHONPATH=tests $(RUN) -m pytest -q -p costs -n auto --dist loadgroup $(QUICK)
 
 test-peers: $(VENV)/peers.stamp
 	$(RUN) -m pytest -q -n auto --dist loadgroup tests/peers

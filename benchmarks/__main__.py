@@ -40,6 +40,7 @@ REPEATS = {
     "steps": 10,
     "noisy_product": 10,
     "imports": 9,
+    "first_call": 5,
 }
 """The scripts, each with how often it repeats what it times; ``normality`` with how many million numbers it draws."""
 

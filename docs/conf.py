@@ -95,9 +95,70 @@ def without_any(app, domain, kind, content):
             field.parent.remove(field)
 
 
+NUMBER = re.compile(r"\S*FieldOf\[.*Callable\[\[str, \S*Any\], \S*Any\]( \| .*)?\]")
+
+
+def name_numbers(app, domain, kind, content):
+    """Calls the type of a number by its name, in place of the ten types that it stands for; any arguments are dots."""
+    for field in content.findall(nodes.field):
+        name, body = field.children
+        if name.astext().startswith("type ") and (match := NUMBER.fullmatch(body.astext())):
+            body[:] = [nodes.paragraph("", f"Number{match[1] or ''}")]
+        elif "[~P]" in body.astext():
+            body[:] = [nodes.paragraph("", body.astext().replace("[~P]", "..."))]
+
+
+SIDEBAR = """
+```{toctree}
+:hidden:
+:caption: Learn
+
+quickstart
+concepts
+recognizer
+fine_tuning
+```
+
+```{toctree}
+:hidden:
+:caption: Choose and use
+
+choosing
+selecting
+training
+recipes
+own_stage
+```
+
+```{toctree}
+:hidden:
+:caption: Judge
+
+evidence
+coming_from
+questions
+```
+
+```{toctree}
+:hidden:
+:caption: Reference
+
+api/index
+```
+"""
+
+
+def add_sidebar(app, page, source):
+    """Appends the lists of pages to the home page, which is read in a repository without them."""
+    if page == "index":
+        source[0] += SIDEBAR
+
+
 NAME = re.compile(r"(?:rpx\.(?:\w+\.)?)?(\w+)(?:\(.*\))?|p\.(\w+)(?:\(.*\))?")
 PLACES = {name: f"{family}.{name}" for name, family in family_of().items()}
 """Where each public name is described."""
+WRAPPER = re.compile(r"rpx\.((?:nnx|linen|equinox|haiku)\.\w+)(?:\(.*\))?")
+"""Several libraries have wrappers of one name."""
 
 
 def link_names(app, doctree):
@@ -108,7 +169,8 @@ def link_names(app, doctree):
     for literal in list(doctree.findall(nodes.literal)):
         match = NAME.fullmatch(literal.astext())
         name, method = match.groups() if match else (None, None)
-        target = PLACES.get(name) or (f"stage.Parametrization.{method}" if method else None)
+        wrapper = WRAPPER.fullmatch(literal.astext())
+        target = (wrapper and wrapper[1]) or PLACES.get(name) or (f"stage.Parametrization.{method}" if method else None)
         if target and not isinstance(literal.parent, nodes.reference | nodes.title | pending_xref):
             link = pending_xref(refdomain="py", reftype="obj", reftarget=f"reparax.{target}", refdoc=page)
             literal.replace_self(link)
@@ -139,13 +201,22 @@ def without_empty_last_lines(app, doctree):
 
 
 LONG_WORD = re.compile(r"\S{28,}")  # which may not fit into a line on a phone
-BREAK = re.compile(r"(?<=[\w\])}])(?=\.\w|[(\[{][^)\]}])|(?<=[_/=,:])(?=[@\w\"'({\[])")
+BREAK = re.compile(r"(?<=[\w\])}])(?=\.[^\W\d])|(?<=[(\[{])(?=[^)\]}])|(?<=[_/=,:])(?=[@\w\"'({\[])")
 COLUMNS = re.compile(r"\S {2,}[^\s#]")  # a comment is none
 NUMBERS = re.compile(r"[\d\s.,±%()-]*")
+INDENT = re.compile(r"(?:>>> |\.\.\. )?\s*")
+WITH_NUMBER = re.compile(r"(?<=±) |(?<=\d) (?=%|(?:dB|[KMG]i?B|ms)\b)|(?<=\bp) (?=[=<] \d)|(?<=\bp [=<]) (?=\d)")
+RANGE = re.compile(r"(\(?[\d.,]+ to [\d.,]+\)?)")
+PICTURE = re.compile(r"(?<=!\[)[^\]]+(?=\]\()")
+
+
+def in_one_line(app, page, source):
+    """Joins the lines of what a picture's text says, of which two would come out as one word."""
+    source[0] = PICTURE.sub(lambda text: " ".join(text[0].split()), source[0])
 
 
 def let_break(soup, code):
-    """Marks where long words of code may break: in front of dots and brackets, after underscores and slashes."""
+    """Marks where long words of code may break: in front of dots, and after brackets, underscores and slashes."""
     strings = list(code.find_all(string=True))
     text, start = "".join(strings), 0
     places = {place.start() for word in LONG_WORD.finditer(text) for place in BREAK.finditer(text, *word.span())}
@@ -158,9 +229,27 @@ def let_break(soup, code):
         start = end
 
 
+def hang(soup, block):
+    """Says how far each line of code is indented: where one has to wrap, what follows is indented more."""
+    lines = [[]]
+    for node in list(block.children):
+        first, *others = node.split("\n") if isinstance(node, NavigableString) else [node]
+        lines[-1].append(node.extract() if first is node else NavigableString(first))
+        lines.extend([NavigableString(other)] for other in others)
+    block.clear()
+    for number, line in enumerate(lines):
+        text = "".join(part.get_text() for part in line)
+        held = soup.new_tag("span", attrs={"class": "line", "style": f"--indent: {INDENT.match(text).end()}"})
+        held.extend(line)
+        block.extend(["\n"] * (number > 0) + [held] * bool(text.strip()))
+
+
 def label_cells(table):
     """Names the column in each cell of a table of words, which stands as a list on a phone."""
     heads = [head.get_text(" ", strip=True) for head in table.select("thead th")]
+    if heads and not any(heads):  # an empty bar
+        table.thead.decompose()
+        table["class"] = [*table.get("class", []), "headless"]
     rows = [row.find_all("td", recursive=False) for row in table.select("tbody tr")]
     cells = [cell.get_text(" ", strip=True) for row in rows for cell in row[1:]]
     if "class" in table.attrs and sum(NUMBERS.fullmatch(cell) is None for cell in cells) > len(cells) / 2:
@@ -170,12 +259,26 @@ def label_cells(table):
                 cell["data-head"] = head
                 if not cell.get_text(strip=True):
                     cell.clear()
+            if len(row) > 1 and not any(cell.contents for cell in row[1:]):  # a heading within the table
+                row[0]["colspan"] = len(row)
+                for cell in row[1:]:
+                    cell.decompose()
+    elif "class" in table.attrs:
+        table["class"] = [*table["class"], "numbers", *["many"] * (len(heads) > 5)]
 
 
-def keep_together(table):
-    """Keeps the sign before a spread with it, where a cell has more than one line."""
-    for text in table.find_all(string=re.compile("± ")):
-        text.replace_with(NavigableString(text.replace("± ", "±\u00a0")))
+def keep_together(soup):
+    """Keeps numbers with their signs and units, and ranges in one piece."""
+    for text in soup.find_all(string=WITH_NUMBER):
+        if not text.find_parent(["pre", "code", "math"]):
+            text.replace_with(NavigableString(WITH_NUMBER.sub("\u00a0", text)))
+    for text in [text for table in soup.select("table.numbers") for text in table.find_all(string=RANGE)]:
+        for place, piece in enumerate(RANGE.split(text)):
+            held = NavigableString(piece)
+            text.insert_before(held)
+            if place % 2:
+                held.wrap(soup.new_tag("span", attrs={"class": "range"}))
+        text.extract()
 
 
 def for_phones(app, page, template, context, doctree):
@@ -183,14 +286,16 @@ def for_phones(app, page, template, context, doctree):
     if doctree is None:  # an index, or the source of a module
         return
     soup = BeautifulSoup(context["body"], "html.parser")
+    for table in soup.find_all("table"):
+        label_cells(table)
+    keep_together(soup)
     for code in soup.select("pre, :not(pre) > code, dt.sig, div.text_html td"):
         if len(COLUMNS.findall(code.get_text())) >= 6:
             code["class"] = [*code.get("class", []), "columns"]
         else:
             let_break(soup, code)
-    for table in soup.find_all("table"):
-        label_cells(table)
-        keep_together(table)
+            if code.name == "pre":
+                hang(soup, code)
     context["body"] = str(soup)
 
 
@@ -213,11 +318,14 @@ def name_failures(app, env):
 
 def setup(app):
     """Registers how formulas, types and names are written."""
+    app.connect("source-read", add_sidebar)
     app.connect("env-updated", name_failures)
+    app.connect("source-read", in_one_line)
     app.connect("doctree-read", without_empty_last_lines)
     app.connect("doctree-read", link_names)
     app.connect("missing-reference", find_by_name)
     app.connect("html-page-context", for_phones)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("object-description-transform", without_any, priority=900)
+    app.connect("object-description-transform", name_numbers, priority=900)
     app.connect("object-description-transform", as_written)

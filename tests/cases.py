@@ -2,17 +2,23 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from one_array import normal
 
 import reparax as rpx
 
 
+def array(*shape: int, seed: int) -> jax.Array:
+    """Of numpy's numbers, which need no program."""
+    return jnp.asarray(normal(*shape, seed=seed), np.float32)
+
+
 def model() -> dict[str, dict[str, jax.Array]]:
     """A small network: leaves of equal shape, a convolution kernel and a vector."""
-    k = jax.random.split(jax.random.key(7), 4)
     return {
-        "dense": {"kernel": jax.random.normal(k[0], (8, 4)), "bias": jax.random.normal(k[1], (4,))},
-        "out": {"kernel": jax.random.normal(k[2], (8, 4))},
-        "conv": {"kernel": jax.random.normal(k[3], (2, 2, 3, 4))},
+        "dense": {"kernel": array(8, 4, seed=1), "bias": array(4, seed=2)},
+        "out": {"kernel": array(8, 4, seed=3)},
+        "conv": {"kernel": array(2, 2, 3, 4, seed=4)},
     }
 
 
@@ -33,14 +39,12 @@ def positive() -> dict[str, dict[str, jax.Array]]:
 
 def cell() -> dict[str, dict[str, jax.Array]]:
     """A recurrent cell whose arrays have the rows of inputs and of hidden units, and a fused attention layer."""
-    k = jax.random.split(jax.random.key(8), 4)
-    shapes = {"wi": (3, 4), "wh": (2, 4), "b": (4,)}
-    arrays = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(k, shapes.items(), strict=False)}
-    return {"cell": arrays, "qkv": {"weight": jax.random.normal(k[3], (3, 12))}}
+    arrays = {"wi": array(3, 4, seed=5), "wh": array(2, 4, seed=6), "b": array(4, seed=7)}
+    return {"cell": arrays, "qkv": {"weight": array(3, 12, seed=8)}}
 
 
 def vector() -> dict[str, jax.Array]:
-    return {"weights": jax.random.normal(jax.random.key(9), (56,))}
+    return {"weights": array(56, seed=9)}
 
 
 SPLIT = rpx.shared.Split({"block": rpx.shared.Concat(("wi: 3 4", "wh: 2 4", "b: 4 -> 1 4"))}, where="cell")
@@ -62,21 +66,20 @@ def matrices() -> dict[str, jax.Array]:
         "small": (2, 2),
         "column": (3, 1),
     }
-    k = jax.random.split(jax.random.key(8), len(shapes))
-    return {name: jax.random.normal(k[i], shape) for i, (name, shape) in enumerate(shapes.items())}
+    return {name: array(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
 
 
 def definite() -> dict[str, jax.Array]:
     """The same matrices, one of them with large numbers on its diagonal."""
-    params = matrices()
-    return {**params, "square": params["square"] + 4 * jnp.eye(3)}
+    large = normal(3, 3) + 4 * np.eye(3, dtype=np.float32)
+    return {**matrices(), "square": jnp.asarray(large, np.float32)}
 
 
 def patterned() -> dict[str, jax.Array]:
     """Square matrices, one of them definite."""
     names = ("square", "also square", "toeplitz", "circulant")
-    k = jax.random.split(jax.random.key(9), len(names))
-    return {name: jax.random.normal(k[i], (3, 3)) for i, name in enumerate(names)} | {"small": jnp.eye(2) + 0.5}
+    small = jnp.asarray(np.eye(2, dtype=np.float32) + 0.5, np.float32)
+    return {name: array(3, 3, seed=10 + i) for i, name in enumerate(names)} | {"small": small}
 
 
 TIE = rpx.Tie({"out/kernel": ("dense/kernel", jnp.transpose)})

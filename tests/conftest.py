@@ -35,6 +35,8 @@ SIZE_OF_A_PROGRAM = 350_000
 MEMORY_OF_PROGRAMS = 500_000_000  # beside half a GB of modules, so that a worker needs less than 1.5 GiB
 ENOUGH_FOR_A_TEST = 10  # programs
 MOST_OF_A_TEST = 100  # as it depends on the order how many operations without ``jit`` others have left
+MOST_IN_IMPORTS = 30  # programs, as each worker imports all tests, and would compile theirs
+EXAMPLES_OF_MANY_PROGRAMS = {"stages", "models", "transforms", "training", "testing"}
 WARM = 300  # programs, from which on that depends little on the order; and tests that are picked out have none
 YOUNG_OBJECTS = 100_000  # before garbage is looked for: tracing makes thousands of objects, and most of them stay
 FASTER = (
@@ -116,14 +118,21 @@ def refuse_many(programs: int) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file share programs, so they belong to one worker, where they say nothing else."""
+    """The tests of a file share programs, so they belong to one worker, where they say nothing else.
+
+    Examples in docstrings of some folders are thorough, as those on pages: each of their operations is a program, and
+    quick tests show what they show.
+    """
     for item in items:
+        if isinstance(item, pytest.DoctestItem) and EXAMPLES_OF_MANY_PROGRAMS.intersection(item.nodeid.split("/")):
+            item.add_marker(pytest.mark.thorough)
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def pytest_collection_finish() -> None:
     """What the imports have made stays: no collection of garbage, and no search for leaks, need look at it again."""
+    COMPILED.in_imports = COMPILED.number
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -134,7 +143,7 @@ class Compiled:
     """Counts the programs that stand in memory."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.number = most, 0
+        self.most, self.number, self.in_imports = most, 0, 0
 
     def __call__(self, event: str, _: float, **kwargs: str | int) -> None:
         self.number += event.endswith("/backend_compile_duration")

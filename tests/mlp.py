@@ -67,7 +67,7 @@ EXPECTED = _trained()
 
 def arrays() -> tuple[jax.Array, ...]:
     """Kernels of shape (in, out) and biases, of the first layer and of the second."""
-    return tuple(jnp.asarray(w, jnp.float32) for w in (W1, B1, W2, B2))
+    return tuple(jnp.asarray(np.float32(w), np.float32) for w in (W1, B1, W2, B2))
 
 
 def tree(weight: str, bias: str) -> dict[str, dict[str, Any]]:
@@ -83,7 +83,7 @@ def values(held: Any, weight: str, bias: str) -> list[Any]:
 
 def data() -> tuple[jax.Array, jax.Array]:
     """Inputs and targets."""
-    return jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)
+    return jnp.asarray(np.float32(X), np.float32), jnp.asarray(np.float32(Y), np.float32)
 
 
 def mean_square(y: jax.Array, target: jax.Array) -> jax.Array:

@@ -4,12 +4,12 @@ Miyato, Kataoka, Koyama and Yoshida, *Spectral Normalization for Generative Adve
 1802.05957.
 
 What was tried: with momentum 0.5 and one turn spectral norm was worse, also with other losses and scales of the data.
-The two other games were added then.
+The two other setups were added then.
 
 Protocol:
 Data: 8 Gaussians of standard deviation 0.1 on a ring of radius 2. Generator (8-64-64-2) and discriminator (2-64-64-1),
 the latter plain or with each kernel under spectral norm; Adam, 2000 steps of the generator, batches of 64. Each has 15
-settings: 5 learning rates in 3 games, each a momentum and a number of discriminator updates per generator update. The
+settings: 5 learning rates in 3 setups, each a momentum and a number of discriminator updates per generator update. The
 best has most coverage in runs of other seeds: good samples, at most an eighth for each mode. 5 seeds. Measure: 2000
 samples, 5 times in the second half. Good: within 0.3 of a centre. A mode is found by 1 % of the samples.
 """
@@ -232,14 +232,14 @@ def picture(found: Found) -> Figure:
 
 
 def verdict(found: Found) -> str:
-    """In how many games spectral norm finds more modes, and in how many fewer."""
+    """In how many setups spectral norm finds more modes, and in how many fewer."""
     names = games(found)
     words = [
         difference(*(over_rates(found, method, game, "modes") for method in ("spectral norm", "plain"))).word
         for game in names
     ]
     return (
-        f"Over all learning rates, spectral norm finds more modes in {words.count('higher')} of {len(names)} games, "
+        f"Over all learning rates, spectral norm finds more modes in {words.count('higher')} of {len(names)} setups, "
         f"and fewer in {words.count('lower')}."
     )
 

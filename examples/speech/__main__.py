@@ -45,7 +45,7 @@ def main() -> None:
         found[way], curves[way] = setting.chain(1.0).fold(params), losses
 
     table = Table(
-        "wrong words, %", *(f"{told}, {level} dB" for told, level in tests), title="By seen and by unseen voices"
+        "word error rate, %", *(f"{told}, {level} dB" for told, level in tests), title="By seen and by unseen voices"
     )
     for way, params in found.items():
         table.add_row(way, *(f"{training.wrong(model, params, test):.1f}" for test in tests.values()))

@@ -8,17 +8,12 @@ import numpy as np
 
 from benchmarks.evidence.record import Found, found
 from benchmarks.evidence.summary import NONE, difference, markdown, told
+from examples.speech.training import DROPOUT, RATE, STD
 
 RESULTS = Path(__file__).parent / "results"
 VOICES, LEVELS = ("seen", "unseen"), (0, 5, 10)
 ROUNDED = {"float32": None, "8 bits": "int8", "4 bits": "int4"}
 """How weights are stored after training, and the name of the format."""
-REPORTED = (
-    "Without noise in the weights of their decoder, from step 20,000 on, the final word error rate on clean speech is "
-    "0.1 to 0.2 % worse, say the authors of EfficientConformer "
-    "([2021](https://github.com/burchim/EfficientConformer/issues/3))."
-)
-"""What others found."""
 
 
 def base_of(way: str) -> str:
@@ -41,14 +36,30 @@ def best_values(numbers: Found, values: Mapping[str, Iterable[float]]) -> dict[s
     return best
 
 
-def ways_of(numbers: Found) -> dict[str, list[dict[str, np.ndarray]]]:
-    """The cells of each way at its best value, by seed."""
-    tried = dict[str, dict[float, dict[int, dict[str, np.ndarray]]]]()
+def setting(way: str, value: float) -> str:
+    """What a value of a way is: a learning rate, or rates of dropout and the standard deviation of noise."""
+    if way == base_of(way):
+        return f"learning rate {value:g}"
+    dropped = {"dropout of activations": DROPOUT}.get(way, 0 if way.endswith("noise") else RATE)
+    std = STD if way.endswith(("noise", "both")) else 0
+    numbers = {"dropout": dropped * value, "noise": std * value}
+    return ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number)
+
+
+def cells_by_way(numbers: Found) -> dict[str, dict[float, dict[int, dict[str, np.ndarray]]]]:
+    """The cells of each way, by value and by seed."""
+    cells = dict[str, dict[float, dict[int, dict[str, np.ndarray]]]]()
     for name, cell in numbers.items():
         way, value, seed = name.replace(", value ", "|").replace(", seed ", "|").split("|")
-        tried.setdefault(way, {}).setdefault(float(value), {})[int(seed)] = cell
-    best = best_values(numbers, tried)
-    return {way: [cell for _, cell in sorted(tried[way][value].items())] for way, value in best.items()}
+        cells.setdefault(way, {}).setdefault(float(value), {})[int(seed)] = cell
+    return cells
+
+
+def ways_of(numbers: Found) -> dict[str, list[dict[str, np.ndarray]]]:
+    """The cells of each way at its best value, by seed."""
+    cells = cells_by_way(numbers)
+    best = best_values(numbers, cells)
+    return {way: [cell for _, cell in sorted(cells[way][value].items())] for way, value in best.items()}
 
 
 def wrong(cells: list[dict[str, np.ndarray]], voices: str, level: int | None, bits: str = "float32") -> np.ndarray:
@@ -65,10 +76,15 @@ def spread(rates: np.ndarray) -> str:
 def table(name: str, folder: Path = RESULTS) -> str:
     """A row for each way: wrong words of seen and unseen voices at each level of noise."""
     columns = [(voices, level) for voices in VOICES for level in LEVELS]
-    head = ["wrong words, %", *(f"{voices}, {level} dB" for voices, level in columns)]
-    ways = ways_of(found(name, folder))
+    head = ["word error rate, %", "chosen", *(f"{voices}, {level} dB" for voices, level in columns)]
+    numbers = found(name, folder)
+    best, ways = best_values(numbers, cells_by_way(numbers)), ways_of(numbers)
     return markdown(
-        head, [[way, *(spread(wrong(cells, *column)) for column in columns)] for way, cells in ways.items()]
+        head,
+        [
+            [way, setting(way, best[way]), *(spread(wrong(cells, *column)) for column in columns)]
+            for way, cells in ways.items()
+        ],
     )
 
 
@@ -76,7 +92,7 @@ def rounding_table(name: str, folder: Path = RESULTS) -> str:
     """A row for each way: wrong words of unseen voices, where weights have fewer bits."""
     ways = ways_of(found(name, folder))
     rows = [[way, *(spread(wrong(cells, "unseen", None, bits)) for bits in ROUNDED)] for way, cells in ways.items()]
-    return markdown(["wrong words, %", *ROUNDED], rows)
+    return markdown(["word error rate, %", *ROUNDED], rows)
 
 
 def verdicts(name: str, folder: Path = RESULTS) -> list[str]:
@@ -107,4 +123,4 @@ def costs_table(folder: Path = RESULTS) -> str:
         ]
         for way, ms in found["ms"].items()
     ]
-    return markdown(["a gradient", "ms", "of plain", "temporary MiB", "kept MiB"], rows)
+    return markdown(["a gradient", "ms", "of plain", "temporary MiB", "residuals MiB"], rows)

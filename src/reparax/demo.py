@@ -100,7 +100,8 @@ def load(n: int = 300) -> tuple[Digits, Digits]:
     file = DIGITS.locate_file("sklearn/datasets/data/digits.csv.gz")
     rows = np.loadtxt(str(file), delimiter=",", dtype=np.float32)  # as sklearn does; its import takes seconds
     rows = np.random.default_rng(0).permutation(rows)
-    images, labels = jnp.asarray(rows[:, :-1] / 16), jnp.asarray(rows[:, -1], jnp.int32)
+    images = jnp.asarray(rows[:, :-1] / 16)
+    labels = jnp.asarray(rows[:, -1], jnp.int32)
     return Digits(images[:n], labels[:n]), Digits(images[n:], labels[n:])
 
 
@@ -319,7 +320,8 @@ def train_all(data: Digits, seeds: int, steps: int, progress: Progress) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains every configuration, prints the table and what it shows, and writes the plot."""
-    settings, console = options(arguments), Console(highlight=False)
+    settings = options(arguments)
+    console = Console(highlight=False)
     console.print(
         f"Networks learn to read handwritten digits from 300 images, with {len(CHAINS)} parametrizations of their "
         f"weights and with none. Then noise and rounding disturb the weights: who still reads the digits?"
@@ -332,9 +334,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keys = jax.random.split(jax.random.key(1), settings.seeds)
     scores = {name: evaluate(params, keys, test) for name, params in models.items()}
     columns_shown = columns(scores)
-    console.print(
-        table(columns_shown), *(verdict(heading, column) for heading, column in columns_shown.items()), sep="\n"
-    )
+    verdicts = (verdict(heading, column) for heading, column in columns_shown.items())
+    console.print(table(columns_shown), *verdicts, sep="\n")
     console.print(f"{settings.seeds} seeds, {settings.steps} steps each, {seconds:.0f} seconds of training.")
     console.print("One small data set, and nothing is tuned: do not read this as a ranking of the methods.")
     plot(scores).savefig(settings.plot, format="png", dpi=150)

@@ -22,7 +22,7 @@ def linen(module, *args, **kwargs):
 
 
 def normal(*shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape, np.float32))
+    return jnp.asarray(np.random.default_rng(sum(shape)).standard_normal(shape, np.float32), np.float32)
 
 
 def drawn(make):

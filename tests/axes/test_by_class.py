@@ -7,8 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from axes.networks import KEY, NETWORKS, drawn, normal
 from flax import nnx
-from networks import KEY, NETWORKS, drawn, normal
 
 import reparax as rpx
 

@@ -179,7 +179,7 @@ def test_a_mapped_first_axis_leaves_names_right() -> None:
 # Errors. ----------------------------------------------------------------------------------------------------------
 
 
-UNNAMED = {"w": nn.Partitioned(jnp.ones((2, 2)), (None, None))}
+UNNAMED = {"w": nn.Partitioned(np.ones((2, 2), np.float32), (None, None))}
 OUT_OR_MLP = rpx.VarNoise(0.1, where="up/kernel", stacked=("out", "mlp"))  # only the other kernel has an axis `out`
 
 

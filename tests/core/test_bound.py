@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES
+from cases import CASES, OF_EACH_CLASS
 from errors import raises
+from grids import mostly_thorough
 
 import reparax as rpx
 from reparax.core.names import FAMILIES
@@ -38,7 +39,7 @@ def at(tree, path):
     return tree
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_thorough(CASES, *OF_EACH_CLASS))
 def test_a_plain_array_in_place_of_what_a_stage_made_is_refused(name):
     p, params = CASES[name][0], jax.eval_shape(CASES[name][1])
     raw = jax.eval_shape(p.init, params, jax.random.key(0))

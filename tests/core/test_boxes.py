@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import reparax as rpx
 
-KERNEL = jnp.asarray(np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4))
-ONES = jnp.asarray(np.ones(4, np.float32))
+KERNEL = jnp.asarray(np.linspace(-1, 2, 32, dtype=np.float32).reshape(8, 4), np.float32)
+ONES = jnp.asarray(np.ones(4, np.float32), np.float32)
 CHAIN = rpx.WeightNorm() >> rpx.VarNoise(0.1)
 
 

@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_told(case):
 
 PARTS = {
     "parameters that are no arrays": {"activation": jnp.tanh, "name": "dense", "none": None, "count": 3},
-    "keys": {"rngs": {"key": jax.random.key(0), "keys": jax.random.split(jax.random.key(0), 3)}},
+    "keys": {"rngs": {"key": jax.random.key(0), "keys": jax.random.wrap_key_data(np.zeros((3, 2), np.uint32))}},
     "empty parts": {"dropout": {}, "pool": (), "layers": [{}, {}]},
 }
 

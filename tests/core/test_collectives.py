@@ -60,6 +60,11 @@ def test_weight_norm_adds_sums_of_the_size_of_g_where_the_summed_axis_is_cut():
 def test_weight_norm_with_noise_and_dropout_adds_what_weight_norm_adds():
     chain = rpx.WeightNorm(axis=-1) >> NOISE
     assert collectives(chain, TENSOR_PARALLEL) == collectives(rpx.WeightNorm(axis=-1), TENSOR_PARALLEL)
+
+
+@pytest.mark.thorough
+def test_where_both_axes_are_cut_that_chain_adds_sums_of_the_size_of_lengths():
+    chain = rpx.WeightNorm(axis=-1) >> NOISE
     added = collectives(chain, FULLY_SHARDED) - collectives(rpx.Chain(), FULLY_SHARDED)
     assert {array for _, array in added} == {"f32[8]", "f32[12]"}  # 32 lengths on 4 devices, 24 on 2
     assert {kind for kind, _ in added} == {"all-reduce"}

@@ -111,6 +111,44 @@ def test_eager_gradients_take_no_memory_with_them():
     assert most_memory_after(200) - before < 20_000  # KiB; a program that stays takes about 7000 in each call
 
 
+def programs_of(f):
+    """How many programs JAX compiles for a call."""
+    before = len(COMPILED)
+    jax.block_until_ready(jax.tree.leaves(f()))
+    return len(COMPILED) - before
+
+
+def test_a_start_is_one_program_for_all_arrays_of_a_type():
+    params = {name: jnp.full((7, 3), value) for name, value in {"u": 1.0, "w": 2.0}.items()}
+    raw = []
+    assert programs_of(lambda: raw.append(rpx.WeightNorm(axis=-1).init(params))) == 1
+    np.testing.assert_allclose(raw[0]["w"]["@weight_norm"]["g"], np.full((1, 3), 2 * 7**0.5), rtol=1e-6)
+
+
+def test_more_large_arrays_are_no_more_programs():
+    p, noise = rpx.WeightDropout(0.5, where=".*"), []
+    few, many = ({f"w{i}": jnp.ones((2**14 + extra,)) for i in range(n)} for n, extra in [(2, 1), (6, 2)])
+    assert programs_of(lambda: p.apply(few, KEY)) >= programs_of(lambda: noise.append(p.apply(many, KEY)))
+    jitted = jax.jit(p.apply)(many, KEY)
+    jax.tree.map(np.testing.assert_array_equal, noise[0], jitted)
+
+
+class Quantiles(rpx.Reparametrization):
+    """A start that numpy computes, which it can only where there are numbers."""
+
+    def init_leaf(self, w):
+        return {"low": jnp.asarray(np.quantile(w, 0.0)), "x": w - np.quantile(w, 0.0)}
+
+    def apply_leaf(self, values):
+        return values["x"] + values["low"]
+
+
+def test_a_start_may_look_at_numbers_outside_of_programs():
+    assert Quantiles().init({"w": jnp.array([2.0, 3.0])})["w"]["@quantiles"]["low"] == 2
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        jax.jit(Quantiles().init)({"w": jnp.array([2.0, 3.0])})
+
+
 def test_without_jit_no_program_splits_a_draw_into_all_its_arrays(monkeypatch):
     """It would have a kernel for each, and take seconds to compile."""
     splits, split = [], jax.lax.split

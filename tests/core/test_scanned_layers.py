@@ -13,6 +13,7 @@ from errors import raises, table
 from flax.traverse_util import unflatten_dict
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from one_array import normal
 
 import reparax as rpx
 from reparax.core.paths import flatten_with_names
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.thorough
 
 LAYERS, WIDTH, OUT = 2, 5, 4
 NAMES = ("lengths", "spectrum", "rotation", "product")
-X = jax.random.normal(jax.random.key(1), (2, WIDTH))
-Y = jax.random.normal(jax.random.key(2), (2, OUT))
+X = normal(2, WIDTH, seed=1)
+Y = normal(2, OUT, seed=2)
 
 
 def chain(stacked: Any) -> rpx.Parametrization:

@@ -3,13 +3,17 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import table
 from flax import nnx
 
 import reparax as rpx
 
-PARAMS = {"layers": [{"weight": jnp.ones((3, 2)), "bias": jnp.zeros(2)} for _ in range(2)], "name": "mlp"}
+PARAMS = {
+    "layers": [{"weight": np.ones((3, 2), np.float32), "bias": np.zeros(2, np.float32)} for _ in range(2)],
+    "name": "mlp",
+}
 
 
 def paths(choose, model):

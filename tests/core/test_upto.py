@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from errors import raises
 from grids import mostly_thorough
+from one_array import normal
 
 import reparax as rpx
 from reparax.core.raw import flatten
@@ -13,8 +14,8 @@ from reparax.core.raw import flatten
 KEY = jax.random.key(5)
 # No two arrays, raw ones included, have the same shape.
 PARAMS = {
-    "in": {"w": jax.random.normal(jax.random.key(0), (4, 6)), "scale": jnp.linspace(1.0, 2.0, 7)},
-    "out": {"w": jax.random.normal(jax.random.key(1), (8, 3))},
+    "in": {"w": normal(4, 6), "scale": np.linspace(1, 2, 7, dtype=np.float32)},
+    "out": {"w": normal(8, 3, seed=1)},
 }
 seen: dict[tuple[int, ...], np.ndarray] = {}
 

@@ -551,8 +551,8 @@ def array_error(p, name):
     ("value", "shown"),
     [
         (np.ones(2, np.float32), "<float32[2]>"),
-        (jnp.ones((2, 3)), "<float32[2, 3]>"),
-        ((1, [jnp.ones(1)]), "(1, [<float32[1]>])"),
+        (jnp.asarray(np.ones((2, 3), np.float32), np.float32), "<float32[2, 3]>"),
+        ((1, [np.ones(1, np.float32)]), "(1, [<float32[1]>])"),
     ],
     ids=["numpy", "jax", "inside"],
 )
@@ -621,7 +621,7 @@ def schedule(step):
     return step / 2
 
 
-P, RAW = rpx.WeightNorm(), {"w": jnp.ones((2, 2))}
+P, RAW = rpx.WeightNorm(), {"w": np.ones((2, 2), np.float32)}
 
 
 def test_a_subclass_with_another_default_keeps_the_checks_of_its_base():

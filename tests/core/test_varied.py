@@ -24,7 +24,7 @@ def model():
 
 
 def shift(p, params, key=KEY):
-    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), p.apply(params, key), params)
+    return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), jax.jit(p.apply)(params, key), params)
 
 
 TWO = {"decoder/.*": 0.5, "encoder/kernel": 0.25}

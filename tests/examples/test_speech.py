@@ -267,7 +267,13 @@ def written(tmp_path):
 
 def test_values_are_chosen_on_development_voices_and_verdicts_are_those_of_a_paired_t_test(written):
     table = report.table("digits_lstm", written).splitlines()
-    assert table[3].startswith("| noise | 5.5 ± 0.5 |")
+    assert [line.split(" | ")[1] for line in table[2:]] == [
+        "learning rate 0.003",
+        "noise 0.0375",
+        "dropout 0.3, noise 0.075",
+        "dropout 0.3",
+    ]
+    assert table[3].startswith("| noise | noise 0.0375 | 5.5 ± 0.5 |")
     noise, both = report.verdicts("digits_lstm", written)
     p = stats.ttest_rel([5.0, 6.5, 5.0], [6.0, 7.0, 8.0]).pvalue
     assert noise == (f"With noise, 5.5 ± 0.5 %: no significant difference from plain (-1.5 ± 0.8 points, p = {p:.3f}).")
@@ -275,6 +281,12 @@ def test_values_are_chosen_on_development_voices_and_verdicts_are_those_of_a_pai
     assert p < 0.001
     assert both == ("With both, 5.0 ± 0.6 %: lower than plain (-2.0 ± 0.0 points, p < 0.001).")
     assert report.rounding_table("digits_lstm", written).splitlines()[2].startswith("| plain | 7.0 ± 0.6 | 7.0 ± 0.6 |")
+
+
+def test_a_strength_is_told_in_the_units_of_its_way():
+    assert report.setting("dropout of activations", 0.5) == "dropout 0.1"
+    assert report.setting("weight norm, noise", 1.5) == "noise 0.1125"
+    assert report.setting("weight norm", 0.006) == "learning rate 0.006"
 
 
 def test_a_way_is_run_once_its_base_is_tuned_and_seeds_once_it_is_itself(written):

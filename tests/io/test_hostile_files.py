@@ -255,7 +255,7 @@ def outcome(name, number):
     return error
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", mostly_thorough(FILES, "awq", "gguf", "loha", "torch"))
 def test_a_file_without_faults_is_read(name):
     tensors, config = FILES[name]()
     p, raw = read(name, tensors, config)[1]()

@@ -20,7 +20,7 @@ PARAMS = {
     "experts": normal(3, 4, 4, seed=7),
     "bias": normal(4, seed=8),
 }
-TOKENS = jnp.arange(5) % 4
+TOKENS = np.arange(5, dtype=np.int32) % 4
 
 
 def network(params, tokens):

@@ -12,7 +12,8 @@ import reparax as rpx
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 DENSE = "base_model.model.dense"
-LIKE = {"dense": {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4)}, "head": {"kernel": jnp.zeros((4, 2))}}
+SHAPES = {"dense": {"kernel": (3, 4), "bias": (4,)}, "head": {"kernel": (4, 2)}}
+LIKE = {layer: {name: np.zeros(shape, np.float32) for name, shape in held.items()} for layer, held in SHAPES.items()}
 
 
 def normal(*shape, seed=0):

@@ -16,6 +16,7 @@ from compiled import fold, init, zeros
 from errors import table
 from flax import nnx
 from grids import mostly_thorough
+from one_array import normal
 
 import reparax as rpx
 
@@ -374,13 +375,10 @@ def test_the_classes_of_equinox_tell_transposed_convolutions():
 
 
 @pytest.mark.parametrize("p", [rpx.Chain(), rpx.Freeze(), rpx.sparse.RandomPruning(0.5, where=".*bias")], ids=repr)
-@pytest.mark.parametrize(
-    "module",
-    [eqx.nn.Conv2d(3, 4, 2, key=jax.random.key(0)), eqx.nn.ConvTranspose1d(3, 4, 2, key=jax.random.key(0))],
-    ids=["conv", "transposed"],
-)
-def test_biases_of_convolutions_of_equinox_are_vectors_in_torch(p, module):
-    model = {"net": [module]}
+@pytest.mark.parametrize("layer", [eqx.nn.Conv2d, eqx.nn.ConvTranspose1d], ids=["conv", "transposed"])
+def test_biases_of_convolutions_of_equinox_are_vectors_in_torch(p, layer):
+    module = eqx.filter_eval_shape(lambda: layer(3, 4, 2, key=jax.random.key(0)))
+    model = {"net": [jax.tree.map(lambda x: normal(*x.shape), module)]}
     raw = init(p, model, jax.random.key(1))
     state = rpx.io.to_torch(p, raw)
     biases = [x for name, x in state.items() if "bias" in name]
@@ -486,8 +484,11 @@ def assert_orthogonal_weight(map, state, w):
     np.testing.assert_allclose((base @ map(original.T)).T if wide else base @ map(original), want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(("map", "original", "base"), ORTHOGONAL.values(), ids=ORTHOGONAL)
-def test_orthogonal_matrices_are_those_of_torch(map, original, base):
+@pytest.mark.parametrize(
+    "name", mostly_thorough(ORTHOGONAL, "tall", "complex", "reflections without a base", "turned reflections")
+)
+def test_orthogonal_matrices_are_those_of_torch(name):
+    map, original, base = ORTHOGONAL[name]
     state = {f"{PATH}original": original} | ({} if base is None else {f"{PATH}0.base": base})
     w = (np.eye(len(original)) if base is None else base) @ map(original)
     assert_orthogonal_weight(map, state, w)

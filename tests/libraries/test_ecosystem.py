@@ -29,7 +29,13 @@ CHAIN = (
     >> rpx.LowRank(2, where="net/enc")
     >> rpx.VarNoise(0.1)
 )
-PARAMS = {"net": {"enc": jnp.arange(12.0).reshape(4, 3), "dec": jnp.diag(jnp.arange(1.0, 4.0)), "bias": jnp.ones(3)}}
+PARAMS = {
+    "net": {
+        "enc": np.arange(12, dtype=np.float32).reshape(4, 3),
+        "dec": np.diag(np.arange(1, 4, dtype=np.float32)),
+        "bias": np.ones(3, np.float32),
+    }
+}
 RAW = jax.jit(CHAIN.init)(PARAMS)
 SHAPES = {
     "net/bias": (3,),

@@ -24,7 +24,7 @@ from one_array import normal
 import reparax as rpx
 from reparax.core.paths import flatten_with_names, path_text
 
-X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
+X = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
 NORM = rpx.WeightNorm(axis=-1)  # arrays in tuples have no names
 CHAIN = NORM >> rpx.VarNoise(0.075)
 

@@ -20,7 +20,7 @@ from reparax.transforms import local_reparametrization
 
 KEY = jax.random.key(0)
 P = rpx.Gaussian(0.3)
-X = jnp.array([0.5, -1.0, 2.0])
+X = np.float32([0.5, -1.0, 2.0])
 Network = tuple[Any, Callable[[Any, Any], Any]]
 
 

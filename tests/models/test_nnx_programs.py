@@ -15,8 +15,8 @@ from jax import Array
 
 import reparax as rpx
 
-X = jnp.asarray(np.linspace(-1, 1, 12).reshape(4, 3), jnp.float32)
-ZEROS = jnp.zeros((3, 3))
+X = jnp.asarray(np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), np.float32)
+ZEROS = jnp.asarray(np.zeros((3, 3), np.float32), np.float32)
 SAME = rpx.numbers.Elementwise(lambda x: x, lambda w: w, where=".*kernel")  # trains as the plain model does
 Program = Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 import reparax as rpx
 
 P = rpx.Freeze(where="bias") >> rpx.WeightNorm()
-X = jnp.asarray(np.linspace(-1, 1, 12).reshape(4, 3), jnp.float32)
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 
 def mesh() -> Mesh:

@@ -7,7 +7,6 @@ import equinox as eqx
 import flax.linen as nn
 import haiku as hk
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises
@@ -16,8 +15,8 @@ from grids import mostly_thorough
 
 import reparax as rpx
 
-X = jnp.asarray(np.linspace(-1, 1, 32).reshape(8, 4) ** 3, jnp.float32)
-W = jnp.asarray(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1, jnp.float32)
+X = np.float32(np.linspace(-1, 1, 32).reshape(8, 4) ** 3)
+W = np.float32(np.outer(np.arange(1.0, 5), np.arange(-1.0, 2)) / 9 + 0.1)
 STORED = rpx.Quantized("int8")  # integers, scales, and nothing that trains
 
 

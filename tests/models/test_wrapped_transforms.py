@@ -30,7 +30,7 @@ def test_local_gives_each_example_noise_of_its_own_in_a_wrapped_model(library: A
     np.testing.assert_allclose(got.std(axis=0), STD, rtol=5 / np.sqrt(2 * len(X)))
 
 
-SMALL = jnp.asarray(np.linspace(-1, 1, 15).reshape(5, 3), jnp.float32)
+SMALL = np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)
 
 
 @pytest.mark.parametrize("library", EACH)

@@ -18,7 +18,7 @@ from jax import Array
 import reparax as rpx
 
 W = np.asarray([[3, 0.2, 0.1], [0.3, 1, 0.5], [0.2, 0.4, 2]], np.float32)
-X = jnp.asarray(np.linspace(-1, 1, 12).reshape(4, 3), jnp.float32)
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 P = rpx.SpectralNorm(where=".*(kernel|weight|w)")
 
 
@@ -32,7 +32,12 @@ def iterated(fixed: Any, n: int) -> tuple[Any, Any]:
 
 
 START = {"u": np.float32([1, 0, 0]), "v": np.float32([0.6, 0.8, 0])}  # far from those of the largest singular value
-RAW = {"@spectral_norm": {"w": jnp.asarray(W), "@fixed": {name: jnp.asarray(x) for name, x in START.items()}}}
+RAW = {
+    "@spectral_norm": {
+        "w": jnp.asarray(W, W.dtype),
+        "@fixed": {name: jnp.asarray(x, x.dtype) for name, x in START.items()},
+    }
+}
 
 
 def assert_iterated(node: Any, n: int) -> None:

@@ -19,12 +19,12 @@ VALUES = {
     "complex64": (ODD[:4, None] + 1j * ODD[None, 4:]).astype(np.complex64),
 }
 AFTER = {
-    "a number": jnp.float32(3.0),
-    "NaN": jnp.full((2, 3), jnp.nan),
-    "half": jnp.ones((4,), jnp.bfloat16),
-    "whole numbers": jnp.array([[-1]], jnp.int32),
-    "truth": jnp.array([True]),
-    "complex": jnp.array([1.0 + 2.0j]),
+    "a number": np.float32(3.0),
+    "NaN": np.full((2, 3), np.nan, np.float32),
+    "half": np.ones(4, jnp.bfloat16),
+    "whole numbers": np.array([[-1]], np.int32),
+    "truth": np.array([True]),
+    "complex": np.array([1.0 + 2.0j], np.complex64),
 }
 
 

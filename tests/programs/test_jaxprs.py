@@ -28,8 +28,8 @@ from reparax.programs.dependence import is_apply
 from reparax.transforms import _factored, _saved_residuals, saved_residuals
 
 ROOT = Path(__file__).parents[2]
-W, X = jnp.arange(6.0).reshape(2, 3), jnp.ones((4, 2))
-KEYS = jax.random.split(jax.random.key(0), 4)
+W, X = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((4, 2), np.float32)
+KEY, KEYS = jax.random.key(0), jax.random.wrap_key_data(np.arange(8, dtype=np.uint32).reshape(4, 2))
 
 
 def program(f, *args):
@@ -316,8 +316,8 @@ SCANS = {
     "no steps": (lambda w: jax.lax.scan(lambda c, _: (c * w, c), w, length=3), (W,), (1, 1)),
     "a counted loop": (lambda w: jax.lax.fori_loop(0, 3, lambda i, c: c * w, w), (W,), (1, 2)),
     "numbers": (lambda x: jax.lax.scan(lambda c, x: (c + x, x), 0.0, x), (X[:, 0],), (0, 1)),
-    "vmap": (lambda w, x: jax.vmap(carried, (None, 0))(w, x), (W, jnp.stack([X, X])), (1, 1)),
-    "vmap of the constant": (lambda w, x: jax.vmap(carried, (0, None))(w, x), (jnp.stack([W, W]), X), (1, 1)),
+    "vmap": (lambda w, x: jax.vmap(carried, (None, 0))(w, x), (W, np.stack([X, X])), (1, 1)),
+    "vmap of the constant": (lambda w, x: jax.vmap(carried, (0, None))(w, x), (np.stack([W, W]), X), (1, 1)),
 }
 
 
@@ -442,8 +442,8 @@ def loss(w, key, xs):
 
 
 EVERYONE = {
-    "remat": lambda: rpx.remat(loss)(W, KEYS[0], X),
-    "saved_residuals": lambda: saved_residuals(loss, W, KEYS[0], X),
+    "remat": lambda: rpx.remat(loss)(W, KEY, X),
+    "saved_residuals": lambda: saved_residuals(loss, W, KEY, X),
 }
 everyone = pytest.mark.parametrize("run", EVERYONE.values(), ids=EVERYONE)
 
@@ -468,9 +468,9 @@ def newer(monkeypatch):
 
 @pytest.mark.usefixtures("newer")
 def test_a_newer_jax_that_writes_programs_in_the_same_way_works():
-    assert saved_residuals(loss, W, KEYS[0], X).bytes("weights") > 0
-    assert saved_residuals(rpx.remat(loss), W, KEYS[0], X).bytes("weights") == 0
-    got, expected = jax.jit(lambda *args: (rpx.factored(loss)(*args), loss(*args)))(W, KEYS[0], X)
+    assert saved_residuals(loss, W, KEY, X).bytes("weights") > 0
+    assert saved_residuals(rpx.remat(loss), W, KEY, X).bytes("weights") == 0
+    got, expected = jax.jit(lambda *args: (rpx.factored(loss)(*args), loss(*args)))(W, KEY, X)
     assert got == expected
 
 
@@ -489,7 +489,7 @@ def test_a_newer_jax_with_another_name_for_an_equation_is_refused(run, primitive
 def test_a_newer_jax_in_which_products_have_another_name_is_refused(function, primitive, monkeypatch):
     monkeypatch.setattr(getattr(primitives, primitive), "name", "another")
     with unreadable("a small network"):
-        function(loss)(W, KEYS[0], X) if function is rpx.factored else function(loss, W, KEYS[0], X)
+        function(loss)(W, KEY, X) if function is rpx.factored else function(loss, W, KEY, X)
 
 
 CHANGES = {

@@ -7,9 +7,9 @@ import pytest
 
 from reparax.programs import jaxprs, steps
 
-W = jnp.asarray(np.arange(24, dtype=np.float32).reshape(3, 2, 4) - 7)
-TABLE = jnp.asarray(np.array([0.5, 7, -2], np.float32))
-B = jnp.asarray(np.arange(3, dtype=np.float32).reshape(3, 1, 1) + 2)
+W = jnp.asarray(np.arange(24, dtype=np.float32).reshape(3, 2, 4) - 7, np.float32)
+TABLE = jnp.asarray(np.array([0.5, 7, -2], np.float32), np.float32)
+B = jnp.asarray(np.arange(3, dtype=np.float32).reshape(3, 1, 1) + 2, np.float32)
 
 
 @jax.custom_jvp

@@ -50,6 +50,12 @@ def test_a_test_of_many_programs_fails_and_says_what_to_do():
         conftest.refuse_many(conftest.MOST_OF_A_TEST + 1)
 
 
+def test_to_import_the_tests_compiles_few_programs(request):
+    if any("peers" in item.path.parts for item in request.session.items):
+        pytest.skip("Those of peers have workers of their own.")
+    assert conftest.COMPILED.in_imports <= conftest.MOST_IN_IMPORTS, "take arrays of numpy for constants of modules"
+
+
 def test_programs_share_a_context_but_one_that_is_compiled_within_another(monkeypatch):
     def text():
         return jax.jit(lambda x: x + 1).lower(1.0).compiler_ir()

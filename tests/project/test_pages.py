@@ -109,7 +109,7 @@ def test_pages_keep_within_their_words():
 
 def test_the_sidebar_has_these_pages_and_the_others_stand_outside():
     groups = re.findall(
-        r"```\{toctree\}\n:hidden:\n:caption: [^\n]+\n\n(.*?)```", (DOCS / "index.md").read_text(), flags=re.DOTALL
+        r"```\{toctree\}\n:hidden:\n:caption: [^\n]+\n\n(.*?)```", (DOCS / "conf.py").read_text(), flags=re.DOTALL
     )
     assert ["index", *" ".join(groups).split()] == [*WORDS.BUDGETS, "api/index"]
     alone = {page for page in PAGES if (DOCS / f"{page}.md").read_text().startswith("---\norphan: true\n")}

@@ -63,6 +63,8 @@
     brokenWords: () => [...shownTexts("article")].flatMap(breaks),
     wrappedCode: () =>
       all(innerWidth > 640 ? "article .cell_input pre" : "article pre.columns").filter((each) => rows(each) > lines(each).length).map((each) => each.textContent),
+    copiedOtherwise: () =>
+      all("article pre").filter((each) => each.innerText.trimEnd() !== each.textContent.trimEnd()).map((each) => each.innerText),
     emptyLastLines: () => all("article pre").filter((each) => !lines(each).at(-1).trim()).map((each) => each.textContent),
     tablesThatScroll: () =>
       all("article table.words").filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.innerText.slice(0, 60)),

@@ -10,10 +10,11 @@ CELLS = {"wrong": "{}['kernel']", "slow": "import time\ntime.sleep(60)", "good":
 
 
 def test_pages_that_fail_are_named(tmp_path):
-    (tmp_path / "index.md").write_text("# Pages\n\n```{toctree}\nwrong\nslow\ngood\n```\n")
+    (tmp_path / "pages.md").write_text("# Pages\n\n```{toctree}\nwrong\nslow\ngood\n```\n")
     for name, cell in CELLS.items():
         (tmp_path / f"{name}.md").write_text(PAGE % cell)
-    options = ["-E", "-W", "--keep-going", "-q", "--no-color", "-D", "nb_execution_timeout=3", "-c", str(DOCS)]
+    settings = ["-D", "nb_execution_timeout=3", "-D", "root_doc=pages", "-c", str(DOCS)]
+    options = ["-E", "-W", "--keep-going", "-q", "--no-color", *settings]
     sphinx = [sys.executable, "-m", "sphinx", *options, ".", "built"]
     ran = subprocess.run(sphinx, cwd=tmp_path, capture_output=True, text=True, check=False)
     warnings = [line for line in ran.stderr.splitlines() if "WARNING: " in line]

@@ -100,6 +100,11 @@ def test_code_of_notebooks_is_not_wrapped_nor_columns_on_a_phone_and_nothing_end
     assert answer(in_window, "emptyLastLines") == []
 
 
+def test_code_that_is_copied_is_what_stands_there(in_window):
+    """Each of its lines is an element, which is indented more where it has to wrap."""
+    assert answer(in_window, "copiedOtherwise") == []
+
+
 def test_no_table_of_words_is_wider_than_the_window(in_window):
     assert answer(in_window, "tablesThatScroll") == []
 

@@ -8,7 +8,8 @@ from reparax.testing._laws import LAWS
 
 # Their right inverse is that of stages which other cases have, or which files of their own compare with formulas.
 OF_FILES = ("adapters", "definite", "differences", "linear spaces", "low rank", "masks", "orthogonal", "prunings")
-OF_FILES += ("rotated", "singular values", "slices", "spectral norm", "standardization with a gain", "stored")
+OF_FILES += ("rotated", "singular values", "slices", "spectra and patterns", "spectral norm")
+OF_FILES += ("standardization with a gain", "stored")
 THOROUGH = CASES.keys() - OF_EACH_CLASS | {*OF_FILES, "stored >> lora >> weight norm"}
 assert CASES.keys() >= THOROUGH
 

@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 RECIPE = {"jax": jax, "rpx": rpx, "MuonDimensionNumbers": MuonDimensionNumbers}
 exec(re.findall(r"^def muon_axes.*?(?=\n\n\n)", PAGE, re.DOTALL | re.MULTILINE)[0], RECIPE)
 muon_axes = RECIPE["muon_axes"]
-X = jnp.arange(7)
+X = np.arange(7, dtype=np.int32)
 PARAMS = {
     "embed": normal(10, 4, seed=1),
     "layers": {

@@ -17,8 +17,8 @@ from jax import Array
 
 import reparax as rpx
 
-X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
-Y = jnp.linspace(1.0, -1.0, 8).reshape(4, 2)
+X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+Y = np.linspace(1, -1, 8, dtype=np.float32).reshape(4, 2)
 NOISY = rpx.WeightNorm() >> rpx.VarNoise(0.075)
 DECAYED = functools.partial(rpx.training.param_labels, main=True, aux=False, fixed=False)
 

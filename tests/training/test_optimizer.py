@@ -38,7 +38,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def params() -> dict[str, jax.Array]:
-    turn = jnp.asarray(np.linalg.qr(np.asarray(normal(4, 4, seed=1)))[0])
+    turn = jnp.asarray(np.linalg.qr(np.asarray(normal(4, 4, seed=1)))[0], jnp.float32)
     return {
         "frozen": normal(3, 2),
         "idle": normal(5),
@@ -209,7 +209,7 @@ def test_norms_do_not_count_gradients_of_fixed_values() -> None:
 
 MASKS: dict[str, Any] = {
     "a function of labels": DECAYED,
-    "a tree of labels": DECAYED(two()),
+    "a tree of labels": DECAYED(jax.eval_shape(two)),
     "a function of arrays": lambda tree: jax.tree.map(lambda x: x.shape == (2, 1), tree),
     "a function with names": lambda tree: jax.tree_util.tree_map_with_path(lambda path, _: "'v'" in str(path), tree),
 }

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 import reparax as rpx
 
-X = jnp.ones((4, 3))
+X = np.ones((4, 3), np.float32)
 
 
 def paths(tree: Any) -> set[str]:

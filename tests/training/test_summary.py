@@ -6,6 +6,7 @@ from dataclasses import replace
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import treescope
 from flax import nnx
@@ -13,11 +14,16 @@ from rich.console import Console
 
 import reparax as rpx
 
+
+def ones(*shape, dtype=np.float32):
+    return jnp.asarray(np.ones(shape, dtype), dtype)
+
+
 PARAMS = {
-    "embed": {"table": jnp.ones((1024, 16))},
-    "hidden": {"kernel": jnp.ones((16, 4), jnp.bfloat16), "bias": jnp.zeros(4)},
-    "output": {"kernel": jnp.ones((16, 1024))},
-    "steps": jnp.zeros((), jnp.int32),
+    "embed": {"table": ones(1024, 16)},
+    "hidden": {"kernel": ones(16, 4, dtype=jnp.bfloat16), "bias": ones(4)},
+    "output": {"kernel": ones(16, 1024)},
+    "steps": ones(dtype=np.int32),
 }
 P = (
     rpx.Freeze(where="hidden/bias")

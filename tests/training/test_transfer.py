@@ -9,6 +9,7 @@ import optax
 import pytest
 from compiled import fold, init
 from errors import raises, table
+from grids import mostly_thorough
 from one_array import normal
 
 import reparax as rpx
@@ -306,7 +307,7 @@ TUPLES = {
 }
 
 
-@pytest.mark.parametrize("name", TUPLES)
+@pytest.mark.parametrize("name", mostly_thorough(TUPLES, "tuple", "named tuple"))
 def test_a_tuple_is_a_raw_tree_or_a_state_as_like_says(name):
     old, new = rpx.WeightNorm(axis=-1), rpx.Positive(where=".*/g") >> rpx.WeightNorm(axis=-1)
     raw, tx = old.init(TUPLES[name]), optax.adam(1e-3)

@@ -140,12 +140,12 @@ CASES = {
     "dilation": Case(
         convolution(window_strides=(1, 1), padding="SAME", rhs_dilation=(2, 1)), kernel(2, 3, 4, 2), IMAGE, EACH
     ),
-    "embedding": Case(embedded, TABLE, jnp.array([4, 1]), EACH),
-    "embedding, one spread": Case(embedded, TABLE, jnp.array([4, 1])),
+    "embedding": Case(embedded, TABLE, np.int32([4, 1]), EACH),
+    "embedding, one spread": Case(embedded, TABLE, np.int32([4, 1])),
     "tied": Case(
         tied,
         {"table": normal(6, 3)},
-        jnp.array(4),
+        np.array(4, np.int32),
         EACH,
         lambda w, ids, draw: jnp.tanh(draw(0)["table"][ids]) @ draw(1)["table"].T,
     ),
@@ -575,7 +575,7 @@ PRODUCTS = {
         (3, 7, 5),
         normal(2, 4, 7),
     ),
-    "a table": (lambda w, x: w[x], (7, 11), jnp.array([1, 4, 2])),
+    "a table": (lambda w, x: w[x], (7, 11), np.int32([1, 4, 2])),
     "multiples": (lambda w, x: x * w[None], (7,), normal(13, 7)),
 }
 

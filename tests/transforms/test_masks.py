@@ -8,14 +8,15 @@ from errors import table
 from grids import mostly_thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
+from one_array import normal
 from residuals import draws, kept
 
 import reparax as rpx
 
 N, WIDTH, ROWS = 3, 32, 2
 KEY = jax.random.key(7)
-X = jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, WIDTH), np.float32))
-STACK = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((N, WIDTH, WIDTH), np.float32))}
+X = normal(ROWS, WIDTH)
+STACK = {"w": normal(N, WIDTH, WIDTH, seed=1)}
 LAYERS = {f"w{i}": w for i, w in enumerate(STACK["w"])}
 DROPOUT = rpx.WeightDropout(0.3)
 MASKS = N * WIDTH * WIDTH // 8  # bytes

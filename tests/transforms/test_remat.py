@@ -48,7 +48,7 @@ def mlp(w, x):
 
 
 def mlp_weights(n=2):
-    return {f"layer{i}": {"kernel": normal(8, 8, seed=i), "bias": jnp.ones((1, 8))} for i in range(n)}
+    return {f"layer{i}": {"kernel": normal(8, 8, seed=i), "bias": np.ones((1, 8), np.float32)} for i in range(n)}
 
 
 def convolutions(w, x):
@@ -124,7 +124,7 @@ def flax(module, x):
     return lambda w, x: jnp.mean(module.apply({"params": w}, x) ** 2), jax.jit(module.init)(ROOT, x)["params"], x
 
 
-IDS = jnp.asarray(np.arange(6).reshape(2, 3), jnp.int32)
+IDS = np.arange(6, dtype=np.int32).reshape(2, 3)
 NETWORKS = {  # made when they are asked for
     "mlp": lambda: (mlp, mlp_weights(), normal(4, 8)),
     "mlp under jit": lambda: (jax.jit(mlp), mlp_weights(), normal(4, 8)),
@@ -809,7 +809,7 @@ def layer(h, raw_and_key):
     return jnp.tanh(h @ P.apply(raw, key)["kernel"]), None
 
 
-LAYERS = {"kernel": normal(8, 64, 64) / 8}
+LAYERS = {"kernel": np.asarray(normal(8, 64, 64)) / 8}
 BY_HAND = layers(layer)
 
 

@@ -14,9 +14,9 @@ import reparax as rpx
 from reparax.transforms import saved_residuals
 
 P = rpx.VarNoise(0.1)
-PARAMS = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 4))}
+PARAMS = {"a": np.ones((16, 32), np.float32), "b": np.ones((32, 4), np.float32)}
 KEY = jax.random.key(0)
-X = jnp.ones((8, 16))
+X = jnp.asarray(np.ones((8, 16), np.float32), np.float32)
 
 
 def loss(params, key, x):

@@ -121,8 +121,11 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
     reading = Reading(arguments_of("axis_groups", fun, None, args, kwargs))
-    labels, members, sizes = reading.labels, dict[int, list[Member]](), dict[int, int]()
-    frozen, scans = dict[tuple[str, int], str](), dict[str, tuple[int, ...]]()
+    labels = reading.labels
+    members = dict[int, list[Member]]()
+    sizes = dict[int, int]()
+    frozen = dict[tuple[str, int], str]()
+    scans = dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():
         path = parameter.path
         # Axes in the order of their labels, so that the same scans have the same places in all members.
@@ -140,9 +143,9 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
 
     def by_step(label: int) -> bool:
         """Whether all members are sliced by the same scans, and nothing else holds steps together."""
-        found = {scans[member.path] for member in members[label]}
-        one = found.pop()
-        return not found and 0 < len(one) == len(set(one)) and not labels.is_shared(label)
+        other_steps = {scans[member.path] for member in members[label]}
+        steps = other_steps.pop()
+        return not other_steps and 0 < len(steps) == len(set(steps)) and not labels.is_shared(label)
 
     sums, whole = _sums_by_label(reading, members)
     found = (Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, "")) for i, m in members.items())
@@ -152,19 +155,20 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
 def _sums_by_label(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
     """For the label of each group the sums along it, and why no index can be left out of it."""
     paths = {number: parameter.path for number, parameter in reading.parameters.items()}
-    sums, whole = dict[int, Any](), dict.fromkeys(members, "no product sums along it")
-    for each in reading.sums:
-        for label in (piece.label for piece in reading.labels.pieces(each.label, each.size)):
+    sums = dict[int, Any]()
+    whole = dict.fromkeys(members, "no product sums along it")
+    for axis_sum in reading.sums:
+        for label in (piece.label for piece in reading.labels.pieces(axis_sum.label, axis_sum.size)):
             if label not in members:
                 continue
-            named = [{(paths[number], axis) for number, axis in origins} for origins in each.zero]
+            named = [{(paths[number], axis) for number, axis in origins} for origins in axis_sum.zero]
             sets = [tuple(m for m in members[label] if tuple(m) in names) for names in named]
             if not sets or not all(sets):
-                whole[label] = each.line
+                whole[label] = axis_sum.line
             if whole[label] == "no product sums along it":
                 whole[label] = ""
             sums.setdefault(label, {})[tuple(sets)] = None
-    return {label: tuple(found) for label, found in sums.items()}, whole
+    return {label: tuple(condition_sets) for label, condition_sets in sums.items()}, whole
 
 
 # ---- indices of groups in arrays
@@ -198,22 +202,23 @@ def _over_entries(x: Values, member: Member, group: Group, join: Any) -> Values:
     """What is said of all entries at each index, ``(*steps, size)``; without steps where these have one order."""
     front = np.moveaxis(x, (*member.steps, member.axis), range(len(member.steps) + 1))
     steps = front.shape[: len(member.steps)]
-    found = join(front.reshape(*steps, member.outer, group.size, member.inner, -1), axis=(-4, -2, -1))
-    return found if group.by_step else join(found, axis=tuple(range(found.ndim - 1)))
+    joined = join(front.reshape(*steps, member.outer, group.size, member.inner, -1), axis=(-4, -2, -1))
+    return joined if group.by_step else join(joined, axis=tuple(range(joined.ndim - 1)))
 
 
 def _along_axes(chosen: Iterable[tuple[Group, Values]]) -> Along:
     """Chosen indices of groups as indices of the axes of arrays: those of which all groups choose their part."""
-    found = dict[tuple[str, int], tuple[tuple[int, ...], Values]]()
+    along = dict[tuple[str, int], tuple[tuple[int, ...], Values]]()
     for group, flags in chosen:
         for member in group.members:
             places = np.arange(member.outer * group.size * member.inner) // member.inner % group.size
-            own, steps = flags[..., places], member.steps if flags.ndim > 1 else ()
-            if (member.path, member.axis) in found:
-                others, before = found[member.path, member.axis]
-                own, steps = own & before, steps or others
-            found[member.path, member.axis] = steps, own
-    return found
+            flags_of_axis = flags[..., places]
+            steps = member.steps if flags.ndim > 1 else ()
+            if (member.path, member.axis) in along:
+                other_steps, other_flags = along[member.path, member.axis]
+                flags_of_axis, steps = flags_of_axis & other_flags, steps or other_steps
+            along[member.path, member.axis] = steps, flags_of_axis
+    return along
 
 
 def _lay_flags(flags: Values, steps: Sequence[int], axis: int, ndim: int) -> Values:
@@ -313,11 +318,11 @@ def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"prune_units got sparsity={sparsity}, but takes a share from 0 to below 1.")
-    given = jax.tree.map(lambda w: abs(w) ** 2, params) if scores is None else scores
-    arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(given) if is_numeric(x)}
-    found = list(groups)
-    _require_arrays("prune_units", found, {path: x.shape for path, x in arrays.items()})
-    if group := next((group for group in found if group.why_whole), None):
+    entry_scores = jax.tree.map(lambda w: abs(w) ** 2, params) if scores is None else scores
+    arrays = {path_text(path): np.asarray(x, np.float64) for path, x in items(entry_scores) if is_numeric(x)}
+    group_list = list(groups)
+    _require_arrays("prune_units", group_list, {path: x.shape for path, x in arrays.items()})
+    if group := next((group for group in group_list if group.why_whole), None):
         path, axis = group.members[0]
         raise ValueError(
             f"prune_units can leave out no index of axis {axis} of {path!r}: {group.why_whole}. Leave the group out."
@@ -327,7 +332,7 @@ def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores
         total = sum(_over_entries(arrays[member.path], member, group, np.sum) for member in group.members)
         return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(sparsity * group.size)
 
-    along = _along_axes((group, kept(group)) for group in found)
+    along = _along_axes((group, kept(group)) for group in group_list)
 
     def pruned(path: Names, x: Any) -> Any:
         for (name, axis), (steps, flags) in along.items():
@@ -410,7 +415,8 @@ def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> li
 
     What is dead in one group makes what only it reads dead in others.
     """
-    nonzero, free = {path: x != 0 for path, x in arrays.items()}, [group for group in groups if not group.why_whole]
+    nonzero = {path: x != 0 for path, x in arrays.items()}
+    free = [group for group in groups if not group.why_whole]
     dead = [np.zeros((), bool)] * len(free)
     while True:
         before = dead
@@ -418,7 +424,7 @@ def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> li
         for (path, axis), (steps, flags) in _along_axes(zip(free, map(np.logical_not, dead), strict=True)).items():
             nonzero[path] &= _lay_flags(flags, steps, axis, nonzero[path].ndim)
         if all(map(np.array_equal, before, dead)):
-            return [(group, ~_as_many_in_each_step(each)) for group, each in zip(free, dead, strict=True)]
+            return [(group, ~_as_many_in_each_step(mask)) for group, mask in zip(free, dead, strict=True)]
 
 
 def _dead_indices(group: Group, nonzero: Mapping[str, Values]) -> Values:
@@ -427,7 +433,7 @@ def _dead_indices(group: Group, nonzero: Mapping[str, Values]) -> Values:
     def zero(member: Member) -> Values:
         return np.logical_not(_over_entries(nonzero[member.path], member, group, np.any))
 
-    return np.all([np.any([np.all(list(map(zero, one)), 0) for one in each], 0) for each in group.sums], 0)
+    return np.all([np.any([np.all(list(map(zero, zeros)), 0) for zeros in sets], 0) for sets in group.sums], 0)
 
 
 def _as_many_in_each_step(dead: Values) -> Values:
@@ -438,11 +444,11 @@ def _as_many_in_each_step(dead: Values) -> Values:
 
 def _cuts_of(who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along) -> Cuts:
     """Which indices of an array stay, whose axes follow those of its source."""
-    found = list[tuple[tuple[int, ...], int, Values]]()
+    cuts = list[tuple[tuple[int, ...], int, Values]]()
     for axis, place in enumerate(places):
         steps, flags = along.get((path_text(source), -1 if place is None else place), ((), np.ones(0, bool)))
-        own = tuple(places.index(step) for step in steps if step in places)
-        sizes = tuple(x.shape[k] for k in own)
+        step_axes = tuple(places.index(step) for step in steps if step in places)
+        sizes = tuple(x.shape[k] for k in step_axes)
         if not flags.size or x.shape[axis] == 1:
             continue
         if (*sizes, x.shape[axis]) != flags.shape:
@@ -450,8 +456,8 @@ def _cuts_of(who: str, path: Names, x: Any, source: Names, places: Sequence[int 
                 f"{who} at {path_text(path)!r}: expected an axis of {flags.shape[-1]} indices, as axis {place} of "
                 f"{path_text(source)!r} has, got {describe(x)}. {INSTEAD}"
             )
-        found.append((own, axis, flags))
-    return tuple(found)
+        cuts.append((step_axes, axis, flags))
+    return tuple(cuts)
 
 
 def _cut_out(x: Any, cuts: Cuts) -> Any:
@@ -479,16 +485,16 @@ def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree
     """A state whose arrays are cut as the raw arrays under whose paths they are."""
     shapes = {path: x.shape for path, x in items(raw) if path in cuts}
 
-    def of(path: Names, x: Any) -> Any:
-        own = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
-        if own is None or not cuts[own] or not is_array(x) or x.size == 1:
+    def cut(path: Names, x: Any) -> Any:
+        place = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        if place is None or not cuts[place] or not is_array(x) or x.size == 1:
             return x
-        if x.shape != shapes[own]:
+        if x.shape != shapes[place]:
             raise ValueError(
                 f"shrink takes a state whose arrays have the shapes of the raw tree, but got {describe(x)} at "
-                f"{path_text(path)!r} for {path_text(own)!r} of shape {shapes[own]}. Start the optimizer again with "
-                f"the small raw tree, `tx.init(small)`."
+                f"{path_text(path)!r} for {path_text(place)!r} of shape {shapes[place]}. Start the optimizer again "
+                f"with the small raw tree, `tx.init(small)`."
             )
-        return _cut_out(x, cuts[own])
+        return _cut_out(x, cuts[place])
 
-    return _map_leaves(state, of)
+    return _map_leaves(state, cut)

@@ -54,7 +54,8 @@ class Reading:
     def __init__(self, arguments: Arguments) -> None:
         """Reads the program of a call."""
         traced = arguments.trace()
-        self.labels, self.sums = Labels(), list[AxisSum]()
+        self.labels = Labels()
+        self.sums = list[AxisSum]()
         self.members = Members(self.labels)
         self.uses = Uses(self.members)
         self.parameters: dict[int, LabelledArray] = {}
@@ -152,7 +153,8 @@ class Reading:
     def _read_shard_map(self, view: ShardMap, operands: Sequence[Labelled]) -> Sequence[Labelled]:
         """What a body for each shard gives: an axis of which a shard has a part has the order of the shards."""
         eqn = view.eqn
-        (program, consts), why = jaxprs.body(eqn), describe_read(eqn, "lays it over devices", self._lines)
+        program, consts = jaxprs.body(eqn)
+        why = describe_read(eqn, "lays it over devices", self._lines)
 
         ordered = Operands(self.labels, view, operands, why).ordered
 
@@ -168,15 +170,16 @@ class Reading:
 
     def _join(self, values: Sequence[Labelled], kind: Source = Source.CONSTANT) -> Labelled:
         """The value that is one of several; ``kind`` is that of what chooses."""
-        worst, axes = max(kind, *(value.kind for value in values)), list[Axis]()
-        for each in zip(*(value.axes for value in values), strict=True):
-            for axis in each[1:]:
-                self.labels.same(each[0].label, axis.label)
-            axes.append(Axis.joined(each) if worst is Source.WEIGHT else Axis(each[0].label))
+        worst = max(kind, *(value.kind for value in values))
+        axes = list[Axis]()
+        for axis_group in zip(*(value.axes for value in values), strict=True):
+            for axis in axis_group[1:]:
+                self.labels.same(axis_group[0].label, axis.label)
+            axes.append(Axis.joined(axis_group) if worst is Source.WEIGHT else Axis(axis_group[0].label))
         zero = tuple(all_of(value.vanishes(i) for value in values) for i in range(len(axes)))
-        made, mixed, stacked = (
-            Origins().union(*each) for each in zip(*((v.made, v.mixed, v.stacked) for v in values), strict=True)
-        )
+        made = Origins().union(*(value.made for value in values))
+        mixed = Origins().union(*(value.mixed for value in values))
+        stacked = Origins().union(*(value.stacked for value in values))
         joined = Labelled(tuple(axes), worst, vanishing=zero, made=made, mixed=mixed)
         if worst is not Source.WEIGHT:
             return joined
@@ -205,15 +208,15 @@ class Reading:
         """What a scan carries in the end, and the stacks of what its body gives at each step."""
         n_consts, n_carry = jaxprs.scan_counts(eqn)
         consts, carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
-        why, steps = describe_read(eqn, "takes it in steps", self._lines), list[Labelled]()
+        why = describe_read(eqn, "takes it in steps", self._lines)
+        steps = list[Labelled]()
         for value in operands[n_consts + n_carry :]:
             along, *axes = value.axes
             self.labels.freeze(along.label, why)
             self.labels.same(operands[n_consts + n_carry].axes[0].label, along.label)
             self.steps |= along.of
             zero = tuple(value.vanishes(i + 1) for i in range(len(axes)))
-            stacked = value.stacked | along.of
-            step = replace(value, axes=tuple(axes), stacked=stacked, vanishing=zero, is_zero=False)
+            step = replace(value, axes=tuple(axes), stacked=value.stacked | along.of, vanishing=zero, is_zero=False)
             steps.append(replace(step, equal=value.equal[1:]))
         carry, stacks = self._read_loop(jaxprs.body(eqn), consts, carry, steps)
         for value in (*consts, *carry, *stacks):
@@ -230,7 +233,8 @@ class Reading:
         """What a loop carries in the end; its condition is read for what it says of axes."""
         of_condition, of_body = view.counts
         condition, body = jaxprs.bodies(view.eqn)
-        consts, carry = operands[of_condition : of_condition + of_body], operands[of_condition + of_body :]
+        consts = operands[of_condition : of_condition + of_body]
+        carry = operands[of_condition + of_body :]
         carry, _ = self._read_loop(body, consts, carry, [])
         self._read_body(condition, [*operands[:of_condition], *carry])
         return carry

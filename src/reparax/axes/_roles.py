@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from reparax.axes._reading import Reading, arguments_of
 from reparax.axes._uses import Between, OtherRead
 from reparax.axes._values import DataProduct, Origins
+from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.calls import require_chains, shows_usage
 from reparax.core.chain import Parametrization
 from reparax.core.paths import Names, PyTree
 from reparax.core.raw import Flat
 from reparax.core.roles import Misfit, Misfits, Numbers, Role, Use
-from reparax.core.with_axes import visit_with_roles
 
 NO_WEIGHT = Role(why="it is not an array of floating numbers")
 
@@ -141,7 +141,8 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
     inputs_of_data, outputs_of_data = inputs, outputs
-    resolved, unresolved = list[_Resolved](), between
+    resolved = list[_Resolved]()
+    unresolved = between
     while True:
         still_unresolved = list[Between]()
         for use in unresolved:
@@ -149,9 +150,15 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
                 if not free_axes & (inputs | outputs):
                     continue
                 if free_axes & inputs:  # data meet this weight first, and the other one reads what it makes
-                    first, second, start, end = axes, other_axes, free_axes, other_free_axes
+                    first = axes
+                    second = other_axes
+                    start = free_axes
+                    end = other_free_axes
                 else:
-                    first, second, start, end = other_axes, axes, other_free_axes, free_axes
+                    first = other_axes
+                    second = axes
+                    start = other_free_axes
+                    end = free_axes
                 if first & inputs_of_data or second & outputs_of_data:
                     continue  # as in a penalty: data do not meet one weight after the other
                 inputs, outputs = inputs | second, outputs | first
@@ -218,11 +225,11 @@ def check_axes(
       All axes fit.
     """
     require_chains("axes.check_axes(p, loss, params, batch)", p)
-    found = list[Misfit]()
+    misfits = list[Misfit]()
 
     def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
-        found[:0] = stage._own._misfits(tree, known)
+        misfits[:0] = stage._unwrapped._misfits(tree, known)
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
-    return Misfits(found)
+    return Misfits(misfits)

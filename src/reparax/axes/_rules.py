@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from reparax.axes._values import ALWAYS, NEVER, Axis, Conditions, Labelled, Labels, origins
+from reparax.axes._values import ALWAYS, NEVER, Axes, Axis, Conditions, Labelled, Labels, origins
 from reparax.programs import equations
 from reparax.programs.contractions import contraction_of
 from reparax.programs.equations import Broadcast, Conv, Dot, Gather, Pointwise, RaggedDot, Reduce, View
 from reparax.programs.jaxprs import type_of
-
-Axes = tuple[Axis, ...]
 
 
 class Operands:
@@ -36,9 +34,9 @@ class Operands:
         self.axes = [value.axes for value in values]
         self.shapes: list[Sequence[int]] = [v.aval.shape for v in view.operands]
 
-    def new(self, of: Iterable[Axis] = ()) -> Axis:
+    def new(self, axes: Iterable[Axis] = ()) -> Axis:
         """An axis with a label of its own."""
-        return Axis(self.labels.new(), origins(of), in_place=False)
+        return Axis(self.labels.new(), origins(axes), in_place=False)
 
     def ordered(self, *axes: Axis) -> Axis:
         """An axis whose order counts, made of axes whose order counts."""
@@ -88,15 +86,15 @@ def axes_of(view: equations.View, operands: Operands) -> list[Axes]:
 
     An equation of which nothing is known allows no permutation of any axis that it reads or gives.
     """
-    found = _axes_of(view, operands)
-    if found is None:
+    axes = _axes_by_kind(view, operands)
+    if axes is None:
         operands.ordered(*(axis for axes in operands.axes for axis in axes))
         return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
-    return found if isinstance(found, list) else [found for _ in view.eqn.outvars]
+    return axes if isinstance(axes, list) else [axes for _ in view.eqn.outvars]
 
 
-def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
-    """The axes of all outputs, or of each; None if the equation is not known."""
+def _axes_by_kind(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
+    """The axes that all outputs have, or a list of those of each; None if the equation is not known."""
     axes, shape = (operands.axes[0], operands.shapes[0]) if operands.axes else ((), ())
     match view:
         case equations.Pointwise() | equations.ReadInStep() | equations.Vary() | equations.Named():
@@ -110,12 +108,8 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             return operands.elementwise([view.axis])
         case equations.Dot():
             return _axes_of_product(view, operands)
-        case equations.RaggedDot():  # sizes say which rows meet which group: the order of rows and of groups counts
-            if view.group is not None:
-                operands.ordered(operands.axes[1][view.group])
-            operands.axes[0] = operands.partly(i != view.ragged for i in range(len(axes)))
-            operands.axes[2:] = [tuple(map(operands.ordered, each)) for each in operands.axes[2:]]
-            return _axes_of_product(view, operands)
+        case equations.RaggedDot():
+            return _axes_of_ragged_dot(view, operands)
         case equations.Conv():
             return _axes_of_convolution(view, operands) if view.batch_group_count == 1 else None
         case equations.Gather():
@@ -129,11 +123,8 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             return operands.partly(view.keeps) if len(view.eqn.outvars) == 1 else None
         case equations.TopK():
             return operands.partly(i != view.axis for i in range(len(axes)))
-        case equations.Broadcast():  # a new axis, or one of size one that gets longer, has equal entries, so any order
-            places = [operands.new() for _ in view.shape]
-            for k, axis, n in zip(view.broadcast_dimensions, axes, shape, strict=True):
-                places[k] = axis if n == view.shape[k] else operands.new([axis])
-            return tuple(places)
+        case equations.Broadcast():
+            return _axes_of_broadcast(view, operands)
         case equations.Transpose():
             return tuple(axes[i] for i in view.permutation)
         case equations.Squeeze():
@@ -146,10 +137,9 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
             parts = zip(axes, shape, view.bounds, strict=True)
             return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
         case equations.SplitAxis():
-            before, n, behind = axes[: view.axis], shape[view.axis], axes[view.axis + 1 :]
             stops = zip(accumulate(view.sizes), view.sizes, strict=True)
-            parts = [operands.part(axes[view.axis], n, stop - size, stop) for stop, size in stops]
-            return [(*before, part, *behind) for part in parts]
+            parts = [operands.part(axes[view.axis], shape[view.axis], stop - size, stop) for stop, size in stops]
+            return [(*axes[: view.axis], part, *axes[view.axis + 1 :]) for part in parts]
         case equations.Concatenate():
             return _axes_of_concatenate(view, operands)
         case equations.Stack():
@@ -171,19 +161,39 @@ def _axes_of(view: equations.View, operands: Operands) -> Axes | list[Axes] | No
 
 def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operands) -> Axes:
     """What a product sums over or shares becomes one axis of both operands."""
-    contraction, axes = contraction_of(view), dict[int, list[Axis]]()
+    contraction = contraction_of(view)
+    axes = dict[int, list[Axis]]()
     assert contraction is not None
     for indices, own in zip(contraction.operands, operands.axes, strict=False):
         for index, axis in zip(indices, own, strict=True):
             axes.setdefault(index, []).append(axis)
-    joined = {index: operands.joined(each) for index, each in axes.items()}
+    joined = {index: operands.joined(shared_axes) for index, shared_axes in axes.items()}
     return tuple(joined[index] for index in contraction.output)
+
+
+def _axes_of_ragged_dot(view: equations.RaggedDot, operands: Operands) -> Axes:
+    """As of a product, but sizes say which rows meet which group: the order of rows and of groups counts."""
+    if view.group is not None:
+        operands.ordered(operands.axes[1][view.group])
+    operands.axes[0] = operands.partly(i != view.ragged for i in range(len(operands.axes[0])))
+    operands.axes[2:] = [tuple(map(operands.ordered, axes)) for axes in operands.axes[2:]]
+    return _axes_of_product(view, operands)
+
+
+def _axes_of_broadcast(view: equations.Broadcast, operands: Operands) -> Axes:
+    """A new axis, or one of size one that gets longer, has equal entries, so any order."""
+    new_axes = [operands.new() for _ in view.shape]
+    for k, axis, n in zip(view.broadcast_dimensions, operands.axes[0], operands.shapes[0], strict=True):
+        new_axes[k] = axis if n == view.shape[k] else operands.new([axis])
+    return tuple(new_axes)
 
 
 def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
     """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
     (data, kernel), (lhs, rhs, out) = operands.axes, view.dimension_numbers
-    count, shape, inputs = view.feature_group_count, operands.shapes[1], kernel[rhs[1]]
+    count = view.feature_group_count
+    shape = operands.shapes[1]
+    inputs = kernel[rhs[1]]
     if count > 1:  # the kernel's outputs stay one axis: their order within a group is that of the result
         block, features = operands.divided(data[lhs[1]], (count, shape[rhs[1]]))
         operands.labels.same(block, operands.divided(kernel[rhs[0]], (count, shape[rhs[0]] // count))[0])
@@ -198,7 +208,8 @@ def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
 
 def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
     """Axes that are taken as a whole stay, and so do those of the places; of others the order counts."""
-    contraction, (table, places) = contraction_of(view), operands.axes
+    contraction = contraction_of(view)
+    table, places = operands.axes
     assert contraction is not None
     of_table = dict(zip(contraction.operands[0], table, strict=True))
     of_places = dict(zip(contraction.operands[1], places, strict=True))
@@ -240,15 +251,14 @@ def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None
 
 def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], new: Sequence[int]) -> Sequence[Axis]:
     """The axes of a run that holds as many entries before as after."""
-    labels = operands.labels
     if old == new:
         return axes
     if len(new) == 1:
-        return [Axis(labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
+        return [Axis(operands.labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
-        return [Axis(label, axes[0].of, in_place=False) for label in labels.divided(axes[0].label, new)]
-    one = operands.ordered(*axes)
-    return [Axis(labels.new(operands.line), one.of, in_place=False) for _ in new]
+        return [Axis(label, axes[0].of, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
+    frozen = operands.ordered(*axes)
+    return [Axis(operands.labels.new(operands.line), frozen.of, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
@@ -271,8 +281,8 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axe
     if len(set(sizes)) > 1 or sizes[0] < 2:
         axis = operands.ordered(*parts)
     else:
-        inside, blocks = operands.joined(parts), operands.ordered()
-        label = operands.labels.merged([blocks.label, inside.label], [len(parts), sizes[0]])
+        inside = operands.joined(parts)
+        label = operands.labels.merged([operands.ordered().label, inside.label], [len(parts), sizes[0]])
         axis = Axis(label, inside.of, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
     return tuple(axis if i == along else operands.joined(axes) for i, axes in across)
@@ -301,14 +311,14 @@ class AxisSum:
     line: str
 
 
-def any_of(each: Iterable[Conditions]) -> Conditions:
+def any_of(conditions: Iterable[Conditions]) -> Conditions:
     """One of these conditions holds."""
-    return _smallest_sets(frozenset[frozenset[Any]]().union(*each))
+    return _smallest_sets(frozenset[frozenset[Any]]().union(*conditions))
 
 
-def all_of(each: Iterable[Conditions]) -> Conditions:
+def all_of(conditions: Iterable[Conditions]) -> Conditions:
     """All of these conditions hold."""
-    return _smallest_sets(frozenset(frozenset[Any]().union(*sets) for sets in product(*each)))
+    return _smallest_sets(frozenset(frozenset[Any]().union(*sets) for sets in product(*conditions)))
 
 
 def _smallest_sets(sets: Conditions) -> Conditions:
@@ -332,7 +342,8 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
-        view, shapes = self.view, [v.aval.shape for v in self.view.operands]
+        view = self.view
+        shapes = [v.aval.shape for v in self.view.operands]
         if isinstance(view, Dot | RaggedDot):
             return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
@@ -373,23 +384,23 @@ class Zeros:
     def _zero_of_operand(self, value: Labelled, axis: Axis) -> Conditions:
         """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""
         wanted = self.labels.atoms(axis.label)
-        own = [(self.labels.atoms(each.label), value.vanishes(i)) for i, each in enumerate(value.axes)]
-        met = [(atoms, zero) for atoms, zero in own if atoms & wanted]
-        covered = frozenset[int]().union(*(atoms for atoms, _ in met))
-        if not met or not wanted <= covered:
+        zero_of_axis = [(self.labels.atoms(own_axis.label), value.vanishes(i)) for i, own_axis in enumerate(value.axes)]
+        overlapping = [(atoms, zero) for atoms, zero in zero_of_axis if atoms & wanted]
+        covered = frozenset[int]().union(*(atoms for atoms, _ in overlapping))
+        if not overlapping or not wanted <= covered:
             return ALWAYS if value.is_zero else NEVER
-        return all_of(zero for _, zero in met)
+        return all_of(zero for _, zero in overlapping)
 
     def _zero_of_pointwise(self, i: int) -> Conditions:
         """When an entry is zero because those of operands are."""
-        each = [value.vanishes(i) for value in self.operands]
+        zero_of_operand = [value.vanishes(i) for value in self.operands]
         if isinstance(self.view, equations.Multiply):
-            return any_of(each)
+            return any_of(zero_of_operand)
         if isinstance(self.view, equations.Divide):
-            return each[0]
+            return zero_of_operand[0]
         if isinstance(self.view, equations.Select):
-            return all_of(each[1:])
-        zero = all_of(each[k] for k in self._not_literal())
+            return all_of(zero_of_operand[1:])
+        zero = all_of(zero_of_operand[k] for k in self._not_literal())
         return zero if zero and self._is_zero_at_zero else NEVER
 
     def _is_equal_along(self, i: int, axis: Axis, n: int) -> bool:
@@ -402,10 +413,11 @@ class Zeros:
             return not any(value.varies(i) for value in self.operands)
         if not isinstance(self.view, (*MOVES, Gather)):
             return False
-        value, wanted = self.operands[0], self.labels.atoms(axis.label)
-        met = [k for k, each in enumerate(value.axes) if self.labels.atoms(each.label) & wanted]
-        if met:
-            return not any(map(value.varies, met))
+        value = self.operands[0]
+        wanted = self.labels.atoms(axis.label)
+        overlapping = [k for k, own_axis in enumerate(value.axes) if self.labels.atoms(own_axis.label) & wanted]
+        if overlapping:
+            return not any(map(value.varies, overlapping))
         return isinstance(self.view, equations.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1
 
     def _not_literal(self) -> list[int]:
@@ -416,14 +428,12 @@ class Zeros:
         """Whether the output is zero everywhere, as constants are."""
         if isinstance(self.view, MOVES):
             return self.operands[0].is_zero
-        each = [self.operands[k].is_zero for k in self._not_literal()]
-        return isinstance(self.view, equations.Pointwise) and all(each) and self._is_zero_at_zero
+        are_zero = [self.operands[k].is_zero for k in self._not_literal()]
+        return isinstance(self.view, equations.Pointwise) and all(are_zero) and self._is_zero_at_zero
 
     @cached_property
     def _is_zero_at_zero(self) -> bool:
         """Whether the equation is zero where all operands that are not written as numbers are."""
         with jax.ensure_compile_time_eval():
-            numbers = [
-                jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands
-            ]
-            return not any(map(bool, jax.tree.leaves(self.view.bind(*numbers))))
+            zeros = [jnp.full((), v.val if isinstance(v, Literal) else 0, type_of(v).dtype) for v in self.view.operands]
+            return not any(map(bool, jax.tree.leaves(self.view.bind(*zeros))))

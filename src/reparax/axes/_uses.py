@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reparax.axes._values import Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
+from reparax.axes._values import Axes, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
 from reparax.programs import equations
 from reparax.programs.contractions import Contraction, contraction_of
@@ -41,11 +41,10 @@ class Uses(list[DataProduct | Between | OtherRead]):
         super().__init__()
         self.members = members
 
-    def outputs(
-        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
-    ) -> list[Labelled]:
+    def outputs(self, view: View, operands: Sequence[Labelled], axes: Sequence[Axes], line: str) -> list[Labelled]:
         """The outputs of an equation, whose axes are known; how it uses weights is added."""
-        kind, n_before = _kind_of_outputs(view, operands), len(self)
+        kind = _kind_of_outputs(view, operands)
+        n_before = len(self)
         if kind is Source.WEIGHT:
             return self._weights(view, operands, axes, line)
         if kind is Source.DATA:
@@ -57,29 +56,29 @@ class Uses(list[DataProduct | Between | OtherRead]):
             outs = [self.members.follow(view, operands, out) for out in outs]
         return [replace(out, made=out.made | made) for out in outs]
 
-    def _weights(
-        self, view: View, operands: Sequence[Labelled], axes: Sequence[Sequence[Axis]], line: str
-    ) -> list[Labelled]:
+    def _weights(self, view: View, operands: Sequence[Labelled], axes: Sequence[Axes], line: str) -> list[Labelled]:
         """The outputs of an equation that makes weights of weights, and perhaps of constants."""
         for value in operands if type(view) is View else ():  # what it does to axes is not known
             self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
-        stacked, if_rows = Origins().union(*(value.stacked for value in operands)), self._if_rows(view, operands, line)
-        outs = [Labelled(tuple(axes_of_out), Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
+        stacked = Origins().union(*(value.stacked for value in operands))
+        if_rows = self._if_rows(view, operands, line)
+        outs = [Labelled(axes_of_out, Source.WEIGHT, stacked, if_rows=if_rows) for axes_of_out in axes]
         shapes = (type_of(v).shape for v in view.eqn.outvars)
         return [_with_stacked_axes(view, operands, out, shape) for out, shape in zip(outs, shapes, strict=True)]
 
     def _if_rows(self, view: View, operands: Sequence[Labelled], line: str) -> frozenset[DataProduct]:
         """What look-ups and products were until here, if the entries of weights that constants chose are rows."""
-        found, read = frozenset[DataProduct]().union(*(value.if_rows for value in operands)), list[int]()
+        earlier = frozenset[DataProduct]().union(*(value.if_rows for value in operands))
+        lookups = list[int]()
         if isinstance(view, Gather) and _selects(view, operands[1]):
             if len(view.cut) > 1:  # which axis of the places is which of these, only their values say
                 self._add_other_read(operands[0], line)
-            read = [0] if _gives_vectors(view) else []
-        elif found:
-            read = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
-        return found | set(filter(None, (_product(view, operands[i], i, line) for i in read)))
+            lookups = [0] if _gives_vectors(view) else []
+        elif earlier:
+            lookups = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
+        return earlier | set(filter(None, (_product(view, operands[i], i, line) for i in lookups)))
 
     def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         """Adds what an equation with data does to each weight that it reads: a product, or another read."""
@@ -105,9 +104,7 @@ class Uses(list[DataProduct | Between | OtherRead]):
         parameters = {parameter for parameter, _ in origins(value.axes) | value.stacked}
         self.extend(OtherRead(parameter, line) for parameter in sorted(parameters))
 
-    def _axes_of_weights(
-        self, view: Dot, operands: Sequence[Labelled], axes: Sequence[Axis], line: str
-    ) -> Sequence[Axis]:
+    def _axes_of_weights(self, view: Dot, operands: Sequence[Labelled], axes: Axes, line: str) -> Axes:
         """The axes of a product of weights with weights, which is added, or with a constant."""
         dot = contraction_of(view)
         assert dot is not None
@@ -121,9 +118,8 @@ class Uses(list[DataProduct | Between | OtherRead]):
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
         constant = [value.kind for value in operands].index(Source.CONSTANT)
         labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
-        return [
-            Axis(axis.label, sides[1 - constant][0], in_place=False) if axis.label in labels else axis for axis in axes
-        ]
+        contracted = sides[1 - constant][0]
+        return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
 
 
 def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:
@@ -135,11 +131,9 @@ def _kind_of_outputs(view: View, operands: Sequence[Labelled]) -> Source:
         long = [m == n for m, n in zip(view.slice_sizes, view.operands[0].aval.shape, strict=True) if m > 1]
         if len(long) > 1 and all(long):
             return Source.WEIGHT
-    if isinstance(
-        view, equations.Multiply | equations.Divide
-    ):  # a multiple of weights by a number that is data is one of weights
-        varying = [value for value in operands if any(map(value.varies, range(len(value.axes))))]
-        operands = varying or operands
+    if isinstance(view, equations.Multiply | equations.Divide):
+        # A multiple of weights by a number that is data is one of weights.
+        operands = [value for value in operands if any(map(value.varies, range(len(value.axes))))] or operands
     return max((value.kind for value in operands), default=Source.CONSTANT)
 
 
@@ -161,7 +155,9 @@ def _single_axes(view: Gather) -> list[int]:
 
 def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
-    old, axes, stacked = operands[0].axes if operands else (), out.axes, Origins()
+    old = operands[0].axes if operands else ()
+    axes = out.axes
+    stacked = Origins()
     if isinstance(view, equations.Slice | DynamicSlice | equations.SplitAxis):
         shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
         axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
@@ -169,8 +165,10 @@ def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, 
     elif isinstance(view, equations.Unstack):
         stacked = old[view.axis].of
     elif isinstance(view, Gather):
-        single, kept = _single_axes(view), [i for i in range(len(old)) if i not in view.gone]
-        offsets, selects = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True)), _selects(view, operands[1])
+        single = _single_axes(view)
+        kept = [i for i in range(len(old)) if i not in view.gone]
+        offsets = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True))
+        selects = _selects(view, operands[1])
         keeps = (offsets[k] not in single if k in offsets else selects for k in range(len(axes)))
         axes = tuple(axis if keep else Axis(axis.label) for axis, keep in zip(axes, keeps, strict=True))
         stacked = Origins() if selects else origins(old[i] for i in (*view.gone, *single))
@@ -179,12 +177,12 @@ def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, 
 
 def _product(view: View, value: Labelled, i: int, line: str) -> DataProduct | None:
     """The product of an operand with data, if the equation is one: of a table that it looks up, the rows go."""
-    found = contraction_of(view)
-    if found is None or not _multiplies(view, found, i):
+    contraction = contraction_of(view)
+    if contraction is None or not _multiplies(view, contraction, i):
         return None
-    inputs, outputs = value.of(found.contracted(i)), value.of(found.kept(i))
+    inputs, outputs = value.of(contraction.contracted(i)), value.of(contraction.kept(i))
     # Of an axis whose parts are put together again, one part may be a single index.
-    stacked = value.of(found.batch(i)) | (value.stacked - inputs - outputs)
+    stacked = value.of(contraction.batch(i)) | (value.stacked - inputs - outputs)
     if not isinstance(view, Conv):
         return DataProduct(inputs, outputs, stacked, line, PRODUCT if isinstance(view, Dot) else LOOKUP)
     how = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
@@ -214,7 +212,8 @@ class Members:
 
     def __init__(self, labels: Labels) -> None:
         """Nothing was read yet."""
-        self._labels, self._of = labels, dict[Origin, int]()
+        self._labels = labels
+        self._of = dict[Origin, int]()
         self._apart, self._mixed = set[Origin](), set[Origin]()
 
     @property
@@ -240,10 +239,11 @@ class Members:
     def follow(self, view: View, operands: Iterable[Labelled], out: Labelled) -> Labelled:
         """An output of any other equation, with what it is made of."""
         made, mixed = Origins(), Origins()
-        data, kept = [value for value in operands if value.kind is Source.DATA], self._atoms(out.axes)
+        data = [value for value in operands if value.kind is Source.DATA]
+        kept = self._atoms(out.axes)
         for value in data:
             lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
-            own = frozenset(each for each in value.made if self._labels.atoms(self._of[each]) & lost)
+            own = frozenset(origin for origin in value.made if self._labels.atoms(self._of[origin]) & lost)
             made, mixed = made | value.made, mixed | value.mixed | own
             if isinstance(view, Dot) and len(data) == 2:
                 self._mixed |= own
@@ -259,9 +259,9 @@ class Members:
         label = data.axes[numbers.lhs_spec[1]].label
         return self._labels.atoms(self._labels.divided(label, (count, features // count))[0])
 
-    def _inside(self, each: Origins, atoms: frozenset[int]) -> Origins:
+    def _inside(self, axes: Origins, atoms: frozenset[int]) -> Origins:
         """Those axes of parameters whose labels are among these."""
-        return frozenset(one for one in each if self._labels.atoms(self._of[one]) <= atoms)
+        return frozenset(axis for axis in axes if self._labels.atoms(self._of[axis]) <= atoms)
 
     def _atoms(self, axes: Iterable[Axis]) -> frozenset[int]:
         """The labels of which those of axes consist."""

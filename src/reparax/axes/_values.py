@@ -53,8 +53,12 @@ class Axis:
     @classmethod
     def joined(cls, axes: Sequence["Axis"]) -> "Axis":
         """The axis that several, whose labels are one, are. Two axes of one parameter are not both in place."""
-        of = origins(axes)
-        return cls(axes[0].label, of, all(a.in_place for a in axes) and len({owner for owner, _ in of}) == len(of))
+        sources = origins(axes)
+        is_in_place = all(axis.in_place for axis in axes) and len({owner for owner, _ in sources}) == len(sources)
+        return cls(axes[0].label, sources, is_in_place)
+
+
+Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from reparax.core.paths import AxisNames
 from reparax.core.raw import OTHER_CHAIN
 from reparax.core.roles import WORDS, Numbers
-from reparax.core.unchanged import given_for_same, mark_same
+from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arguments import is_whole
 
 Axis = int | str
@@ -35,10 +35,10 @@ vector. No axis can have this name."""
 
 def check_axes(axes: Any, who: str, name: str) -> Axes:
     """``axes`` in a normal form, in which equal axes compare equal: no lists, and no tuples of one axis."""
-    several = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-    if not all(map(_is_axis, several)):
+    axis_list = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if not all(map(_is_axis, axis_list)):
         raise TypeError(f"{who} takes an axis or a tuple of axes as {name}, but got {axes!r}.")
-    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in several)
+    plain = tuple(axis if isinstance(axis, str) else int(axis) for axis in axis_list)
     if len(set(plain)) < len(plain):
         raise ValueError(f"{who} got {name}={axes!r}, which names an axis twice. Name each axis once.")
     return plain[0] if len(plain) == 1 else plain
@@ -169,11 +169,9 @@ def are_words(axes: Any, words: Sequence[str] = WORDS) -> bool:
     return any(isinstance(axis, str) and axis in words for axis in _as_tuple(axes))
 
 
-def words_to_numbers(axes: Axes, numbers: Mapping[str, Numbers]) -> tuple[Axis, ...]:
+def words_to_numbers(axes: Axes, numbers: Mapping[Any, Numbers]) -> tuple[Axis, ...]:
     """``axes`` with numbers in place of words."""
-    return tuple(
-        n for axis in _as_tuple(axes) for n in (numbers.get(axis, (axis,)) if isinstance(axis, str) else (axis,))
-    )
+    return tuple(number for axis in _as_tuple(axes) for number in numbers.get(axis, (axis,)))
 
 
 def _refuse_word(axis: str) -> None:
@@ -204,18 +202,18 @@ def number_axes(axes: Axes, names: AxisNames | None) -> Axes:
             )
         return names.index(axis) - len(names)
 
-    several = tuple(map(number, _as_tuple(axes)))
-    return several if isinstance(axes, tuple) else several[0]
+    numbers = tuple(map(number, _as_tuple(axes)))
+    return numbers if isinstance(axes, tuple) else numbers[0]
 
 
 def list_axes(axes: Axes) -> tuple[int, ...]:
     """The axes as numbers, in their order; names are refused."""
-    several = _as_tuple(axes)
-    for axis in several:
+    axis_list = _as_tuple(axes)
+    for axis in axis_list:
         if isinstance(axis, str):
             _refuse_word(axis)
             raise ValueError(f"the axis {axis!r} is a name, but a plain array has no axis names. Give the number.")
-    return tuple(int(axis) for axis in several)
+    return tuple(int(axis) for axis in axis_list)
 
 
 def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
@@ -304,7 +302,7 @@ def map_stacked(stacked: AxisNumbers, formula: Callable[..., Any]) -> Callable[.
         if len(counts) > 1:
             sizes = ", ".join(map(repr, sorted(counts)))
             raise ValueError(f"expected values with equal numbers of stacked arrays, got {sizes}: {OTHER_CHAIN}")
-        return given_for_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
+        return restore_same(jax.tree.map(move_back, mapped_formula(*fronts)), *args)
 
     def move_back(x: Array) -> Array:
         return jnp.moveaxis(x, range(len(stacked)), _stacked_positions(stacked, x.ndim))

@@ -106,9 +106,9 @@ class Bound:
 
     def raw_values(self, name: str, values: Mapping[str, Any]) -> dict[Names, Any]:
         """The raw values of an array, each at its key path, free ones first and fixed ones in their declared order."""
-        node, declarations = self.nodes[name], self.stage.raw_values
-        order = {**declarations, **values}
-        fixed = [value for value in order if value in values and value_of(declarations, value).fixed]
+        node = self.nodes[name]
+        order = {**self.stage.raw_values, **values}
+        fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
         placed = {(*node, value): x for value, x in values.items() if value not in fixed}
         return placed | {(*node, FIXED, value): values[value] for value in fixed} or {node: {}}
 
@@ -123,9 +123,8 @@ def bound_to(stage: Any, who: CallName, leaves: Mapping[str, Leaf], **details: A
     """A stage bound to arrays, or to the marker dicts that stand for them."""
     places = {name: leaf.place for name, leaf in leaves.items()}
     values = {name: leaf.values for name, leaf in leaves.items()}
-    return Bound(
-        stage, who, places, values, {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}, **details
-    )
+    nodes = {name: leaf.node_of(stage.kind) for name, leaf in leaves.items()}
+    return Bound(stage, who, places, values, nodes, **details)
 
 
 def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree:
@@ -139,7 +138,7 @@ def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree
 def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
     with_markers = [bound for bound in bounds if bound.nodes]
-    drawing = [bound for bound in with_markers if bound.stage._draws]
+    drawing = [bound for bound in with_markers if bound.stage._init_draws]
     sites = [(next_number(bound.arrays["w"], bound.stage.kind), str(bound.draw_path)) for bound in drawing]
     keys_of_sites = keys.of_sites(drawing[0].stage.kind, sites) if drawing else []
     key_of_bound = dict(zip(map(id, drawing), keys_of_sites, strict=True))
@@ -163,7 +162,9 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     """
     waiting: dict[Names, tuple[Bound, Array]] = {}
     for i, stage in enumerate(stages):
-        bounds, acting, merged = stage.bind("apply", tree.before(stages[i + 1 :])), list[Bound](), list[str]()
+        bounds = stage.bind("apply", tree.before(stages[i + 1 :]))
+        acting = list[Bound]()
+        merged = list[str]()
         for bound in bounds:
             earlier = waiting.get(bound.value_places[0]) if bound.is_noise else None
             if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
@@ -188,7 +189,8 @@ def _apply_bound(
     merged: Sequence[str] = (),
 ) -> Flat:
     """The tree after one stage, whose noise waits; an earlier stage draws the noise at the paths ``merged``."""
-    arrays, swaps = dict(tree.arrays), list[Swap]()
+    arrays = dict(tree.arrays)
+    swaps = list[Swap]()
     draws = draw_for_bounds(kind, bounds, arrays, keys, merged)
     for i, bound in enumerate(bounds):
         if bound.is_noise:
@@ -250,7 +252,7 @@ def require_made_by(p: Any, method: str, raw: PyTree) -> None:
     def effective(raw: PyTree) -> PyTree:
         tree = flatten(raw)
         last = [tree, *(after for *_, after in _walk(method, tuple(p), tree))][-1]
-        require_no_marks(p, last)
+        require_no_markers(p, last)
         return nest(last)
 
     types_of_result(effective, raw)
@@ -302,10 +304,11 @@ def _change_values(
     ``values_of_stage`` gives those of each binding of a stage, by its number, its bindings and the tree that it reads.
     """
     for i, stage in enumerate(stages):
-        if not stage._own._does(method):
+        if not stage._unwrapped._defines(method):
             continue
         effective = apply_all(mean_stages(stages[:i]), tree, Keys(None))
-        bounds, arrays = stage.bind(method, effective.before(stages[i + 1 :])), dict(effective.arrays)
+        bounds = stage.bind(method, effective.before(stages[i + 1 :]))
+        arrays = dict(effective.arrays)
         for bound in bounds:
             types_of(bound, effective)
         for bound, values in zip(bounds, values_of_stage(i, bounds, effective), strict=False):
@@ -317,7 +320,8 @@ def _change_values(
 
 def _grads_after_first(who: object, stages: Stages, effective: Flat, grads: PyTree) -> Flat:
     """The gradient with respect to the output of the first stage, from that of the effective tree; else zeros."""
-    tree, later_stages = apply_all(mean_stages(stages[:1]), effective, Keys(None)), mean_stages(stages[1:])
+    tree = apply_all(mean_stages(stages[:1]), effective, Keys(None))
+    later_stages = mean_stages(stages[1:])
     moving = {place: x for place, x in tree.arrays.items() if is_array(x) and is_inexact(x)}
 
     def apply_later(arrays: dict[Names, Any]) -> tuple[list[Any], list[str]]:
@@ -374,11 +378,12 @@ def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
 
 def total_log_det(stages: Stages, tree: Flat) -> Array:
     """The sum of the log-determinants over the values that train."""
-    log_dets, producers = list[Array](), dict[Names, Any]()
+    log_dets = list[Array]()
+    producers = dict[Names, Any]()
     trained = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
     free = {place[:n] for place in trained for n in range(len(place) + 1)}
     for stage, bounds, before, after in _walk("log_det", stages, tree):
-        if not stage._own._does("log_det"):
+        if not stage._unwrapped._defines("log_det"):
             raise ValueError(
                 f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
                 f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
@@ -426,7 +431,7 @@ def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
     """The shapes of the raw tree, and for each of their axes the axis of ``params`` that it follows."""
     tree, origins = params, keep_origins(params)
     for stage in reversed(stages):
-        tree, origins_of_stage = stage._own._follow(tree, lambda tree, stage=stage: init_all((stage,), tree))
+        tree, origins_of_stage = stage._unwrapped._follow_axes(tree, lambda tree, stage=stage: init_all((stage,), tree))
         origins = compose_origins(origins_of_stage, origins)
     return tree, origins
 
@@ -464,33 +469,33 @@ class Provenance:
 def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
     """The provenance of a raw tree, concrete or of types; ``otherwise`` says what to do if ``p`` did not make it."""
     require_no_references(p, "apply", raw)
-    raw, bindings = gather_boxes(raw), list[tuple[Any, list[Bound]]]()
+    raw = gather_boxes(raw)
+    bindings = list[tuple[Any, list[Bound]]]()
 
     def effective(raw: PyTree) -> PyTree:
         tree = apply_all(tuple(p), flatten(raw), Keys(jax.random.key(0)), bindings)
-        require_no_marks(p, tree, otherwise)
+        require_no_markers(p, tree, otherwise)
         return nest(tree)
 
-    types = types_of_result(effective, raw)
-    return Provenance(flatten(raw), bindings, types)
+    return Provenance(flatten(raw), bindings, types_of_result(effective, raw))
 
 
-def require_no_marks(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
-    """Requires that no stage's values are left after all stages of ``p`` but the ``later`` ones.
-
-    Raises:
-      ValueError: If some are: ``p`` did not make the raw tree.
-    """
+def require_no_markers(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
+    """Requires that no marker is left after all stages of ``p`` but the ``later`` ones: ``p`` made the raw tree."""
     for place in tree.arrays:
         n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
-        if n is None or kind_of(place[n]) in {stage.kind for stage in later}:
-            continue
-        path, mark = path_text(place[:n]), place[n]
-        if producers := [stage for stage in p if stage.kind == kind_of(mark)]:
-            for stage in producers:
-                stage._own._require_own(tree, path)
-            raise ValueError(
-                f"{CallName(p, 'apply')} does not select {path!r}, where the raw tree holds {mark!r}: another chain "
-                f"or an older version of reparax made it. {otherwise}"
-            )
-        raise ValueError(f"{CallName(p, 'apply')} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
+        if n is not None and kind_of(place[n]) not in {stage.kind for stage in later}:
+            raise _left_marker_error(p, tree, path_text(place[:n]), place[n], otherwise)
+
+
+def _left_marker_error(p: Any, tree: Flat, path: str, mark: str, otherwise: str) -> ValueError:
+    """The error for a marker that is left after all stages; that of its stage, if its values do not fit this."""
+    who, makers = CallName(p, "apply"), [stage for stage in p if stage.kind == kind_of(mark)]
+    if not makers:
+        return ValueError(f"{who} does not know {mark!r} at {path!r}: {OTHER_CHAIN} {UPTO}")
+    for stage in makers:
+        stage._unwrapped._check_values_at(tree, path)
+    return ValueError(
+        f"{who} does not select {path!r}, where the raw tree holds {mark!r}: another chain or an older version of "
+        f"reparax made it. {otherwise}"
+    )

@@ -130,7 +130,8 @@ def _stated_entries(box: Any) -> Any:
 
 def _name_each_axis(box: Any) -> tuple[Any, ...]:
     """A name for each axis. Trailing names may be missing; under ``jax.vmap`` there may be extra names."""
-    names, axes = tuple(_stated_entries(box)), value_in(box).ndim
+    names = tuple(_stated_entries(box))
+    axes = value_in(box).ndim
     return names + (None,) * (axes - len(names)) if len(names) <= axes else (None,) * axes
 
 

@@ -125,10 +125,9 @@ class CallName:
         return CallName(self.p, self.method, paths)
 
     def __str__(self) -> str:
-        parts = self.p._parts
-        text = " >> ".join(map(repr, parts)) or repr(self.p)
+        text = " >> ".join(map(repr, self.p._parts)) or repr(self.p)
         where = f" at {', '.join(map(repr, self.paths))}" if self.paths else ""
-        return f"{f'({text})' if len(parts) > 1 else text}.{self.method}{where}"
+        return f"{f'({text})' if len(self.p._parts) > 1 else text}.{self.method}{where}"
 
 
 def require_no_references(p: Any, method: str, tree: PyTree) -> None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from reparax.core.axes_by_roles import visit_with_roles
 from reparax.core.bound import (
     Bound,
     RawValues,
@@ -20,7 +21,7 @@ from reparax.core.bound import (
     init_all,
     provenance_of,
     require_made_by,
-    require_no_marks,
+    require_no_markers,
     total_log_det,
     total_penalty,
     update_all,
@@ -49,7 +50,6 @@ from reparax.core.raw import Flat, flatten, nest, require_no_raw
 from reparax.core.recompute import recompute
 from reparax.core.roles import Misfit, Role
 from reparax.core.shardings import AnyMesh, shardings_of_raw
-from reparax.core.with_axes import visit_with_roles
 from reparax.numerics.arguments import is_whole
 
 T = TypeVar("T")
@@ -170,11 +170,12 @@ class Parametrization(Static, ABC):
                 f"{CallName(self, 'apply')} takes the number of a stage from 0 to {len(self)} as upto, but got "
                 f"{upto!r}."
             )
-        stages, is_traced = self._parts[:upto], any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
+        stages = self._parts[:upto]
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((raw, key)))
 
         def effective(raw: PyTree, key: jax.Array | None) -> PyTree:
             tree = apply_all(stages, flatten(raw), Keys(key, is_traced=is_traced))
-            require_no_marks(self, tree, later=self._parts[len(stages) :])
+            require_no_markers(self, tree, later=self._parts[len(stages) :])
             return nest(tree)
 
         return recompute(effective, gather_boxes(raw), needed_key(self, key))
@@ -202,7 +203,7 @@ class Parametrization(Static, ABC):
         """
         require_no_references(self, "original", raw)
         tree = originals(self._parts, flatten(gather_boxes(raw)))
-        require_no_marks(self, tree)
+        require_no_markers(self, tree)
         return nest(tree)
 
     @verb
@@ -250,7 +251,8 @@ class Parametrization(Static, ABC):
           ValueError: If ``raw`` is not a raw tree of this chain, or ``grads`` do not fit its effective tree.
         """
         keys = Keys(checked_key(self, "update", key))
-        slopes, gathered = None if grads is None else gather_boxes(grads), gather_boxes(raw)
+        slopes = None if grads is None else gather_boxes(grads)
+        gathered = gather_boxes(raw)
         require_made_by(self, "update", gathered)
         tree = update_all(CallName(self, "update"), self._parts, flatten(gathered), keys, slopes)
         return spread_like(raw, nest(tree))
@@ -317,12 +319,12 @@ class Parametrization(Static, ABC):
     @property
     def has_update(self) -> bool:
         """Whether ``update`` does anything."""
-        return any(stage._own._does("update") for stage in self._parts)
+        return any(stage._unwrapped._defines("update") for stage in self._parts)
 
     @property
     def random_init(self) -> bool:
         """Whether the start depends on a key, so that ``init`` needs one."""
-        return self._own._draws
+        return self._unwrapped._init_draws
 
     @property
     def _parts(self) -> tuple[Parametrization, ...]:
@@ -391,8 +393,8 @@ class Parametrization(Static, ABC):
         """
 
         def numbered(stage: Parametrization, tree: Flat, known: Mapping[Names, Role]) -> list[Parametrization]:
-            new = stage._own._with_axes(tree, known)
-            return new if stage._own is stage else [part.deterministic for part in new]
+            stages = stage._unwrapped._with_axes(tree, known)
+            return stages if stage._unwrapped is stage else [part.deterministic for part in stages]
 
         return compose(tuple(visit_with_roles(CallName(self, "with_axes"), self._parts, roles, numbered)))
 
@@ -416,12 +418,12 @@ class Parametrization(Static, ABC):
     """What ``update`` takes besides the values: ``"grad"``, with respect to the stage's output, and ``"key"``."""
 
     @property
-    def _draws(self) -> bool:
+    def _init_draws(self) -> bool:
         """Whether the start may be random."""
         return False
 
     @property
-    def _own(self) -> Any:
+    def _unwrapped(self) -> Any:
         """The stage, of which a mean has another one."""
         return self
 
@@ -429,7 +431,7 @@ class Parametrization(Static, ABC):
         """Where ``init`` finds arrays in ``tree``, or another method raw values of the stage."""
         raise NotImplementedError
 
-    def _require_own(self, tree: Flat, path: str) -> None:
+    def _check_values_at(self, tree: Flat, path: str) -> None:
         """Raises an error for values at ``path`` that ``apply`` has left, as the stage could not have made them."""
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, jax.Array], key: jax.Array | None) -> RawValues:
@@ -455,12 +457,12 @@ class Parametrization(Static, ABC):
         del bound, formula, values
         return jnp.zeros(())
 
-    def _does(self, verb: str) -> bool:
+    def _defines(self, verb: str) -> bool:
         """Whether the stage does anything in ``update``, ``update_base`` or ``log_det``."""
         del verb
         return False
 
-    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         """The types of ``init(tree)``, and for each of their axes the axis of ``tree`` that it follows."""
         return types_of_result(init, tree), probe_origins(init, tree)
 
@@ -575,9 +577,8 @@ class Parametrization(Static, ABC):
           {'w': {'@weight_norm': {'g': P(None, 'model'), 'v': P('data', 'model')}}}
         """
         follow = functools.partial(follow_axes, self._parts)
-        return shardings_of_raw(
-            CallName(self, "shardings"), with_any_key(self.init), follow, specs, mesh, like, memory_kind
-        )
+        who = CallName(self, "shardings")
+        return shardings_of_raw(who, with_any_key(self.init), follow, specs, mesh, like, memory_kind)
 
 
 refuse_other_operators(Parametrization)
@@ -706,12 +707,11 @@ class Mean(Parametrization):
     moves_weights: ClassVar[Any] = _ask_stage("moves_weights")
     random_init: ClassVar[Any] = _ask_stage("random_init")
     update_reads: ClassVar[Any] = _ask_stage("update_reads")
-    _own: ClassVar[Any] = _ask_stage("_own")
+    _unwrapped: ClassVar[Any] = _ask_stage("_unwrapped")
 
     def __post_init__(self) -> None:
         stage: Any = self.stage
-        is_stochastic = isinstance(stage, Parametrization) and stage.stochastic
-        if not is_stochastic:
+        if not (isinstance(stage, Parametrization) and stage.stochastic):
             raise TypeError(
                 f"Mean takes a stage that draws random numbers and defines their mean, but got {stage!r}. Leave it out."
             )
@@ -719,5 +719,5 @@ class Mean(Parametrization):
         object.__setattr__(self, "kind", stage.kind)  # its markers are those of the stage
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        bounds = self._own.bind("fold" if method == "apply" else method, tree)
+        bounds = self._unwrapped.bind("fold" if method == "apply" else method, tree)
         return [replace(bound, mean=True) for bound in bounds]

@@ -261,7 +261,8 @@ def _build_stage(entry: Mapping[str, Any]) -> Any:
         import_stage(name.partition(".")[2])
     if name not in _classes:
         raise ValueError(f"from_json found the stage {name!r}, but no class of that name is defined. {_advice(name)}")
-    cls, arguments = _classes[name], {k: _decode(v) for k, v in entry.items() if k != "class"}
+    cls = _classes[name]
+    arguments = {k: _decode(v) for k, v in entry.items() if k != "class"}
     try:
         return cls(**arguments)
     except ValueError:

@@ -116,7 +116,7 @@ class Constraint(Reparametrization):
 
         A method that gets an array must know its axes, as ``init`` must.
         """
-        if self._varied:
+        if self._varying_fields:
             raise ValueError(
                 f"{self!r} differs from array to array, so it has no single image. Use that of one array: "
                 f"`stage.for_array(path, w)`."
@@ -124,7 +124,7 @@ class Constraint(Reparametrization):
         for_one = replace(self, stacked=()) if self.stacked_axes else self
         if why := for_one._axes_error(one_stacked(w, self.stacked_axes)):
             raise ValueError(f"{CallName(for_one, method)}: {why}")
-        return self._over(functools.partial(formula, for_one._alone))(w, *further)
+        return self._map_stacked(functools.partial(formula, for_one._for_merged))(w, *further)
 
     def flat_leaf(self, w: Array) -> Array:
         """Which numbers of ``w`` would start where the map is flat, so that no gradient ever moves them.

@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_tra
 import jax
 from jax.typing import ArrayLike
 
+from reparax.core import config
 from reparax.core.axes import check_optional_axes
 from reparax.core.calls import shows_usage, takes, wrong_arguments
-from reparax.core.config import (
-    as_python,
-    code,
-    declared_fields,
-    find_functions,
-    holds_array,
-    is_base,
-    kind_of_class,
-    name_functions,
-    register_class,
-)
 from reparax.core.names import instead_of
 from reparax.core.raw import register_kind
 from reparax.core.values import Values, check_values
@@ -149,7 +139,7 @@ class Static:
         if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
             _refuse_init(cls)
             check_values(cls.__name__, cls.raw_values)
-            cls.kind = kind_of_class(cls)
+            cls.kind = config.kind_of_class(cls)
             dataclass(frozen=True, repr=False, eq=False)(cls)
             # A subclass that gives a field another default keeps its check.
             own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
@@ -161,9 +151,9 @@ class Static:
                 if vars(cls).get(name) is None:
                     setattr(cls, name, getattr(super(cls, cls), name))
         jax.tree_util.register_static(cls)
-        if not is_base(cls):
+        if not config.is_base(cls):
             register_kind(cls.kind, cls)
-            register_class(cls)
+            config.register_class(cls)
 
     _for_users: ClassVar[tuple[str, ...]] = ()
     """The names that users call; all other names are for authors of stages."""
@@ -194,8 +184,8 @@ class Static:
     def _compared(self) -> tuple[Any, ...]:
         """The values that equality and hash compare."""
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.compare}
-        if holds_array(values):
-            name = next(name for name, value in values.items() if holds_array(value))
+        if config.holds_array(values):
+            name = next(name for name, value in values.items() if config.holds_array(value))
             raise TypeError(
                 f"{self!r} holds an array as {name}, so it can be neither compared nor hashed. Give it a known "
                 f"number, or build the stage inside of the jitted function that uses it."
@@ -221,7 +211,7 @@ class Static:
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle refuses JAX functions whose `__module__` is not where they are found, so it stores their public names.
         arguments = {field.name: getattr(self, field.name) for field in _fields_of(self) if field.init}
-        return _build, (type(self), name_functions(arguments))
+        return _build, (type(self), config.name_functions(arguments))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} is set when it is built. Build a new one.")
@@ -232,7 +222,7 @@ class Static:
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
     """The stage of a pickle."""
-    return cls(**find_functions(arguments))
+    return cls(**config.find_functions(arguments))
 
 
 def _fields_of(stage: Any) -> tuple[dataclasses.Field[Any], ...]:
@@ -245,10 +235,10 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *as_python(args), **as_python(kwargs))
+        init(self, *config.as_python(args), **config.as_python(kwargs))
         # Defaults, and what `__post_init__` computes.
         values = {field.name: getattr(self, field.name) for field in _fields_of(self) if hasattr(self, field.name)}
-        for name, value in as_python(values).items():
+        for name, value in config.as_python(values).items():
             object.__setattr__(self, name, value)
 
     return shows_usage(initialize, _explain_wrong_arguments)
@@ -259,10 +249,12 @@ def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwar
     cls: Any = type(args[0])
     if (wrong := wrong_arguments(init, args[1:], kwargs, skip=1)) is None:
         return None
-    default_of = {field.name: field.default for field in declared_fields(cls) if field.init}
+    default_of = {field.name: field.default for field in config.declared_fields(cls) if field.init}
     if unknown := [name for name in kwargs if name not in default_of]:
         return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*default_of])}"
-    texts = ", ".join(name if x is dataclasses.MISSING else f"{name}={code(x)}" for name, x in default_of.items())
+    texts = ", ".join(
+        name if x is dataclasses.MISSING else f"{name}={config.code(x)}" for name, x in default_of.items()
+    )
     return f"{cls.__name__} {wrong} Write {cls._usage or f'`{cls.__name__}({texts})`'}."
 
 
@@ -322,7 +314,7 @@ class ByPath:
             )
 
     def __repr__(self) -> str:
-        return code(dict(zip(self.patterns, self.numbers, strict=True)))
+        return config.code(dict(zip(self.patterns, self.numbers, strict=True)))
 
     def matching(self, path: str) -> list[int]:
         """The indices of the expressions that match a path."""
@@ -339,7 +331,7 @@ class ByPath:
         return self.numbers[self.matching(path)[0]]
 
 
-register_class(ByPath)
+config.register_class(ByPath)
 
 
 @dataclass(frozen=True, repr=False)
@@ -352,7 +344,7 @@ class ByArray:
     name: str = dataclasses.field(compare=False)
 
     def __repr__(self) -> str:
-        return code(self.function)
+        return config.code(self.function)
 
     def at(self, path: str, array: Any) -> Any:
         """The number for an array; the function gets its shape and dtype only."""
@@ -434,14 +426,14 @@ def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[
         if not isinstance(by_path, ByPath):
             continue
         matching = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
-        for path, found in matching.items():
-            if len(found) > 1:
-                pattern, other_pattern = (by_path.patterns[i] for i in found[:2])
+        for path, indices in matching.items():
+            if len(indices) > 1:
+                pattern, other_pattern = (by_path.patterns[i] for i in indices[:2])
                 raise ValueError(
                     f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
                     f"expressions."
                 )
-        matched = {i for found in matching.values() for i in found}
+        matched = {i for indices in matching.values() for i in indices}
         if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
             why = why_nothing(lost[0], [leaf.path for leaf in leaves])
             raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why}")

@@ -120,7 +120,7 @@ class Joint(Leafwise):
         del values
         return jnp.zeros(())
 
-    def _does(self, verb: str) -> bool:
+    def _defines(self, verb: str) -> bool:
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
@@ -130,7 +130,7 @@ class Joint(Leafwise):
         elif self.arrays:
             leaves = tree.leaves()
         else:
-            leaves = [leaf for leaf, _ in self._arrays(method, tree)]
+            leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
         who = CallName(self, method)
         if self.arrays:
             return [self._bound_to_group(who, group) for group in self._groups(who, leaves)]
@@ -162,7 +162,8 @@ class Joint(Leafwise):
         del key
         try:
             values = map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
-            formulas, shared = ("init_leaves", "apply_leaves"), self.arrays is not None
+            formulas = ("init_leaves", "apply_leaves")
+            shared = self.arrays is not None
             apply = map_stacked(self.stacked_axes, self.apply_leaves)
             checks.require_start(self, apply, formulas, values, arrays, is_shared=shared)
         except KeyError as error:
@@ -226,11 +227,11 @@ class Joint(Leafwise):
         name_of_place: dict[Names, str] = {}
         for name, expression in self.arrays:
             matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
-            found = [(leaf, match.groups()) for leaf, match in matches if match]
-            if not found:
+            captures = [(leaf, match.groups()) for leaf, match in matches if match]
+            if not captures:
                 why = why_nothing(expression, [leaf.path for leaf in leaves])
                 raise ValueError(f"{who} found no array for {name!r}: {why}")
-            for leaf, texts in found:
+            for leaf, texts in captures:
                 group = groups.setdefault(texts, {})
                 if name in group or leaf.place in name_of_place:
                     occupant = (
@@ -245,7 +246,8 @@ class Joint(Leafwise):
                 group[name], name_of_place[leaf.place] = leaf, name
         for group in groups.values():
             if lacking := [name for name, _ in self.arrays if name not in group]:
-                (name, leaf), names = next(iter(group.items())), [name for name, _ in self.arrays]
+                names = [name for name, _ in self.arrays]
+                name, leaf = next(iter(group.items()))
                 raise ValueError(
                     f"{who} found {leaf.path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
                     f"text. Narrow the expressions to the layers that have all of {names}."

@@ -59,8 +59,8 @@ class Keys:
             batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
             if batch is not None:
                 # Where nothing is traced, one at a time: a program of many results is slow to compile.
-                each = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
-                key_of_site |= zip(sites_of_number, each, strict=True)
+                keys_of_batch = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+                key_of_site |= zip(sites_of_number, keys_of_batch, strict=True)
         return [key_of_site.get(site) for site in sites]
 
 
@@ -170,7 +170,7 @@ def draw_for_bounds(
         start = 0
         for group in groups_of_number:
             assert batch is not None
-            group_keys = jax.lax.slice_in_dim(batch, start, start + len(group))
+            group_keys = _part(batch, start, len(group), is_traced=keys.is_traced)
             drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
             draw_of |= zip(group, drawn, strict=True)
             start += len(group)
@@ -181,13 +181,14 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
-    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
+    stage = group[0].stage
+    array = jnp.asarray(arrays[group[0].value_places[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
-    drawn = stage.draw(array, keys)
+    draws = stage.draw(array, keys)
     if not is_traced:
-        return [jax.lax.dynamic_index_in_dim(drawn, i, keepdims=False) for i in range(len(group))]
-    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(drawn, [1] * len(group))]
+        return [jax.lax.squeeze(_part(draws, i, 1, is_traced=False), [0]) for i in range(len(group))]
+    return [jax.lax.squeeze(part, [0]) for part in jax.lax.split(draws, [1] * len(group))]
 
 
 def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
@@ -200,6 +201,13 @@ def _group_key(i: int, bound: Any, arrays: Mapping[Names, Any]) -> Any:
     if _is_large(array) or AxisType.Auto in sharding.mesh.axis_types:
         return i
     return type(bound.stage), bound.stage.shared, array.shape, array.dtype, sharding
+
+
+def _part(batch: Array, start: int, size: int, *, is_traced: bool) -> Array:
+    """Some of a batch. A program has its start as a literal; where each operation is one, each literal is another."""
+    if is_traced:
+        return jax.lax.slice_in_dim(batch, start, start + size)
+    return jax.lax.dynamic_slice_in_dim(batch, start, size)
 
 
 def _is_large(w: Array) -> bool:

@@ -72,8 +72,7 @@ class Convention:
         Raises:
           ValueError: If the array does not fit.
         """
-        extra = len(shape) - len(self.axes)
-        front = stacked if stacked else tuple(range(extra)) if self.is_class else ()
+        front = stacked or (tuple(range(len(shape) - len(self.axes))) if self.is_class else ())
         own = [axis for axis in range(len(shape)) if axis not in front]
         sizes = tuple(shape[axis] for axis in own)
         if not self.axes or len(own) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):
@@ -86,11 +85,12 @@ class Convention:
 
     def role_of_own(self, own: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
         """The role of an array whose ``own`` axes have the letters, and whose axes ``front`` are stacked."""
-        of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
-        inputs, stacks = tuple(sorted(of["i"] + of["r"])), tuple(sorted((*front, *of["s"])))
-        uses = (Use(inputs, of["o"], stacks, self.source, LOOKUP if self.is_table else PRODUCT),)
+        axes_of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
+        inputs = tuple(sorted(axes_of["i"] + axes_of["r"]))
+        stacks = tuple(sorted((*front, *axes_of["s"])))
+        uses = (Use(inputs, axes_of["o"], stacks, self.source, LOOKUP if self.is_table else PRODUCT),)
         why = f"it is a bias or a scale of {self.source}" if self.is_vector else ""
-        return Role(inputs, of["o"], stacks, why, () if why else uses, shape, dtype)
+        return Role(inputs, axes_of["o"], stacks, why, () if why else uses, shape, dtype)
 
     @property
     def _shape(self) -> str:
@@ -117,23 +117,24 @@ def convention_by_name(name: str) -> Convention:
 
 def conventions_by_class(treedef: Any) -> dict[int, Convention]:
     """What the modules in a tree say of its leaves, by their numbers; leaves outside of modules are left out."""
-    found: dict[int, Convention] = {}
+    by_leaf: dict[int, Convention] = {}
 
     def visit(node: Any, start: int, holder: type | None) -> None:
         data = node.node_data()
         if data is None:
             if holder is not None:
-                found.setdefault(start, Convention(why=f"no class that reparax knows holds it, but {holder.__name__}"))
+                why = f"no class that reparax knows holds it, but {holder.__name__}"
+                by_leaf.setdefault(start, Convention(why=why))
             return
         if _is_module(data[0]):
-            holder, layer = data[0], data[0]
-            found.update(_arrays_of_layer(layer, node.unflatten(range(start, start + node.num_leaves))))
+            holder = data[0]
+            by_leaf.update(_arrays_of_layer(data[0], node.unflatten(range(start, start + node.num_leaves))))
         for child in node.children():
             visit(child, start, holder)
             start += child.num_leaves
 
     visit(treedef, 0, None)
-    return found
+    return by_leaf
 
 
 @functools.cache
@@ -166,6 +167,6 @@ def _arrays_of_layer(cls: type, module: Any) -> dict[int, Convention]:
             specs[leaf] = axes, tuple(size for group in groups for size in group)
     beside = tuple((leaf, len(axes)) for leaf, (axes, _) in specs.items())
     return {
-        leaf: Convention(axes, sizes, name, is_class=True, beside=tuple(each for each in beside if each[0] != leaf))
+        leaf: Convention(axes, sizes, name, is_class=True, beside=tuple(other for other in beside if other[0] != leaf))
         for leaf, (axes, sizes) in specs.items()
     }

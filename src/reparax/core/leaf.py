@@ -23,8 +23,7 @@ from reparax.core.leafwise import Leafwise, OwnNodes
 from reparax.core.origins import FollowedAxes, Origins, keep_origins, probe_origins
 from reparax.core.paths import PyTree, has_symbols, type_of, types_of_result
 from reparax.core.raw import FIXED, Flat, Leaf, flatten
-from reparax.core.unchanged import given_for_same, mark_same
-from reparax.core.unset_axes import asks_axes
+from reparax.core.unchanged import mark_same, restore_same
 from reparax.numerics.arithmetic import inlined, is_inexact, widened
 from reparax.numerics.terms import Term, record_terms, sum_terms
 
@@ -97,13 +96,13 @@ class Perturbation(Leafwise):
                 {"w": {"w": leaf.place}},
                 draw_path=leaf.draw_path,
             )
-            for leaf, stage in self._arrays(method, tree)
+            for leaf, stage in self._arrays_and_stages(method, tree)
         ]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
         keys = () if bound.mean else (keys_of_stack(key, w, self.stacked_axes),)
-        effective = self._over(getattr(self, method))(w, *keys)
+        effective = self._map_stacked(getattr(self, method))(w, *keys)
         if not self.changes_type:
             checks.require_type(method, effective, w)
         return {"w": effective}
@@ -112,7 +111,7 @@ class Perturbation(Leafwise):
         """The array with noise that was drawn before, for a stage with ``draws_by_type``."""
         return call_once_per_type(_perturb, self, w, drawn, inline=True)
 
-    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
         return tree, keep_origins(tree)
 
     @property
@@ -166,7 +165,7 @@ class Reparametrization(Leafwise):
     """Whether entries of an array follow from others though there are as many raw values, as the probabilities of
     ``Simplex``, which add up to 1."""
 
-    _start_takes_key: ClassVar[bool] = False
+    _init_takes_key: ClassVar[bool] = False
     _declares_terms: ClassVar[bool] = False
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
@@ -184,9 +183,9 @@ class Reparametrization(Leafwise):
                 f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
                 f"`stochastic = True` in the class, and define mean_leaf(values)."
             )
-        cls._start_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
+        cls._init_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
         start: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(start) and len(_required_arguments(start)) > 2 + cls._start_takes_key:
+        if inspect.isfunction(start) and len(_required_arguments(start)) > 2 + cls._init_takes_key:
             raise TypeError(
                 f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(start))}, but is called with (self, "
                 f"w), or with (self, w, key) if it takes a `key`, as a random start does."
@@ -302,34 +301,34 @@ class Reparametrization(Leafwise):
         return Mean(self) if self.stochastic else self
 
     @property
-    def _bare(self) -> bool:
+    def _in_place(self) -> bool:
         """Whether the only raw value is the array itself, stored at its own path without a marker."""
         return False
 
     @property
-    def _draws(self) -> bool:
-        return self._start_takes_key
+    def _init_draws(self) -> bool:
+        return self._init_takes_key
 
-    def _does(self, verb: str) -> bool:
+    def _defines(self, verb: str) -> bool:
         return rewrites(type(self), f"{verb}_leaf")
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        if method == "init" or self._bare:
-            pairs = self._arrays(method, tree)
+        if method == "init" or self._in_place:
+            pairs = self._arrays_and_stages(method, tree)
         else:
             own = OwnNodes(self, method, tree)
             pairs = [(leaf, own.stage_at(leaf)) for leaf in own.selected()]
         bounds = list[Bound]()
         for leaf, stage in pairs:
             who = CallName(self, method, (leaf.path,))
-            if self._bare:
+            if self._in_place:
                 values = {"w": dict.fromkeys(self.raw_values, leaf.place)}
                 bounds.append(Bound(stage, who, {"w": leaf.place}, values, draw_path=leaf.draw_path))
             else:
                 bounds.append(bound_to(stage, who, {"w": leaf}, draw_path=leaf.draw_path))
         return bounds
 
-    def _require_own(self, tree: Flat, path: str) -> None:
+    def _check_values_at(self, tree: Flat, path: str) -> None:
         own = OwnNodes(self, "apply", tree)
         for leaf in own.leaves:
             if leaf.path == path and not leaf.is_foreign:
@@ -350,9 +349,11 @@ class Reparametrization(Leafwise):
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         w = arrays["w"]
-        values = call_once_per_type(_start_values, self, w, key)
+        try:
+            values = _call_jitted(_start_values, self, w, key)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):  # the formula looks at numbers
+            values = _start_values(self, w, key)
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
-        checks.require_named_arrays("init_leaf", values, self.raw_values)
         try:
             types = {name: type_of(x) for name, x in values.items()}
             effective = jax.eval_shape(lambda values: self._effective(values), types)
@@ -364,21 +365,21 @@ class Reparametrization(Leafwise):
         return {"w": values}
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        if self._bare:
+        if self._in_place:
             return {"w": _array_without_draw(self, values["w"])}
         if key is None:
             return {"w": self._effective(values["w"])}
         return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
-        given = {"grad": grads.get("w"), "key": key}
+        extras = {"grad": grads.get("w"), "key": key}
 
         def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
             new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._over(update_one)(values["w"], *(given[name] for name in self.update_reads))}
+        return {"w": self._map_stacked(update_one)(values["w"], *(extras[name] for name in self.update_reads))}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
@@ -386,7 +387,7 @@ class Reparametrization(Leafwise):
             checks.require_kept("update_base_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._over(rebase_one)(values["w"])}
+        return {"w": self._map_stacked(rebase_one)(values["w"])}
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
@@ -396,22 +397,20 @@ class Reparametrization(Leafwise):
             checks.require_number(f"{formula}_leaf", number)
             return number
 
-        return self._over(number_of_one)(wide)
+        return self._map_stacked(number_of_one)(wide)
 
-    def _follow(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
-        raw_types, flat, axes_of_group = (
-            types_of_result(init, tree),
-            flatten(tree),
-            dict[Any, dict[str, FollowedAxes]](),
-        )
-        leaves, asks = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}, asks_axes(self)
+    def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        raw_types = types_of_result(init, tree)
+        flat = flatten(tree)
+        leaves = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
+        axes_of_group = dict[Any, dict[str, FollowedAxes]]()
 
         def followed_axes(leaf: Leaf) -> dict[str, FollowedAxes]:
             """For each raw value of an array, which of its axes those of the value follow."""
-            w, names = type_of(leaf.content), self.names_at(leaf)
-            group = w.shape, w.dtype, names, leaf.path if self._by_path else None, leaf.convention if asks else None
+            w = type_of(leaf.content)
+            group = w.shape, w.dtype, *self._what_sets_axes(leaf)
             if group not in axes_of_group:
-                stage = self._at(leaf, w, typical=True)
+                stage = self._for_leaf(leaf, w, typical=True)
                 origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})
                 axes_of_group[group] = {place[-1]: axes for place, (_, axes) in origins.items()}
             return axes_of_group[group]
@@ -475,11 +474,15 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
     tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-    if not tracing or stage._exact_text is None:
+    return _call_jitted(function, stage, *arrays, inline=inline) if tracing else function(stage, *arrays)
+
+
+def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
+    """``function(stage, *arrays)`` by one jitted function for all arrays of the same type."""
+    if stage._exact_text is None:  # the formula may tell apart what equality does not
         return function(stage, *arrays)
-    # The formula may tell apart what equality does not.
     results = (_inlined if inline else _called)(function, stage, stage._exact_text, *arrays)
-    return given_for_same(results, *arrays)
+    return restore_same(results, *arrays)
 
 
 def _call(function: Callable[..., Any], stage: Any, text: str, *arrays: Any) -> Any:
@@ -494,29 +497,30 @@ _inlined = inlined(_call, static_argnums=(0, 1, 2))
 
 def _apply_formula(stage: Any, *args: Any) -> Array:
     """``apply_leaf``, which tells its terms if the class declares them."""
-    declares_terms = stage._declares_terms
-    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if declares_terms else stage.apply_leaf(*args)
+    return record_terms(stage.apply_leaf, stage.terms_leaf, *args) if stage._declares_terms else stage.apply_leaf(*args)
 
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    if not stage._draws:
-        return stage._over(stage.init_leaf)(w)
-    keys = keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes)
-    return stage._over(stage.init_leaf)(w, keys)
+    keys = ()
+    if stage._init_draws:
+        keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),)
+    values = stage._map_stacked(stage.init_leaf)(w, *keys)
+    checks.require_named_arrays("init_leaf", values, stage.raw_values)
+    return values
 
 
 def _array_without_draw(stage: Any, values: Mapping[str, Array]) -> Array:
     """The effective array of raw values; its mean, if it is random."""
     formula = stage.mean_leaf if stage.stochastic else partial(_apply_formula, stage)
-    return stage._over(formula)(dict(values))
+    return stage._map_stacked(formula)(dict(values))
 
 
 def _random_array(stage: Any, values: Mapping[str, Array], key: Array) -> Array:
     """The random array of raw values."""
     like = jax.eval_shape(lambda values: _array_without_draw(stage, values), dict(values))
     keys = keys_of_stack(key, like, stage.stacked_axes)
-    effective = stage._over(partial(_apply_formula, stage))(dict(values), keys)
+    effective = stage._map_stacked(partial(_apply_formula, stage))(dict(values), keys)
     checks.require_type("apply_leaf", effective, like)
     return effective
 

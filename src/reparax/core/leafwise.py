@@ -31,6 +31,8 @@ from reparax.core.axes import (
     stacked_axes_error,
     why_axes_do_not_fit,
 )
+from reparax.core.axes_by_convention import lacks_axes, stack_by_convention, types_to_try, with_axes_by_convention
+from reparax.core.axes_by_roles import Roles, misfits, with_axes
 from reparax.core.bound import Bound
 from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
@@ -39,7 +41,6 @@ from reparax.core.fields import TYPICAL, AxesByPath, ByArray, ByPath, field, wit
 from reparax.core.paths import AxisNames, Names, type_of
 from reparax.core.raw import Flat, Leaf, Node, nest
 from reparax.core.roles import Misfit
-from reparax.core.unset_axes import asks_axes, stack_by_convention, types_to_try, with_axes_by_convention
 from reparax.core.where import (
     Where,
     by_path,
@@ -49,7 +50,6 @@ from reparax.core.where import (
     is_bias_or_scale,
     is_table,
 )
-from reparax.core.with_axes import Roles, misfits, with_axes
 from reparax.numerics.arithmetic import is_array
 
 
@@ -86,9 +86,8 @@ class Leafwise(Parametrization):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._checks = {
-            name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in cls._checks.items()
-        }
+        checks = cls._checks.items()
+        cls._checks = {name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in checks}
         cls._axis_fields = tuple(
             name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
         )
@@ -127,41 +126,41 @@ class Leafwise(Parametrization):
             if axes not in (None, EACH)
         }
 
-    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
-        """The formula as one on an array without stacked axes, and on its raw values."""
+    def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+        """The formula on one array, whose axes a stage on matrices merges to two."""
         return formula
 
-    def _over(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+    def _map_stacked(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula on one array, applied to each of the stacked arrays."""
-        return map_stacked(self.stacked_axes, self._on_one(formula))
+        return map_stacked(self.stacked_axes, self._on_merged(formula))
 
     @property
-    def _alone(self) -> Self:
-        """This stage for what ``_on_one`` gives the formula."""
+    def _for_merged(self) -> Self:
+        """This stage as it acts on the merged array of ``_on_merged``."""
         return self
 
     @cached_property
-    def _varied(self) -> dict[str, ByPath | ByArray]:
-        """The fields that differ from array to array: numbers, and axes by path."""
+    def _varying_fields(self) -> dict[str, ByPath | ByArray]:
+        """The fields whose value depends on the array: numbers, and axes by path."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, ByPath | ByArray)}
 
     @cached_property
-    def _by_path(self) -> dict[str, ByPath]:
-        """Those of them that hold axes."""
-        axes = {name: self._varied.get(name) for name in (*self._axis_fields, "stacked")}
+    def _axes_by_path(self) -> dict[str, ByPath]:
+        """The fields of axes that are given by path."""
+        axes = {name: self._varying_fields.get(name) for name in (*self._axis_fields, "stacked")}
         return {name: value for name, value in axes.items() if isinstance(value, ByPath)}
 
     @cached_property
-    def _asks_names(self) -> bool:
+    def _uses_axis_names(self) -> bool:
         """Whether any axis is given by name."""
         axes_of_fields = [getattr(self, name) for name in (*self._axis_fields, "stacked")]
         return any(has_names(axes) for x in axes_of_fields for axes in (x.numbers if isinstance(x, ByPath) else (x,)))
 
     @cached_property
-    def _same_at_all(self) -> bool:
-        """Whether :meth:`_at` is the stage itself for each array."""
-        return not (self._varied or self._asks_names or asks_axes(self))
+    def _is_uniform(self) -> bool:
+        """Whether :meth:`_for_leaf` is the stage itself for each array."""
+        return not (self._varying_fields or self._uses_axis_names or lacks_axes(self))
 
     @cached_property
     def stacked_axes(self) -> AxisNumbers:
@@ -170,32 +169,32 @@ class Leafwise(Parametrization):
 
     def for_array(self, path: str, w: Any) -> Self:
         """This stage with the numbers and axes for one array; functions of the array get its shape and dtype."""
-        if not self._varied:
+        if not self._varying_fields:
             return self
         like = None if w is None else jax.ShapeDtypeStruct(w.shape, w.dtype)
-        return replace(self, **{name: value.at(path, like) for name, value in self._varied.items()})
+        return replace(self, **{name: value.at(path, like) for name, value in self._varying_fields.items()})
 
     def at_path(self, path: str) -> Self | None:
         """This stage with the axes for one array; None if they are given by path, but not for this one."""
-        if not self._by_path:
+        if not self._axes_by_path:
             return self
-        if not all(axes.matching(path) for axes in self._by_path.values()):
+        if not all(axes.matching(path) for axes in self._axes_by_path.values()):
             return None
-        return replace(self, **{name: axes.at(path, None) for name, axes in self._by_path.items()})
+        return replace(self, **{name: axes.at(path, None) for name, axes in self._axes_by_path.items()})
 
-    def _at(self, leaf: Leaf, w: Any, *, typical: bool = False) -> Self:
+    def _for_leaf(self, leaf: Leaf, w: Any, *, typical: bool = False) -> Self:
         """This stage with the numbers and axes for one array like ``w``; ``typical`` numbers do for shapes and dtypes.
 
         Names of stacked axes that the array does not have are ignored.
         """
-        if self._same_at_all:
+        if self._is_uniform:
             return self
-        for name, axes in self._by_path.items():
+        for name, axes in self._axes_by_path.items():
             if not axes.matching(leaf.path):
                 raise ValueError(
                     f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
                 )
-        numbers = self._varied.keys() - self._by_path.keys() if typical else ()
+        numbers = self._varying_fields.keys() - self._axes_by_path.keys() if typical else ()
         stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self).for_array(leaf.path, w)
         stage = with_axes_by_convention(stage, leaf, w, typical=typical)
         names = self.names_at(leaf)
@@ -209,27 +208,32 @@ class Leafwise(Parametrization):
 
     def names_at(self, leaf: Leaf) -> AxisNames | None:
         """The axis names of an array, if this stage needs any."""
-        return leaf.axis_names if self._asks_names else None
+        return leaf.axis_names if self._uses_axis_names else None
+
+    def _what_sets_axes(self, leaf: Leaf) -> tuple[Any, ...]:
+        """What the axes of this stage at an array depend on beside the array's type."""
+        path = leaf.path if self._axes_by_path else None
+        return self.names_at(leaf), path, leaf.convention if lacks_axes(self) else None
 
     # Which leaves the stage acts on.
 
     @abstractmethod
     def bind(self, method: str, tree: Flat) -> list[Bound]: ...
 
-    def _arrays(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
+    def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
         """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""
         leaves = tree.leaves(bases=self._takes_base)
         for leaf in leaves if method != "init" else ():
             leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
-        return [(leaf, self._required_at(method, leaf)) for leaf in self._selected(method, leaves)]
+        return [(leaf, self._checked_for(method, leaf)) for leaf in self._selected(method, leaves)]
 
-    def _required_at(self, method: str, leaf: Leaf) -> Self:
+    def _checked_for(self, method: str, leaf: Leaf) -> Self:
         """This stage as it acts on one array; an error if it cannot take the array."""
         w = leaf.content
         with locate_errors(CallName(self, method, (leaf.path,))):
             if why := self._dtype_error(w):
                 raise ValueError(why)
-            stage = self._at(leaf, w)
+            stage = self._for_leaf(leaf, w)
             if (names := self.names_at(leaf)) is not None:
                 require_names_fit(names, w)
             stacked = stage.stacked_axes
@@ -255,29 +259,37 @@ class Leafwise(Parametrization):
         self,
         method: str,
         leaves: Sequence[Leaf],
-        look: Callable[[Leaf], Any] = lambda leaf: leaf.content,
-        stacks: Mapping[Names, Any] | None = None,
+        array_at: Callable[[Leaf], Any] = lambda leaf: leaf.content,
+        stacked_at: Callable[[Leaf, Any], AxisNumbers] | None = None,
     ) -> list[Leaf]:
-        """Those of the leaves of a tree on which the stage acts.
+        """The leaves of a tree on which the stage acts.
 
-        ``look`` gives an array or its type; ``stacks`` gives the stacked axes at each place, if a network says them.
+        ``array_at`` gives the array at a leaf, or its type, and ``stacked_at`` its stacked axes.
         """
-        who, where = CallName(self, method), self.where
-        chosen = choose(who, where, leaves, lambda leaf: self._is_default(who, leaf, look, stacks), look)
+        who = CallName(self, method)
+
+        def acts_by_default(leaf: Leaf) -> bool:
+            return self._acts_by_default(who, leaf, array_at, stacked_at or self._stacked_at)
+
+        chosen = choose(who, self.where, leaves, acts_by_default, array_at)
         if not chosen:
-            if self._may_select_nothing and where is None and any(leaf.is_there for leaf in leaves):
+            if self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
                 return []
-            raise chose_nothing_error(who, where, leaves, self.stacked)
-        chosen = without_unmatched(who, self._varied, chosen)
+            raise chose_nothing_error(who, self.where, leaves, self.stacked)
+        chosen = without_unmatched(who, self._varying_fields, chosen)
         # In the body of a scan over the layers, no array has their axis any more.
         if method == "init" and not isinstance(self.stacked, ByPath):
             require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
         return chosen
 
-    def _is_default(
-        self, who: CallName, leaf: Leaf, look: Callable[[Leaf], Any], stacks: Mapping[Names, Any] | None
+    def _acts_by_default(
+        self,
+        who: CallName,
+        leaf: Leaf,
+        array_at: Callable[[Leaf], Any],
+        stacked_at: Callable[[Leaf, Any], AxisNumbers],
     ) -> bool:
-        """Whether the stage acts on a main value where no ``where`` says it."""
+        """Whether the stage acts on a main value if ``where`` is not given."""
         if (
             leaf.is_state
             or (self.min_ndim >= 2 and is_bias_or_scale(leaf))
@@ -286,14 +298,17 @@ class Leafwise(Parametrization):
             return False
         if self.changes_type and not is_array(leaf.content):
             return True  # the effective array does not show the type of the model's
-        if (stage := self.at_path(leaf.path)) is None:
+        if self.at_path(leaf.path) is None:
             return False
-        w = look(leaf)
+        w = array_at(leaf)
         with locate_errors(who.at(leaf.path)):
-            stacked = find_axes(stage.stacked if stacks is None else stacks[leaf.place], self.names_at(leaf))
-            if not stacked and stacks is None:
-                stacked = stack_by_convention(stage, leaf, w)
+            stacked = stacked_at(leaf, w)
         return stacked_axes_error(w, stacked) is None and self.default(one_stacked(w, stacked))
+
+    def _stacked_at(self, leaf: Leaf, w: Any) -> AxisNumbers:
+        """The stacked axes of an array: those of the stage, or if it has none, those of the array's layer."""
+        stage: Any = self.at_path(leaf.path)
+        return find_axes(stage.stacked, self.names_at(leaf)) or stack_by_convention(stage, leaf, w)
 
     def _with_axes(self, tree: Flat, roles: Roles) -> list[Any]:
         return with_axes(self, tree, roles)
@@ -326,7 +341,9 @@ class OwnNodes:
     """
 
     def __init__(self, stage: Any, method: str, tree: Flat, *, together: bool = False) -> None:
-        self._stage, self._who, self._readings = stage, CallName(stage, method), dict[Any, NodeReading]()
+        self._stage = stage
+        self._who = CallName(stage, method)
+        self._readings = dict[Any, NodeReading]()
         nodes = tree.nodes(stage.kind)
         if not nodes:
             raise no_own_node_error(self._who, stage.kind, nest(tree))
@@ -364,7 +381,7 @@ class OwnNodes:
                 reading.stage._require_start(self._types[leaf.place], reading.effective)
                 reading.is_checked = True
             # The stage that read the values has typical numbers.
-            return self._stage._at(leaf, reading.effective) if self._stage._varied else reading.stage
+            return self._stage._for_leaf(leaf, reading.effective) if self._stage._varying_fields else reading.stage
 
     def _type_at(self, leaf: Leaf) -> Any:
         """The type of an array."""
@@ -372,9 +389,8 @@ class OwnNodes:
 
     def _reading(self, leaf: Leaf) -> NodeReading:
         """What the values at a leaf say, read once for all leaves with equal values."""
-        stage, types = self._stage, self._types[leaf.place]
-        convention = leaf.convention if asks_axes(stage) else None
-        group = stage.names_at(leaf), convention, leaf.path if stage._by_path else None, *types.items()
+        types = self._types[leaf.place]
+        group = *self._stage._what_sets_axes(leaf), *types.items()
         if group not in self._readings:
             with locate_errors(self._who.at(leaf.path)):
                 self._readings[group] = self._read(leaf, types)
@@ -389,7 +405,7 @@ class OwnNodes:
         candidates = [aligned] if aligned is not None else types_to_try(self._stage, leaf)
 
         def read_as(w: Any) -> NodeReading:
-            stage = self._stage._at(leaf, w, typical=True)
+            stage = self._stage._for_leaf(leaf, w, typical=True)
             effective = jax.eval_shape(lambda values: stage._effective(values), types) if aligned is None else aligned
             return NodeReading(stage, effective)
 

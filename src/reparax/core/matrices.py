@@ -145,14 +145,14 @@ class RowsAndColumns(MatrixAxes):
     """Whether rows and columns have the same sizes, so that values with rows tell both."""
 
     @property
-    def _alone(self) -> Self:
+    def _for_merged(self) -> Self:
         has_axes = self.rows is not None or self.columns is not None
         return replace(self, rows=None, columns=None) if has_axes else self
 
     def _why_refused(self, w: Array) -> str | None:
         if why := self._matrix_error(w):
             return why
-        return super(RowsAndColumns, self._alone)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
+        return super(RowsAndColumns, self._for_merged)._why_refused(merge_axes(w, *self.axes_of(w.ndim)))
 
     def _matrix_error(self, w: Array) -> str | None:
         if why := super()._matrix_error(w):
@@ -169,7 +169,7 @@ class RowsAndColumns(MatrixAxes):
             f"{w.shape}. Leave the array out with `where`, or reshape it."
         )
 
-    def _on_one(self, formula: Callable[..., Any]) -> Callable[..., Any]:
+    def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         def of_merged(x: Any, *arguments: Any) -> Any:
             arrays = x if (is_raw := isinstance(x, Mapping)) else {ARRAY: x}
             layout = self._layout(arrays)

@@ -23,7 +23,7 @@ def originals(stages: Stages, tree: Flat) -> Flat:
     """The tree with the array that ``init`` got in place of each marker dict, as its raw values hold it now."""
     for stage in stages:
         swaps = list[Swap]()
-        for bound in stage._own.bind("original", tree):
+        for bound in stage._unwrapped.bind("original", tree):
             if bound.nodes:
                 swaps += bound.swaps(_original(bound, tree))
         tree = tree.swap(swaps)
@@ -35,17 +35,18 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     values, types = bound.read(tree.arrays), types_of(bound, tree)
     if bound.stage._is_layout:
         return bound.stage._apply_at(bound, values, None)
-    given = dict[str, list[str]]()
+    unchanged = dict[str, list[str]]()
 
     def start(arrays: Mapping[str, Any]) -> Any:
-        made = bound.stage._init_at(bound, arrays, None)
-        given.update({array: [name for name, x in made[array].items() if x is w] for array, w in arrays.items()})
-        return made
+        raw_values = bound.stage._init_at(bound, arrays, None)
+        for array, w in arrays.items():
+            unchanged[array] = [name for name, x in raw_values[array].items() if x is w]
+        return raw_values
 
     with locate_errors(bound.who):
         jax.eval_shape(start, dict(types))
-    found = dict[str, Any]()
-    for array, names in given.items():
+    arrays_before = dict[str, Any]()
+    for array, names in unchanged.items():
         free = [name for name in bound.values[array] if not value_of(bound.stage.raw_values, name).fixed]
         alone = [name for name in names if name not in free or free == [name]]
         if not alone:
@@ -54,13 +55,15 @@ def _original(bound: Bound, tree: Flat) -> Mapping[str, Any]:
                 f"{bound.who}: expected a raw value that is by itself the array that `init` got, but the raw tree has "
                 f"{names}. `p.fold(raw)` gives the weights without their parametrization."
             )
-        found[array] = values[array][alone[0]]
-    return found
+        arrays_before[array] = values[array][alone[0]]
+    return arrays_before
 
 
 def with_array(p: Any, raw: PyTree, path: str, w: Any, key: jax.Array | None) -> PyTree:
     """``raw`` with the values of which ``apply`` makes the array ``w`` at ``path``."""
-    who, provenance, flat = CallName(p, "set"), provenance_of(p, raw), flatten(raw)
+    who = CallName(p, "set")
+    provenance = provenance_of(p, raw)
+    flat = flatten(raw)
     if (place := provenance.places.get(path)) is None:
         raise ValueError(f"{who} found no array at {path!r}; the nearest paths are {nearest(path, provenance.places)}.")
     types = provenance.effective
@@ -109,7 +112,8 @@ def _bound_by_types(stage: Any, types: PyTree, own: Flat, key: jax.Array | None)
 def require_unmoved(who: object, stages: Stages, raw: PyTree, since: PyTree) -> None:
     """Requires the fixed values of ``since`` in ``raw``, but for those that ``update`` advances."""
     advanced = {stage.kind for stage in stages if stage.has_update}
-    now, lines = flatten(raw).arrays, list[str]()
+    now = flatten(raw).arrays
+    lines = list[str]()
     for place, old in flatten(since).arrays.items():
         if FIXED not in place or not is_array(old):
             continue

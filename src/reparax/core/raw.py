@@ -203,8 +203,7 @@ def marker(kind: str, n: int) -> str:
 
 def _stage_class(place: Names, i: int) -> Kind:
     """The class of the marker at ``place[i]``; raises an error if no stage of that kind is defined."""
-    kind = kind_of(place[i])
-    if (stage := registered_kind(kind)) is None:
+    if (stage := registered_kind(kind_of(place[i]))) is None:
         raise ValueError(
             f"The raw tree holds {place[i]!r} at {parameter_path(place)!r}, but no stage of that kind is defined. "
             f"Import the module that defines it. A parameter of this name needs another: '@' begins those of stages."
@@ -431,7 +430,7 @@ class Flat:
             return convention
         for node, _, declared, _ in _marked_values(place):
             if not _has_axes_of_array(declared):
-                makers = [stage._own for stage in self.later if stage.kind == kind_of(node[-1])]
+                makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(node[-1])]
                 if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
                     return Convention(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
                 convention = convention.of_factor(declared.axes)
@@ -447,7 +446,8 @@ class Flat:
 
     def nodes(self, kind: str) -> dict[Names, Node]:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
-        innermost, outer = dict[Names, None](), set[Names]()
+        innermost = dict[Names, None]()
+        outer = set[Names]()
         for place in self.arrays:
             markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
             innermost |= dict.fromkeys(markers[-1:])
@@ -466,7 +466,8 @@ class Flat:
 
     def values_of(self, node: Node) -> dict[str, Any]:
         """The values under a marker, by their names; an error for anything else under it or beside it."""
-        values, depth = dict[str, Any](), len(node.place)
+        values = dict[str, Any]()
+        depth = len(node.place)
         for place in node.inside:
             x = self.arrays[place]
             if len(place) == depth + 1 and is_empty(x) and node.is_alone:
@@ -505,12 +506,12 @@ class Flat:
         """The tree after each of the swaps, in the same order."""
         if not swaps:
             return self
-        new = {old[0]: new_arrays for old, new_arrays in swaps}
+        arrays_at = {old[0]: new_arrays for old, new_arrays in swaps}
         old_places = {place for old, _ in swaps for place in old}
         arrays: dict[Names, Any] = {}
         for place, x in self.arrays.items():
-            if place in new:
-                arrays |= new[place]
+            if place in arrays_at:
+                arrays |= arrays_at[place]
             elif place not in old_places:
                 arrays[place] = x
         return replace(self, arrays=arrays)

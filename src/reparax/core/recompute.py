@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from reparax.core.paths import PyTree, is_traceable
-from reparax.core.unchanged import given_for_same, mark_same
+from reparax.core.unchanged import mark_same, restore_same
 
 
 class _Mark:
@@ -43,4 +43,4 @@ def recompute(fun: Callable[[PyTree, Array | None], PyTree], tree: PyTree, key: 
     outputs = jax.checkpoint(of_arrays, policy=MARK)([leaves[i] for i in places], key)
     if errors:
         raise errors[0]
-    return given_for_same(outputs, *leaves)
+    return restore_same(outputs, *leaves)

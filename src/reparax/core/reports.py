@@ -58,8 +58,7 @@ def _fold_numbers_at(i: int, lines: list[Line]) -> list[Line]:
         places_of_key.setdefault(key, []).append((int(line.parts[i]) if has_number else 0, row))
     line_at_row: dict[int, Line] = {}
     for numbers in map(sorted, places_of_key.values()):
-        runs = groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0])
-        for _, run in runs:
+        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1][0] - pair[0]):
             rows = [row for _, (_, row) in run]
             line_at_row[min(rows)] = _join_run(i, [lines[row] for row in rows])
     return [line_at_row[row] for row in sorted(line_at_row)]
@@ -83,12 +82,10 @@ def write_sections(head: str, titles: tuple[str, str], rows: Sequence[tuple[bool
     """A head, and below it a section of the rows whose flag is true, and one of the others; by their titles."""
     lines = [head]
     for title, title_flag in zip(titles, (True, False), strict=True):
-        rows_of_section = fold_lines(row for flag, row in rows if flag is title_flag)
-        lines += [f"  {title}:"] if rows_of_section else []
-        width = max((len(row.path) for row in rows_of_section), default=0)
-        lines += [
-            f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}".rstrip() for row in rows_of_section
-        ]
+        section = fold_lines(row for flag, row in rows if flag is title_flag)
+        lines += [f"  {title}:"] if section else []
+        width = max((len(row.path) for row in section), default=0)
+        lines += [f"    {row.path:<{width}}  {row.times}{row.value[0]}  {row.value[1]}".rstrip() for row in section]
     return "\n".join(lines)
 
 

@@ -112,7 +112,8 @@ def axes_by_word(role: Role, stacked: Iterable[int]) -> dict[str, Numbers]:
         tuple(unstacked_axes.index(axis) - len(unstacked_axes) for axis in axes if axis in unstacked_axes)
         for axes in (role.inputs, role.outputs, role.stacked)
     )
-    uncut, vectors = tuple(sorted((*outputs, *inputs[:-1]))), outputs if role.is_table else inputs
+    uncut = tuple(sorted((*outputs, *inputs[:-1])))
+    vectors = outputs if role.is_table else inputs
     return {INPUTS: inputs, OUTPUTS: outputs, STACKED: stacks, UNCUT: uncut, VECTORS: vectors}
 
 

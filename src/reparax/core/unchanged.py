@@ -1,7 +1,7 @@
 """What a formula returns unchanged stays the same array, though JAX would copy it.
 
 A transform such as ``jax.jit``, or axes that move there and back, gives a new array even for ``lambda w: w``. So the
-formula runs in the transform by :func:`mark_same`, and its results go through :func:`given_for_same`.
+formula runs in the transform by :func:`mark_same`, and its results go through :func:`restore_same`.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,8 @@ def mark_same(formula: Callable[..., Any], *args: Any) -> list[Any]:
     return [Structure(treedef), *(Same(numbers[id(x)]) if id(x) in numbers else x for x in leaves)]
 
 
-def given_for_same(results: list[Any], *args: Any) -> Any:
+def restore_same(results: list[Any], *args: Any) -> Any:
     """The results, with the arguments themselves in place of the marks."""
-    given, (structure, *leaves) = jax.tree.leaves(args), results
-    return structure.treedef.unflatten(given[x.number] if isinstance(x, Same) else x for x in leaves)
+    arguments = jax.tree.leaves(args)
+    structure, *leaves = results
+    return structure.treedef.unflatten(arguments[x.number] if isinstance(x, Same) else x for x in leaves)

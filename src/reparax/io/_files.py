@@ -75,7 +75,10 @@ def _to_numpy(x: Any) -> np.ndarray:
 class _Shown(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()
-        self.maxlevel, self.maxstring, self.maxlong, self.maxother = 3, 80, 80, 80
+        self.maxlevel = 3
+        self.maxstring = 80
+        self.maxlong = 80
+        self.maxother = 80
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write very long numbers.

@@ -172,7 +172,8 @@ def layout_of(role: Role, count: int) -> str | None:
     uses = [use for use in role.uses if use.how == LOOKUP] or list(role.uses)
     if len(uses) != 1 or uses[0].stacked != tuple(range(count)):
         return None
-    (use,), ndim = uses, len(role.shape) - count
+    (use,) = uses
+    ndim = len(role.shape) - count
     inputs, outputs, windows = (tuple(axis - count for axis in axes) for axes in (use.inputs, use.outputs, use.windows))
     if use.how != CONVOLUTION:
         return _LAYOUTS.get((use.how, inputs, outputs))

@@ -20,10 +20,10 @@ from jax import Array
 from jax.core import Tracer
 
 from reparax.core.axes import list_axes
+from reparax.core.axes_by_roles import roles_of
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.where import matches, why_nothing
-from reparax.core.with_axes import roles_of
 from reparax.io._layouts import EXPERTS, LAYOUTS, find_layout, layout_of, layouts_by_module, permute
 from reparax.numerics.arithmetic import is_array
 
@@ -65,11 +65,11 @@ def _expand_name(path: str, shape: tuple[int, ...], match: re.Match[str], name: 
 def given_maps(paths: Sequence[str], maps: str | Rules) -> dict[str, str]:
     """What torch's ``orthogonal`` was called with for each parameter, where a rule or one word for all says it."""
     if isinstance(maps, str):
-        given = dict.fromkeys(paths, maps)
+        words = dict.fromkeys(paths, maps)
     else:
-        given = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
-    _require_words(given.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
-    return given
+        words = {path: value for path, (value, *_) in _match_rules(paths, maps, "orthogonal_map").items()}
+    _require_words(words.values(), "map of torch", ("default", *ORTHOGONAL_MAPS))
+    return words
 
 
 def _require_words(words: Iterable[str], what: str, known: Sequence[str]) -> None:
@@ -186,16 +186,21 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
     _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
-    of_classes, of_roles = layouts_by_module(tree), {} if roles is None else roles_of("roles", roles)
+    of_classes = layouts_by_module(tree)
+    of_roles = {} if roles is None else roles_of("roles", roles)
     of_roles = {path_text(path): role for path, role in of_roles.items()}
     entries: list[Entry] = []
     owners: dict[str, str] = {}
     for path, x in arrays.items():
-        tensor, count, rule, layout = default_name(path), 0, None, None
+        tensor = default_name(path)
+        count = 0
+        rule = None
+        layout = None
         if path in name_rules:
             name, match, rule = name_rules[path]
             tensor, count = _expand_name(path, tuple(x.shape), match, name)
-        shape, by_rule = tuple(x.shape[count:]), layout_rules[path][0] if path in layout_rules else None
+        shape = tuple(x.shape[count:])
+        by_rule = layout_rules[path][0] if path in layout_rules else None
         if path in of_roles and by_rule is None and path not in of_classes:
             layout = layout_of(of_roles[path], count)
         layout, is_known = (

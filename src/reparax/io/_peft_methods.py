@@ -54,7 +54,8 @@ def _token_axis(target: Target) -> int:
 
 def _read_tokens(given: Given) -> Adapted:
     """Trained slices of a table, or of a head."""
-    target, index = given.target, tuple(given.config.get("token_indices", ()))
+    target = given.target
+    index = tuple(given.config.get("token_indices", ()))
     axis = _token_axis(target)
     values = given.values(_token_parts(target, axis, len(index)))
     if max(index, default=0) >= target.shape[axis]:
@@ -140,7 +141,9 @@ VERA = Method(
 
 def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, Part]:
     """The factors, and the lengths of DoRA."""
-    outputs, ones, place = target.outputs, target.ones, "@weight_norm/v/@lora" if dora else "@lora"
+    outputs = target.outputs
+    ones = target.ones
+    place = "@weight_norm/v/@lora" if dora else "@lora"
     names = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
     parts = {
         names[0]: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
@@ -158,11 +161,11 @@ def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, P
 def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
     expert, count = target.expert(), target.n_experts
-    ins, outputs = expert.shape[expert.ins[0]], expert.outputs
+    ins = expert.shape[expert.ins[0]]
     return {
         "lora_A.weight": Part("@lora/a", (count * rank, ins), lambda a: a.reshape(count, rank, ins).mT, lambda a: a.mT),
         "lora_B.weight": Part(
-            "@lora/b", (outputs, rank * count), lambda b: b.reshape(outputs, rank, count).T, lambda b: b.T
+            "@lora/b", (expert.outputs, rank * count), lambda b: b.reshape(expert.outputs, rank, count).T, lambda b: b.T
         ),
     }
 
@@ -173,7 +176,8 @@ def _read_lora(given: Given) -> Adapted:
     dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
     if _TOKENS in given.tensors:
         TOKENS.require_matrix(target)
-        tensors, indices = {_DELTA: given.tensors[_TOKENS]}, _token_indices(target, config)
+        tensors = {_DELTA: given.tensors[_TOKENS]}
+        indices = _token_indices(target, config)
         return _read_tokens(replace(given, tensors=tensors, config={"token_indices": indices}))
     if BIAS in given.tensors:
         values = given.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
@@ -327,7 +331,8 @@ def _lokr_parts(
     """Two factors, by their torch names with their sizes there; those that are products of low rank have a rank."""
     parts: dict[str, Part] = {}
     for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
-        (rows, columns), factor = sizes[tensor], f"{place}@kronecker/{name}"
+        rows, columns = sizes[tensor]
+        factor = f"{place}@kronecker/{name}"
         if tensor not in ranks:
             parts[tensor] = Part(factor, (rows, columns), target.flip, target.flip)
             continue
@@ -366,16 +371,17 @@ def _read_lokr(given: Given) -> Adapted:
 
 def _write_lokr(node: StageNode) -> Written:
     """The factors, of which the sizes and ranks tell PEFT's settings."""
-    target, (place, factor) = node.target, _place_and_factor(node)
+    place, factor = _place_and_factor(node)
     kronecker = node.at(f"{place}@kronecker")
     sizes: dict[str, tuple[int, ...]] = {}
     ranks: dict[str, int] = {}
     for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
         if kronecker.maker(name):
             u, v = (kronecker.at(f"@kronecker/{name}/@low_rank/{end}") for end in "uv")
-            sizes[tensor], ranks[tensor] = target.flip((u.shape[0], v.shape[1])), u.shape[1]
+            sizes[tensor] = node.target.flip((u.shape[0], v.shape[1]))
+            ranks[tensor] = u.shape[1]
         else:
-            sizes[tensor] = target.flip(kronecker.at(f"@kronecker/{name}").shape)
+            sizes[tensor] = node.target.flip(kronecker.at(f"@kronecker/{name}").shape)
     pairs = tuple(sizes.values())
     full_rank = math.ceil(max(*pairs[0], *pairs[1]) / 2)  # from this rank on, PEFT stores full factors
     rank = next(iter(ranks.values()), full_rank)
@@ -384,7 +390,7 @@ def _write_lokr(node: StageNode) -> Written:
             f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks "
             f"{[*ranks.values()]} for factors of shapes {[*pairs]}"
         )
-    tensors = node.write(_lokr_parts(target, sizes, ranks, place))
+    tensors = node.write(_lokr_parts(node.target, sizes, ranks, place))
     return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
 
 
@@ -419,8 +425,8 @@ def _split_size(size: int, factor: int) -> tuple[int, int]:
 
 def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
     """The factors along an axis: columns of numbers for outputs, rows for inputs and for all of a convolution."""
-    size, ones = target.shape[axis], target.ones
-    return {"ia3_l": Part("@gain/g", (1, size, *ones) if inputs or ones else (size, 1), jnp.ravel)}
+    size = target.shape[axis]
+    return {"ia3_l": Part("@gain/g", (1, size, *target.ones) if inputs or target.ones else (size, 1), jnp.ravel)}
 
 
 def _input_axis(target: Target) -> int:
@@ -488,8 +494,9 @@ def _read_oft(given: Given) -> Adapted:
 
 def _write_oft(node: StageNode) -> Written:
     """The free numbers of the rotations."""
-    stage, target, terms = node.stage, node.target, 5
-    target.require_rows(stage)
+    target = node.target
+    terms = 5
+    target.require_rows(node.stage)
     series = isinstance(node.maker("r"), CayleyNeumann)
     inside = node.at(f"@rotated/r/@{'cayley_neumann' if series else 'orthogonal'}")
     x, base = (inside.at(f"@{inside.stage.kind}/{name}") for name in ("x", "base"))
@@ -502,7 +509,7 @@ def _write_oft(node: StageNode) -> Written:
             )
     else:
         x = _skew_numbers(inside.stage, x, None if has_identity else base)
-    rotated: Any = stage
+    rotated: Any = node.stage
     flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.num_blocks, "r": rotated.num_blocks}
     flags |= {"block_share": rotated.block_share, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
     return Written({"oft_R.weight": x}, flags=flags)
@@ -514,7 +521,8 @@ def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
         raise ValueError(f"PEFT has rotations by the Cayley map, but no equivalent of {stage!r}")
     skew, size = (x.mT - x) / 2, x.shape[-1]
     if base is not None:
-        stage_for_one, eye = replace(stage, stacked=()), jnp.eye(size, dtype=x.dtype)
+        stage_for_one = replace(stage, stacked=())
+        eye = jnp.eye(size, dtype=x.dtype)
         rotations = jnp.stack([stage_for_one.apply_leaf({"x": a, "base": b}) for a, b in zip(x, base, strict=True)])
         skew = product(eye[None] - rotations, jnp.linalg.inv(eye[None] + rotations))
     return skew[:, *np.triu_indices(size, 1)]

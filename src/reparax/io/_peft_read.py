@@ -220,7 +220,9 @@ def _sort_tensors(
     What all modules share is among the tensors of each.
     """
     tensors_of: dict[str, Tensors] = {}
-    banks, whole, lines = Tensors(), Tensors(), list[str]()
+    banks = Tensors()
+    whole = Tensors()
+    lines = list[str]()
     for name, x in arrays.items():
         end = method.end_of(name)
         module = name if end is None else name.removesuffix(f".{end}")
@@ -283,7 +285,8 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
         name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
         for name in first_layer.values
     }
-    count, stages = len(first_index), list[Any](first_layer.stages)
+    count = len(first_index)
+    stages = list[Any](first_layer.stages)
     axes = ((*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages)
     return Adapted(tuple(replace(stage, stacked=x) for stage, x in zip(stages, axes, strict=True)), values)
 
@@ -299,7 +302,8 @@ def _read_array(method: Method, target: Target, tensors: Tensors, config: Mappin
         common = None if name is None else config.get(name)
         return next((x for pattern, x in of_pattern if re.fullmatch(in_a_name(pattern), target.owner)), common)
 
-    rank, alpha = number("r", "rank_pattern") or 1, number(method.alpha, "alpha_pattern") or 0
+    rank = number("r", "rank_pattern") or 1
+    alpha = number(method.alpha, "alpha_pattern") or 0
     return method.read(Given(target, tensors, config, rank, float(alpha)))
 
 

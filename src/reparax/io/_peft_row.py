@@ -163,11 +163,10 @@ class StageNode:
 
     def of_one(self, *, inside: bool = False) -> "StageNode":
         """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
-        target = self.target
         if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
-        stage = unstack_stage(self.stage, len(target.index))
-        if target.n_experts and not inside:
+        stage = unstack_stage(self.stage, len(self.target.index))
+        if self.target.n_experts and not inside:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
@@ -181,7 +180,7 @@ class StageNode:
             )
         blocks = isinstance(stage, Rotated)
         values = {name: x.of_one(inside=blocks) if isinstance(x, StageNode) else x for name, x in self.values.items()}
-        return StageNode(stage, values, target)
+        return StageNode(stage, values, self.target)
 
     def at(self, place: str) -> Any:
         """The array at a place such as ``@gain/g``, or the node at one such as ``@gain/w/@freeze``.
@@ -190,7 +189,9 @@ class StageNode:
           ValueError: If other stages than those of the place make it.
         """
         _, name, *below = place.replace("/@fixed", "").split("/", 2)
-        value, maker, marker = self.values[name], self.maker(name), below[0].partition("/")[0] if below else None
+        value = self.values[name]
+        maker = self.maker(name)
+        marker = below[0].partition("/")[0] if below else None
         if (maker and f"@{maker.kind}") != marker:
             raise ValueError(f"PEFT has no equivalent of {self.stage!r} with other stages on its {name!r}")
         if not below:
@@ -291,7 +292,8 @@ class Method:
         wrong: list[str] = []
         for key, value in set_values.items():
             if key in words:
-                fits, takes = shown(value).lower() in [repr(word).lower() for word in words[key]], ""
+                fits = shown(value).lower() in [repr(word).lower() for word in words[key]]
+                takes = ""
             else:
                 is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
                 fits = is_one(value)

@@ -169,7 +169,8 @@ def names_by_parameter(
                 f"both."
             )
     owners = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
-    plain_names, tensors_used = dict[str, str](), set[str]()
+    plain_names = dict[str, str]()
+    tensors_used = set[str]()
     for name in names:
         end = next((end for end in ends if name.endswith(f".{end}")), None)
         wrapper = name.removesuffix(f".{end}")

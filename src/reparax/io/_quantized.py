@@ -19,7 +19,7 @@ from reparax.core.paths import PyTree, flatten_with_names, path_text
 from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import EXPERTS, axis_order, layout_of_matrix, permute, read_layout
 from reparax.io._parameters import Entry, Index, Rules, list_entries, pattern_of, require_known, stack_parts
-from reparax.io._quantized_formats import MXFP4, READERS, Matrix, gguf, mxfp4
+from reparax.io._quantized_formats import MXFP4, READERS, Matrix, Tensors, gguf, mxfp4
 from reparax.stages.quantized import Quantized
 from reparax.stages.quantized._formats import FORMATS, group_of_codes, pack
 
@@ -100,7 +100,9 @@ def from_quantized(
             for entry, tensors_of_entry in tensors_of.items()
             if tensors_of_entry
         )
-    stages, values, lines = dict[str, Quantized](), dict[str, dict[Index, Array]](), list[str]()
+    stages = dict[str, Quantized]()
+    values = dict[str, dict[Index, Array]]()
+    lines = list[str]()
     names_used = set[str]()
     for entry, tensors_of_entry in tensors_of.items():
         names_used |= {name for name, _ in tensors_of_entry.values()}
@@ -126,8 +128,7 @@ def from_quantized(
     known = {entry.path for entry in entries}
     p = Chain(tuple(replace(stage, where=pattern_of(paths, known)) for stage, paths in paths_of.items()))
     p = p.stages[0] if len(p.stages) == 1 else p
-    shapes = jax.eval_shape(p.init, like)
-    paths, leaves, treedef = flatten_with_names(shapes)
+    paths, leaves, treedef = flatten_with_names(jax.eval_shape(p.init, like))
     arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
     return p, treedef.unflatten([arrays_by_path.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 
@@ -177,7 +178,8 @@ def _read_parameter(
         x = _read_plain(entry, tensors, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
     numbers = FORMATS[matrix.format].numbers
-    is_transposed, (*experts, _, ins) = _output_axis(entry) == 1, matrix.values["q"].shape
+    is_transposed = _output_axis(entry) == 1
+    *experts, _, ins = matrix.values["q"].shape
     if ins % group_of_codes(numbers.bits)[0]:
         raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
     turn = {name for name, x in matrix.values.items() if is_transposed and x.ndim > 1}
@@ -192,9 +194,7 @@ def _read_parameter(
     return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
 
 
-def _read_matrix(
-    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
-) -> Matrix | None:
+def _read_matrix(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
     """What the file says of a quantized matrix; None if it does not quantize it."""
     rows = (shape[0], shape[-1])
     if config["quant_method"] == "mxfp4":
@@ -208,9 +208,7 @@ def _read_matrix(
     return None if kind in PLAIN or len(shape) != 2 else gguf(tensors, rows, kind)
 
 
-def _read_plain(
-    entry: Entry, tensors: Mapping[str, Any], shape: tuple[int, ...], config: Mapping[str, Any]
-) -> np.ndarray:
+def _read_plain(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: Mapping[str, Any]) -> np.ndarray:
     """A tensor that the file does not quantize."""
     x = tensors.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
     if x is None:

@@ -17,6 +17,7 @@ from reparax.io._files import is_finite, is_number, is_size, shown
 from reparax.stages.quantized._formats import FORMATS, NF4
 
 Tensors = Mapping[str, np.ndarray]
+FormatAndCodes = tuple[str, dict[str, np.ndarray]]
 _SCALES = ("float16", "bfloat16", "float32")
 
 
@@ -58,8 +59,7 @@ def count_whole_parts(count: int, size: int, what: str) -> int:
 def numbers_in_words(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """The numbers of ``bits`` bits in a stream of words along an axis, which they fill."""
     rows = np.ascontiguousarray(np.moveaxis(x, axis, -1)).view(np.uint8)
-    stream = np.unpackbits(rows, axis=-1, bitorder="little")
-    bits_of_numbers = stream.reshape(*rows.shape[:-1], -1, bits)
+    bits_of_numbers = np.unpackbits(rows, axis=-1, bitorder="little").reshape(*rows.shape[:-1], -1, bits)
     return np.moveaxis(np.packbits(bits_of_numbers, axis=-1, bitorder="little")[..., 0], -1, axis)
 
 
@@ -99,7 +99,8 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     """
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), bits = shape, _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
+    outputs, inputs = shape
+    bits = _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
     size = _group_size(config, inputs)
     groups = -(-inputs // max(size, 1))
     codes = _read_words(tensors, "qweight", (inputs, outputs), bits, 0, "inputs")
@@ -129,7 +130,8 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
     """AWQ: words of eight codes along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7; None for another format."""
     if "qweight" not in tensors:
         return None
-    (outputs, inputs), bits = shape, _require_bits(config, (4,), "4")
+    outputs, inputs = shape
+    bits = _require_bits(config, (4,), "4")
     if str(config.get("version", "gemm")).lower() != "gemm":
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group_size(config, inputs)
@@ -151,41 +153,47 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     of inputs that lies in one block wherever its row begins.
     """
     del config
-    (outputs, inputs), state = shape, "weight.quant_state.bitsandbytes__nf4"
+    outputs, inputs = shape
     if "SCB" in tensors:
         q = take_tensor(tensors, "weight", shape, "int8")
         scale = take_tensor(tensors, "SCB", (outputs,), "float32")[:, None] * np.float32(1 / 127)
         return Matrix("int8", None, {"q": q, "scale": scale})
-    if state not in tensors:
-        if state_name := next((name for name in tensors if ".quant_state." in name), None):
-            raise ValueError(f"expected numbers of nf4, got {state_name!r}")
+    if _NF4_STATE not in tensors:
+        if other_state := next((name for name in tensors if ".quant_state." in name), None):
+            raise ValueError(f"expected numbers of nf4, got {other_state!r}")
         return None
-    quant_state = _read_json(tensors[state])
-    size = quant_state.get("blocksize")
-    if not is_size(size) or quant_state.get("shape") != list(shape):
-        found_values = f"{shown(size)} and {shown(quant_state.get('shape'))}"
-        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {state!r}, got {found_values}")
+    state = _read_json(tensors[_NF4_STATE])
+    size = state.get("blocksize")
+    if not is_size(size) or state.get("shape") != list(shape):
+        got = f"{shown(size)} and {shown(state.get('shape'))}"
+        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {_NF4_STATE!r}, got {got}")
     if inputs % 2:
         raise ValueError(f"its {inputs} inputs are an odd number, and two numbers of nf4 along the inputs share a byte")
-    blocks, run = -(-outputs * inputs // size), math.gcd(inputs, size)
-    block_of_run = (np.arange(outputs * inputs // max(run, 1)) * run // size).reshape(outputs, -1)
     if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
         raise ValueError("expected the table of nf4 as 'weight.quant_map', got another one")
     pairs = take_tensor(tensors, "weight", (outputs * inputs // 2, 1), "uint8")[:, 0]
     codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(shape)
-    if "weight.nested_absmax" not in tensors:
-        scale = take_tensor(tensors, "weight.absmax", (blocks,), "float32")
-        return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
-    many, offset = quant_state.get("nested_blocksize"), quant_state.get("nested_offset")
-    if not is_size(many) or offset is None or not is_number(offset):
-        found_values = f"{shown(many)} and {shown(offset)}"
-        raise ValueError(f"expected a nested_blocksize and a nested_offset in {state!r}, got {found_values}")
-    table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")
-    units = take_tensor(tensors, "weight.nested_absmax", (-(-blocks // many),), "float32")
-    absmax = table[take_tensor(tensors, "weight.absmax", (blocks,), "uint8")]
-    unit = units[np.arange(blocks) // min(many, max(blocks, 1))]
-    scale = absmax * unit + np.float32(offset)
+    run = math.gcd(inputs, size)
+    block_of_run = (np.arange(outputs * inputs // max(run, 1)) * run // size).reshape(outputs, -1)
+    scale = _absmax(tensors, state, -(-outputs * inputs // size))
     return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
+
+
+_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _absmax(tensors: Tensors, state: Mapping[str, Any], blocks: int) -> np.ndarray:
+    """The scale of each block: a number, or a code in a table, times the unit of many blocks, plus an offset."""
+    if "weight.nested_absmax" not in tensors:
+        return take_tensor(tensors, "weight.absmax", (blocks,), "float32")
+    size, offset = state.get("nested_blocksize"), state.get("nested_offset")
+    if not is_size(size) or offset is None or not is_number(offset):
+        got = f"{shown(size)} and {shown(offset)}"
+        raise ValueError(f"expected a nested_blocksize and a nested_offset in {_NF4_STATE!r}, got {got}")
+    table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")
+    units = take_tensor(tensors, "weight.nested_absmax", (-(-blocks // size),), "float32")
+    codes = take_tensor(tensors, "weight.absmax", (blocks,), "uint8")
+    return table[codes] * units[np.arange(blocks) // min(size, max(blocks, 1))] + np.float32(offset)
 
 
 def _read_json(x: np.ndarray) -> dict[str, Any]:
@@ -209,30 +217,46 @@ def compressed_tensors(tensors: Tensors, shape: tuple[int, int], config: Mapping
         return None
     if "weight_global_scale" in tensors:
         return _nvfp4(tensors, shape)
-    (outputs, inputs), scale = shape, tensors["weight_scale"]
-    scale = scale.reshape(1, 1) if scale.ndim == 0 or scale.shape == (1,) else scale
-    count = scale.shape[-1] if scale.ndim == 2 else 0
-    size = count_whole_parts(inputs, count, "the number of scales")
-    scale = take_tensor({"weight_scale": scale}, "weight_scale", (scale.shape[0], count), *_SCALES)
+    scale = _scale_by_output(tensors["weight_scale"], shape)
+    if "weight_packed" in tensors:
+        name, codes = _packed_codes(tensors, shape, scale, _bits_of_groups(config))
+    else:
+        name, codes = _plain_codes(tensors, shape)
+    size = shape[1] // scale.shape[1]
+    return Matrix(name, size, _in_order({"scale": scale, **codes}, tensors, "weight_g_idx", size))
+
+
+def _scale_by_output(scale: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """The scales of the groups of each output, of which a file may hold those of all outputs once."""
+    outputs, inputs = shape
+    scale = scale.reshape(1, 1) if scale.shape in ((), (1,)) else scale
+    groups = scale.shape[-1] if scale.ndim == 2 else 0
+    count_whole_parts(inputs, groups, "the number of scales")
+    take_tensor({"weight_scale": scale}, "weight_scale", (scale.shape[0], groups), *_SCALES)
     if scale.shape[0] not in (1, outputs):
         raise ValueError(f"expected a scale for each of {outputs} outputs, got {scale.shape[0]}")
-    values = {"scale": np.broadcast_to(scale, (outputs, count))}
-    if "weight_packed" not in tensors:
-        if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
-            raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
-        q = take_tensor(tensors, "weight", shape, "int8", "float8_e4m3fn")
-        return Matrix(q.dtype.name, size, _in_order({"q": q, **values}, tensors, "weight_g_idx", size))
-    bits = _bits_of_groups(config)
+    return np.broadcast_to(scale, (outputs, groups))
+
+
+def _plain_codes(tensors: Tensors, shape: tuple[int, int]) -> FormatAndCodes:
+    """The format of numbers of eight bits, and the numbers."""
+    if "weight_zero_point" in tensors and np.any(tensors["weight_zero_point"] != 0):
+        raise ValueError("expected no zeros beside int8 and float8, got 'weight_zero_point'")
+    q = take_tensor(tensors, "weight", shape, "int8", "float8_e4m3fn")
+    return q.dtype.name, {"q": q}
+
+
+def _packed_codes(tensors: Tensors, shape: tuple[int, int], scale: np.ndarray, bits: int) -> FormatAndCodes:
+    """The format of numbers packed in words, and the numbers, with the zeros of groups if there are any."""
+    outputs, groups = scale.shape
     codes = _read_words(tensors, "weight_packed", shape, bits, 1, "inputs")
-    if "weight_zero_point" not in tensors:
-        if bits == 1:
-            raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
-        values |= {"q": to_signed(codes, bits)}
-        return Matrix(f"int{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
-    words = take_tensor(tensors, "weight_zero_point", (-(-outputs * bits // 32), count), "int32")
-    zero = numbers_in_words(words, bits, 0)[:outputs].astype(scale.dtype)
-    values |= {"q": codes, "zero": zero}
-    return Matrix(f"uint{bits}", size, _in_order(values, tensors, "weight_g_idx", size))
+    if "weight_zero_point" in tensors:
+        words = take_tensor(tensors, "weight_zero_point", (-(-outputs * bits // 32), groups), "int32")
+        zero = numbers_in_words(words, bits, 0)[:outputs].astype(scale.dtype)
+        return f"uint{bits}", {"q": codes, "zero": zero}
+    if bits == 1:
+        raise ValueError("expected zeros beside numbers of one bit, got no 'weight_zero_point'")
+    return f"int{bits}", {"q": to_signed(codes, bits)}
 
 
 def _nvfp4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
@@ -280,10 +304,10 @@ def _bits_of_groups(config: Mapping[str, Any]) -> int:
     groups = config.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
-    found: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
-    if not found or any(type(x) is not int or x != found[0] for x in found) or found[0] not in range(1, 9):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(found)}")
-    return found[0]
+    all_bits: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
+    if not all_bits or any(type(x) is not int or x != all_bits[0] for x in all_bits) or all_bits[0] not in range(1, 9):
+        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
+    return all_bits[0]
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

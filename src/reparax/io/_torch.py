@@ -217,7 +217,8 @@ class TorchPlan:
 
     def state_dict(self, raw: PyTree, *, with_base: bool = True) -> dict[str, Array]:
         """The state dict of a raw tree, concrete or not; ``with_base`` if orthogonal matrices have a base there."""
-        arrays, state = dict(items(raw)), dict[str, Array]()
+        arrays = dict(items(raw))
+        state = dict[str, Array]()
         for group in self.raw_values:
             with locate_errors(repr(group.entry.path)):
                 values = {value: group.entry.part(arrays[keys]) for value, keys in group.keys.items()}
@@ -233,7 +234,8 @@ class TorchPlan:
     def read(self, state: Mapping[str, Array], like: PyTree) -> PyTree:
         """The raw tree of a state dict, with the structure of ``like``."""
         paths, leaves, treedef = flatten_with_names(like)
-        type_at, parts = dict(zip(paths, leaves, strict=True)), dict[Names, dict[Index, Array]]()
+        type_at = dict(zip(paths, leaves, strict=True))
+        parts = dict[Names, dict[Index, Array]]()
         for group in self.raw_values:
             values = {value: state[name] for value, name in group.names.items() if name in state}
             types = {value: group.entry.part(type_at[keys]) for value, keys in group.keys.items()}
@@ -254,11 +256,14 @@ def _make_plan(
     *of_arrays, orthogonal_map = rules
     weights = Chain(tuple(stage for stage in Chain((p,)).stages if not isinstance(stage, Perturbation)))
     provenance = provenance_of(weights.deterministic, raw)
-    naming, raw_values, tied_entries = Naming(provenance.producers, by_hook), list[StageValues](), list[Entry]()
+    naming = Naming(provenance.producers, by_hook)
+    raw_values = list[StageValues]()
+    tied_entries = list[Entry]()
     entries = list_entries(provenance.effective, *of_arrays)
     maps = given_maps([entry.path for entry in entries], orthogonal_map)
     for entry in entries:
-        place, entry = provenance.places[entry.path], replace(entry, orthogonal_map=maps.get(entry.path))
+        place = provenance.places[entry.path]
+        entry = replace(entry, orthogonal_map=maps.get(entry.path))
         if provenance.has_values(place):
             raw_values += naming.values_of(place, entry)
         else:
@@ -274,16 +279,16 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
     optional |= {group.names["base"] for group in plan.raw_values if isinstance(group.stage, Orthogonal)}
     lines, doubtful = list[str](), list[str]()
     for name in sorted(state.keys() | want.keys()):
-        expected, found = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
+        expected, got = (describe_as_stored(x[name]) if name in x else None for x in (want, state))
         if expected is None:
-            lines.append(f"{name}: unexpected, holds {found}")
-        elif found is None and name not in optional:
+            lines.append(f"{name}: unexpected, holds {got}")
+        elif got is None and name not in optional:
             lines.append(f"{name}: missing, expected {expected} for {owners[name].path}")
-            told = owners[name].known or any(other in state for other in plan.names[owners[name]])
-            doubtful += [] if told else [owners[name].path]
-        elif found not in (None, expected):
+            is_layout_known = owners[name].known or any(other in state for other in plan.names[owners[name]])
+            doubtful += [] if is_layout_known else [owners[name].path]
+        elif got not in (None, expected):
             fit = _explain_fit(groups[name], name, tuple(state[name].shape)) if name in groups else ""
-            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {found}{fit}")
+            lines.append(f"{name}: expected {expected} for {owners[name].path}, got {got}{fit}")
     if lines:
         stack = f"If {doubtful[0]!r} is a stack, name each layer: {names_by_layer(doubtful[0])}. " if doubtful else ""
         text = "\n  ".join(lines)
@@ -295,15 +300,16 @@ def _require_same(p: Parametrization, plan: TorchPlan, state: Mapping[str, Any],
 
 def _explain_fit(group: StageValues, name: str, shape: tuple[int, ...]) -> str:
     """By which axis or layout a tensor of this shape would fit, or nothing; matrices have too few axes to tell."""
-    stage, entry, fits = group.stage, group.entry, list[str]()
+    entry = group.entry
+    fits = list[str]()
     ndim, sizes = len(entry.shape), entry.shape
     if ndim <= 2:
         return ""
-    if isinstance(stage, WeightNorm) and name == group.names["g"]:
+    if isinstance(group.stage, WeightNorm) and name == group.names["g"]:
         norms = [tuple(size if i == axis else 1 for i, size in enumerate(sizes)) for axis in range(ndim)]
         axes = [axis - ndim for axis, norm in enumerate(norms) if permute(norm, entry.layout) == shape]
         fits = [f"WeightNorm(axis={axes[0]})"] if len(axes) == 1 else []
-        axis = last_to_number(stage.axis)
+        axis = last_to_number(group.stage.axis)
         sizes = norms[axis % ndim] if isinstance(axis, int) else ()
     others = [layout for layout in LAYOUTS if layout not in ("conv1d", "embedding", "vector", entry.layout)]
     for layout in others if sizes and not entry.by_class else ():

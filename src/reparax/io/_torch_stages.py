@@ -96,27 +96,28 @@ class Naming:
         """The raw values for a tensor of torch, by their stages."""
         return self._walk(place, entry, entry.tensor)[1]
 
-    def _walk(
-        self, place: Names, entry: Entry, tensor: str, within: str | None = None
-    ) -> tuple[int, list[StageValues]]:
+    def _walk(self, place: Names, entry: Entry, tensor: str, outer: str | None = None) -> tuple[int, list[StageValues]]:
         """How many parametrizations make an array, and their values.
 
         Args:
           place: The place of the array.
           entry: The tensor of torch for the parameter.
           tensor: The name of the array in torch.
-          within: The list of parametrizations of which the array is the original, if it is one.
+          outer: The list of parametrizations of which the array is the original, if it is one.
         """
         if place not in self.producers:
             return 0, [StageValues(None, entry, {"": place}, {"": tensor})]
-        stage, places = self.producers[place][0], dict(self.producers[place][1])
+        stage = self.producers[place][0]
+        places = dict(self.producers[place][1])
         if type(stage) not in NAME_MAPS:
             raise ValueError(f"{parameter_path(place)!r}: torch has no equivalent of {stage!r}. {EXCHANGE_PLAIN}")
-        name_map, number, inner = NAME_MAPS[type(stage)], 0, list[StageValues]()
+        name_map = NAME_MAPS[type(stage)]
+        number = 0
+        inner = list[StageValues]()
         module, dot, name = tensor.rpartition(".")
-        base = within or f"{module}{dot}parametrizations.{name}"
+        base = outer or f"{module}{dot}parametrizations.{name}"
         is_listed = bool(name_map.listed) and (
-            within is not None or not name_map.hooked or not self.by_hook(tensor, name_map)
+            outer is not None or not name_map.hooked or not self.by_hook(tensor, name_map)
         )
         names = {value: tensor + end for value, end in name_map.hooked.items()}
         if is_listed:

@@ -95,7 +95,8 @@ def find_attribute(
       read: Gives a property of the effective model.
       run: Calls the method of a name, with its arguments.
     """
-    attributes, shared = {} if held is None else vars(held), getattr(type(held), name, None)
+    attributes = {} if held is None else vars(held)
+    shared = getattr(type(held), name, None)
     if name.startswith("_") or (name not in attributes and shared is None):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
     if name in attributes:
@@ -117,8 +118,8 @@ class Functions:
     _count: ClassVar[int] = 1
     _start: ClassVar[str] = ""
     """How to start with a key."""
-    _alone: ClassVar[tuple[str, str, str]]
-    """What lacks the values that do not train, where these would be, and what to do."""
+    _fixed_missing: ClassVar[tuple[str, str, str]]
+    """For the error where values that do not train are missing: what was given, where they would be, what to do."""
 
     _get: Callable[..., PyTree]
     """The raw tree in variables, or the parameters in plain ones."""
@@ -159,10 +160,10 @@ class Functions:
             fixed = any(value.fixed for stage in self.p for value in stage.raw_values.values())
             if self._has_fixed(*variables) or not fixed:
                 raise
-            given, missing, write = self._alone
+            got, place, remedy = self._fixed_missing
             raise ValueError(
-                f"{CallName(self.p, 'apply')} cannot read {given} alone: there is no {missing}, where values that do "
-                f"not train are. {write}"
+                f"{CallName(self.p, 'apply')} cannot read {got} alone: there is no {place}, where values that do "
+                f"not train are. {remedy}"
             ) from error
 
     def fold(self, *variables: Any) -> Any:

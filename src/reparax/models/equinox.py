@@ -12,21 +12,13 @@ from jax import Array
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.base import (
-    check_arguments,
-    check_updates,
-    find_attribute,
-    import_library,
-    needs_stream_error,
-    require_made_by,
-    start_key,
-)
+from reparax.models import base
 from reparax.numerics.arithmetic import is_array
 from reparax.training import param_labels
 
 __dir__ = dir_of("equinox")
 
-eqx: Any = import_library("equinox", "rpx.equinox", "equinox")
+eqx: Any = base.import_library("equinox", "rpx.equinox", "equinox")
 
 _WHO = "rpx.equinox.Parametrized"
 
@@ -95,13 +87,13 @@ class Parametrized(eqx.Module):
         updates: Literal["by hand"] | None = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its arrays."""
-        self.p = check_arguments(_WHO, model, p)
-        check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
+        self.p = base.check_arguments(_WHO, model, p)
+        base.check_updates(_WHO, p, updates, "model = model.update()", "which a call of an equinox module cannot")
         if raw is None:
-            made = p.init(model, start_key(p, key, f"{_WHO}(model, p, key=key)"))
+            raw_model = p.init(model, base.start_key(p, key, f"{_WHO}(model, p, key=key)"))
         else:
-            made = _put_into_model(model, require_made_by(p, raw))
-        self.values = _hide_fixed(made)
+            raw_model = _put_into_model(model, base.require_made_by(p, raw))
+        self.values = _hide_fixed(raw_model)
 
     @property
     def raw(self) -> Any:
@@ -127,7 +119,7 @@ class Parametrized(eqx.Module):
             value = vars(held)[name]
             return read(name) if any(map(is_array, jax.tree.leaves(value))) else value
 
-        return find_attribute(self, held, name, own, read, self._call_method)
+        return base.find_attribute(self, held, name, own, read, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw, to call it several times with the same noise.
@@ -136,7 +128,7 @@ class Parametrized(eqx.Module):
           ValueError: If the chain draws random numbers, and there is no key.
         """
         if self.p.stochastic and key is None:
-            raise needs_stream_error(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
+            raise base.needs_stream_error(self.p, "key=None", "model(x, key=key)", "`model.deterministic`")
         return self.p.apply(self.raw, key if self.p.stochastic else None)
 
     def fold(self) -> Any:

@@ -9,21 +9,11 @@ from typing import Any, ClassVar, Literal
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.base import (
-    BY_HAND,
-    Functions,
-    advanced,
-    check_arguments,
-    check_updates,
-    import_library,
-    join_collections,
-    needs_stream_error,
-    split_collections,
-)
+from reparax.models import base
 
 __dir__ = dir_of("haiku")
 
-hk: Any = import_library("haiku", "rpx.haiku", "dm-haiku")
+hk: Any = base.import_library("haiku", "rpx.haiku", "dm-haiku")
 
 _WHO = "rpx.haiku.parametrized"
 _FIXED = "~fixed"
@@ -78,7 +68,7 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
       >>> network.apply(params, jax.random.key(1), jnp.ones((1, 3))).shape
       (1, 2)
     """
-    check_arguments(_WHO, transformed, p)
+    base.check_arguments(_WHO, transformed, p)
     if not isinstance(transformed, hk.Transformed | hk.TransformedWithState):
         raise TypeError(
             f"{_WHO} takes what `hk.transform` or `hk.transform_with_state` returns, but got "
@@ -92,26 +82,26 @@ def parametrized(transformed: Any, p: Parametrization, *, updates: Literal["by h
     with_state = isinstance(transformed, hk.TransformedWithState)
     why = None if with_state else "which a call of a network without state cannot"
     call = f"network.update({'params, state' if with_state else 'params'})"
-    advances = check_updates(_WHO, p, updates, call, why)
+    advances = base.check_updates(_WHO, p, updates, call, why)
     return _make_pair(_WithState if with_state else _WithoutState, transformed, p, advances=advances)
 
 
 def _make_pair(kind: Any, transformed: Any, p: Parametrization, *, advances: bool) -> Any:
     """The pair of ``transformed``; its functions are wrapped, as they hold what haiku ties to them."""
-    held = kind(None, None)
-    init, apply = functools.partial(held._init), functools.partial(held._apply)
+    plain_pair = kind(None, None)
+    init, apply = functools.partial(plain_pair._init), functools.partial(plain_pair._apply)
     pair = kind(functools.wraps(transformed.init)(init), functools.wraps(transformed.apply)(apply))
-    for each in (held, pair):  # what the two functions read, and what the methods do
-        each.network, each.p, each.advances = transformed, p, advances
+    for one_pair in (plain_pair, pair):  # what the two functions read, and what the methods do
+        one_pair.network, one_pair.p, one_pair.advances = transformed, p, advances
     return pair
 
 
-class _Pair(Functions):
+class _Pair(base.Functions):
     """What pairs with a state and without one have in common."""
 
     network: Any
     advances: bool
-    _alone: ClassVar[tuple[str, str, str]] = (
+    _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "`params`",
         f"{_FIXED!r} in the state",
         "Pass the state of `network.init`; for parameters of the plain network, call `network.start`.",
@@ -120,7 +110,7 @@ class _Pair(Functions):
     @property
     def deterministic(self) -> Any:
         """The same pair without noise, to evaluate."""
-        return parametrized(self.network, self.p.deterministic, updates=BY_HAND)
+        return parametrized(self.network, self.p.deterministic, updates=base.BY_HAND)
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
         """``init`` of the pair: raw variables."""
@@ -131,7 +121,9 @@ class _Pair(Functions):
         """``apply`` of the network with the effective parameters."""
         rng = inspect.signature(self.network.apply).bind(*variables, *args, **kwargs).arguments.get("rng")
         if self.p.stochastic and rng is None:
-            raise needs_stream_error(self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`")
+            raise base.needs_stream_error(
+                self.p, "rng=None", "network.apply(params, rng, x)", "`network.deterministic`"
+            )
         effective = self.effective(*variables, rng if self.p.stochastic else None)
         return self.network.apply(*(effective if self._count == 2 else (effective,)), *args, **kwargs)
 
@@ -168,10 +160,10 @@ class _WithState(_Pair, hk.TransformedWithState):
     _start: ClassVar[str] = "network.start(params, state, key)"
 
     def _get(self, *variables: Any) -> PyTree:
-        return join_collections(variables[0], variables[1].get(_FIXED, {}))
+        return base.join_collections(variables[0], variables[1].get(_FIXED, {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> Any:
-        free, fixed = split_collections(raw)
+        free, fixed = base.split_collections(raw)
         free, own = self._set_plain(free, *variables)
         return free, own | ({_FIXED: fixed} if fixed else {})
 
@@ -185,6 +177,6 @@ class _WithState(_Pair, hk.TransformedWithState):
         """``apply`` of the pair: the output, and a state with the values that do not train."""
         state = state or {}  # haiku's own gives None
         if self.advances:
-            params, state = self._set(advanced(self.p, self.raw(params, state)), params, state)
+            params, state = self._set(base.advanced(self.p, self.raw(params, state)), params, state)
         out, own = self._call((params, state), *args, **kwargs)
         return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}

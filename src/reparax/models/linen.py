@@ -14,22 +14,12 @@ from reparax.core.calls import CallName
 from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree
-from reparax.models.base import (
-    BY_HAND,
-    Functions,
-    advanced,
-    check_arguments,
-    check_updates,
-    import_library,
-    join_collections,
-    needs_stream_error,
-    split_collections,
-)
+from reparax.models import base
 
 __dir__ = dir_of("linen")
 
-nn: Any = import_library("flax.linen", "rpx.linen", "flax")
-scopes: Any = import_library("flax.core.scope", "rpx.linen", "flax")
+nn: Any = base.import_library("flax.linen", "rpx.linen", "flax")
+scopes: Any = base.import_library("flax.core.scope", "rpx.linen", "flax")
 
 _WHO = "rpx.linen.parametrized"
 
@@ -83,8 +73,8 @@ def parametrized(
       >>> module.apply(variables, jnp.ones((1, 3)), rngs={"noise": jax.random.key(1)}).shape
       (1, 2)
     """
-    check_arguments(_WHO, module, p, nn.Module, "nn.Module")
-    check_updates(_WHO, p, updates, "module.update(variables)")
+    base.check_arguments(_WHO, module, p, nn.Module, "nn.Module")
+    base.check_updates(_WHO, p, updates, "module.update(variables)")
     made = _make_class(type(module))
     return made(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
 
@@ -122,7 +112,7 @@ def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
     return roles_of_program(forward, params, variables, *args)
 
 
-class _Parametrized(Functions, nn.Module):
+class _Parametrized(base.Functions, nn.Module):
     """What :func:`parametrized` returns, without the methods of the module."""
 
     module: Any
@@ -130,7 +120,7 @@ class _Parametrized(Functions, nn.Module):
     updates: Any
 
     _start: ClassVar[str] = "module.start(variables, key)"
-    _alone: ClassVar[tuple[str, str, str]] = (
+    _fixed_missing: ClassVar[tuple[str, str, str]] = (
         "the collection 'params'",
         "collection 'fixed'",
         'Pass both, `module.apply({**variables, "params": params}, x)`; for variables of the plain module, call '
@@ -140,11 +130,11 @@ class _Parametrized(Functions, nn.Module):
     def _get(self, *variables: Any) -> PyTree:
         """Both collections in one tree."""
         both = _checked(variables[0])
-        return join_collections(both.get("params", {}), both.get("fixed", {}))
+        return base.join_collections(both.get("params", {}), both.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
         """The raw tree in both collections."""
-        free, fixed = split_collections(raw)
+        free, fixed = base.split_collections(raw)
         return {**self._set_plain(free, *variables), **({"fixed": fixed} if fixed else {})}
 
     def _set_plain(self, params: PyTree, *variables: Any) -> dict[str, Any]:
@@ -166,7 +156,7 @@ class _Parametrized(Functions, nn.Module):
     @property
     def deterministic(self) -> Any:
         """The same module without noise, to evaluate."""
-        return self.clone(p=self.p.deterministic, updates=BY_HAND)
+        return self.clone(p=self.p.deterministic, updates=base.BY_HAND)
 
     @nn.nowrap
     def apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
@@ -193,7 +183,9 @@ class _Parametrized(Functions, nn.Module):
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
                 "Write `module.apply(variables, x)` or `module.bind(variables)(x)`."
             )
-        rngs, plain, mutable = self._rngs(), self.module.clone(parent=None), self.scope.mutable
+        rngs = self._rngs()
+        plain = self.module.clone(parent=None)
+        mutable = self.scope.mutable
         if self.is_initializing():
             result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=mutable)
             earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
@@ -202,7 +194,7 @@ class _Parametrized(Functions, nn.Module):
             return result
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
-            raise needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
+            raise base.needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
         if self.updates is None and self.p.has_update:
             self._advance()
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
@@ -215,14 +207,14 @@ class _Parametrized(Functions, nn.Module):
     def _advance(self) -> None:
         """Advances the values that do not train, in a call that may change them."""
         if self.is_mutable_collection("fixed"):
-            new = self._set(advanced(self.p, self.raw(self.variables)), self.variables)
+            new = self._set(base.advanced(self.p, self.raw(self.variables)), self.variables)
             self._put_variables({"fixed": new["fixed"]})
         elif self.is_mutable_collection("batch_stats"):
             raise ValueError(
                 f"{CallName(self.p, 'update')} advances values that do not train in each call that trains, but this "
                 f"one may change 'batch_stats' and not the collection 'fixed', where they are. Write "
-                f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{BY_HAND}")` and '
-                "call `module.update(variables)` after each step."
+                f'`mutable=["batch_stats", "fixed"]` and keep both, or `{_WHO}(module, p, updates="{base.BY_HAND}")` '
+                "and call `module.update(variables)` after each step."
             )
 
     @nn.nowrap
@@ -258,11 +250,11 @@ def _make_class(plain: type[Any]) -> type[Any]:
 
     def member(name: str) -> Any:
         """A method that makes the effective tree, or what needs none: a property, a helper, a constant of the class."""
-        found = None if name in fields else inspect.getattr_static(plain, name)
-        if not inspect.isfunction(found) or hasattr(found, "nowrap"):
+        attribute = None if name in fields else inspect.getattr_static(plain, name)
+        if not inspect.isfunction(attribute) or hasattr(attribute, "nowrap"):
             return property(lambda self: getattr(self.module, name))
 
-        @functools.wraps(found, updated=())  # linen's own marks of the method are not those of this one
+        @functools.wraps(attribute, updated=())  # linen's own marks of the method are not those of this one
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             return self._call_method(name, *args, **kwargs)
 

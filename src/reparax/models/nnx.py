@@ -15,22 +15,13 @@ from reparax.core.chain import Parametrization
 from reparax.core.names import dir_of
 from reparax.core.paths import PyTree, items, path_text
 from reparax.core.raw import holds_markers
-from reparax.models.base import (
-    advanced,
-    check_arguments,
-    check_updates,
-    find_attribute,
-    import_library,
-    needs_stream_error,
-    require_made_by,
-    start_key,
-)
+from reparax.models import base
 from reparax.training import param_labels
 
 __dir__ = dir_of("nnx")
 
-nnx: Any = import_library("flax.nnx", "rpx.nnx", "flax")
-errors: Any = import_library("flax.errors", "rpx.nnx", "flax")
+nnx: Any = base.import_library("flax.nnx", "rpx.nnx", "flax")
+errors: Any = base.import_library("flax.errors", "rpx.nnx", "flax")
 
 _WHO = "rpx.nnx.Parametrized"
 _WITH_RNGS = f"{_WHO}(model, p, rngs=nnx.Rngs(0))"
@@ -124,21 +115,20 @@ class Parametrized(nnx.Module):
         updates: Literal["by hand"] | None = None,
     ) -> None:
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
-        self.p = check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
-        self._advances = check_updates(_WHO, p, updates, "model.update()")
+        self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
+        self._advances = base.check_updates(_WHO, p, updates, "model.update()")
         _check_model(model, variable, raw)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
-            key = start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
-            made = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
+            key = base.start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
+            replacements = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
-            stored = _outputs(lambda tree: _with_types_by_training(require_made_by(p, tree), variable), raw)
-            made = _moved_to(model, raw, stored)
+            stored = _outputs(lambda tree: _with_types_by_training(base.require_made_by(p, tree), variable), raw)
+            replacements = _moved_to(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
-        self.raw = nnx.data(
-            _rebuilt(model, made, {}, anew=True)
-        )  # last, as attributes that are set afterwards are the model's
+        # Last, as attributes that are set afterwards are the model's.
+        self.raw = nnx.data(_rebuilt(model, replacements, {}, anew=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -201,10 +191,10 @@ class Parametrized(nnx.Module):
         """The model of one draw, with its variables as ``shown``; ``done`` takes what was made of each node."""
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
-            raise needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
+            raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
-        made = _outputs(lambda tree: p.apply(tree, key), self.raw)
-        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in made.items()}, done)
+        outputs = _outputs(lambda tree: p.apply(tree, key), self.raw)
+        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in outputs.items()}, done)
 
     def _attribute(self, owner: Any, held: Any, name: str) -> Any:
         """An attribute of a module ``held`` of the raw model, for ``owner``."""
@@ -220,14 +210,14 @@ class Parametrized(nnx.Module):
 
         if held is not None and hasattr(nnx.Module, name) and getattr(type(held), name) is getattr(nnx.Module, name):
             return getattr(held, name)  # such as `eval`, which reads no parameters
-        return find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
+        return base.find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
 
     def _call_method(self, held: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of a module ``held`` of the raw model, in training after a step of the fixed values."""
         if self._advances and not self.deterministic:
             # Not a model of another trace, such as the discriminator in the loss of a generator.
             with contextlib.suppress(errors.TraceContextError):
-                self._set_variables(lambda raw: advanced(self.p, raw), Fixed)
+                self._set_variables(lambda raw: base.advanced(self.p, raw), Fixed)
         return self._run(held, lambda module: getattr(module, name)(*args, **kwargs))
 
     def _run(self, held: Any, fun: Callable[[Any], Any]) -> Any:
@@ -345,7 +335,8 @@ def _check_model(model: Any, variable: Any, raw: Any) -> None:
     """Refuses modules in which JAX sees no parameters, types of other variables, and raw models of another class."""
     for names, leaf in items(model, is_leaf=_is_variable):
         if isinstance(leaf, nnx.Module):
-            name, where = type(leaf).__name__, f" at {path_text(names)!r}" if names else ""
+            name = type(leaf).__name__
+            where = f" at {path_text(names)!r}" if names else ""
             raise TypeError(
                 f"{_WHO} takes modules that are pytrees, but got {name}{where}, whose class has `pytree=False`. Write "
                 f"`class {name}(nnx.Module)`."
@@ -423,39 +414,39 @@ def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     return {identity: (nodes[i], outs[i]) for identity, i in first.items()}
 
 
-def _rebuilt(node: Any, new: Outputs, done: Done, *, anew: bool = False) -> Any:
+def _rebuilt(node: Any, replacements: Outputs, done: Done, *, anew: bool = False) -> Any:
     """The graph with other leaves, where one object stays one.
 
     Args:
       node: Its root.
-      new: What stands in place of leaves, by their identity.
+      replacements: What stands in place of leaves, by their identity.
       done: Takes what was made of each node.
       anew: Whether modules without any of these leaves are copied too.
     """
     if id(node) not in done:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         if _is_place(node) or jax.tree_util.treedef_is_leaf(treedef):
-            made = new.get(_identity(node), (node, node))[1]
+            copy = replacements.get(_identity(node), (node, node))[1]
         else:
-            parts = [_rebuilt(x, new, done, anew=anew) for x in children]
+            parts = [_rebuilt(x, replacements, done, anew=anew) for x in children]
             same = not anew and all(x is y for x, y in zip(parts, children, strict=True))
-            made = node if same else treedef.unflatten(parts)
-        done[id(node)] = node, made
+            copy = node if same else treedef.unflatten(parts)
+        done[id(node)] = node, copy
     return done[id(node)][1]
 
 
-def _moved_to(model: Any, raw: Any, new: Outputs) -> Outputs:
+def _moved_to(model: Any, raw: Any, replacements: Outputs) -> Outputs:
     """The parameters of a model, with what was made of those of a raw model at the same paths."""
     places, stored = (
-        {path_text(names): x for names, x in items(each, _is_place) if _is_parameter(x) or holds_markers(x)}
-        for each in (model, raw)
+        {path_text(names): x for names, x in items(tree, _is_place) if _is_parameter(x) or holds_markers(x)}
+        for tree in (model, raw)
     )
     if different := sorted(places.keys() ^ stored.keys()):
         raise ValueError(
             f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of both has a parameter "
             f"at {different[0]!r}."
         )
-    return {_identity(x): (x, new[_identity(stored[path])][1]) for path, x in places.items()}
+    return {_identity(x): (x, replacements[_identity(stored[path])][1]) for path, x in places.items()}
 
 
 def _keep_changes(done: Done) -> None:

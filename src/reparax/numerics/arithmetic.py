@@ -43,8 +43,7 @@ def inexact_places(leaves: Sequence[Any]) -> list[int]:
 
 def add_up(numbers: Sequence[Array]) -> Array:
     """The sum of real numbers, in float32 or wider."""
-    double = any(x.dtype == jnp.float64 for x in numbers)
-    dtype = jnp.float64 if double else jnp.float32
+    dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in numbers) else jnp.float32
     return functools.reduce(jnp.add, [jnp.zeros((), dtype), *(x.astype(dtype) for x in numbers)])
 
 

@@ -90,13 +90,15 @@ class Term:
     """
 
     def __init__(self, spec: str, *arrays: ArrayLike) -> None:
-        self.spec, self.arrays = Spec(spec.replace(" ", "")), tuple(map(jnp.asarray, arrays))
+        self.spec = Spec(spec.replace(" ", ""))
+        self.arrays = tuple(map(jnp.asarray, arrays))
         if reason := _spec_error(self.spec, self.arrays):
             raise ValueError(f"Term({spec!r}) {reason}")
 
     def array(self) -> Array:
         """The product."""
-        spec, once = self.spec, "".join(dict.fromkeys("".join(self.spec.axes)))
+        spec = self.spec
+        once = "".join(dict.fromkeys("".join(self.spec.axes)))
         dtype = jnp.result_type(*[x for x in self.arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or [jnp.float32])
         arrays = [circulant(x) if circle else x for x, circle in zip(self.arrays, spec.circles, strict=True)]
         arrays = [x.astype(dtype) for x in arrays]

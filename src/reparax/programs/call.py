@@ -76,16 +76,13 @@ class Arguments:
 
         def of_arrays(*arrays: Any) -> list[Any]:
             outs, treedef = jax.tree.flatten(self.call(arrays))
-            results.append(
-                _Result(treedef, {i: output for i, output in enumerate(outs) if not isinstance(output, Tracer)})
-            )
-            return [output for output in outs if isinstance(output, Tracer)]
+            results.append(_Result(treedef, {i: x for i, x in enumerate(outs) if not isinstance(x, Tracer)}))
+            return [x for x in outs if isinstance(x, Tracer)]
 
         program, consts = jaxprs.consts_first(jax.make_jaxpr(of_arrays)(*self.arrays))
 
-        return Traced(
-            program, [*consts, *self.arrays], [*(False for _ in consts), *self.is_chosen], results[-1].restored
-        )
+        is_chosen = [*(False for _ in consts), *self.is_chosen]
+        return Traced(program, [*consts, *self.arrays], is_chosen, results[-1].restored)
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,9 @@ class _Result:
 
     def restored(self, outputs: Sequence[Any]) -> Any:
         """The whole result, with these values of the traced leaves."""
-        traced_leaves, n = iter(outputs), self.treedef.num_leaves
+        traced_leaves = iter(outputs)
         return self.treedef.unflatten(
-            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(n)]
+            [self.untraced[i] if i in self.untraced else next(traced_leaves) for i in range(self.treedef.num_leaves)]
         )
 
 

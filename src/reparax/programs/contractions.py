@@ -77,8 +77,7 @@ def _ragged_dot(view: RaggedDot) -> Contraction:
     if view.group is None:
         return Contraction(operands, (sizes[-1], *product.output), product.apart)
     group = product.operands[1][view.group]
-    output = tuple(i for i in product.output if i != group)
-    return Contraction(operands, output, product.apart | {group})
+    return Contraction(operands, tuple(i for i in product.output if i != group), product.apart | {group})
 
 
 def _convolution(view: Conv) -> Contraction:

@@ -125,7 +125,9 @@ def _of_outputs(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> 
 def steady_inputs(scan: JaxprEqn, inputs: Sequence[T], analysis: Analysis[T]) -> list[T]:
     """The elements of the inputs of a scan's body at every step, from those before the first."""
     n_consts, n_carry = jaxprs.scan_counts(scan)
-    consts, carry, xs = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry]), inputs[n_consts + n_carry :]
+    consts = inputs[:n_consts]
+    carry = list(inputs[n_consts : n_consts + n_carry])
+    xs = inputs[n_consts + n_carry :]
     while True:
         outs = _of_body(jaxprs.body(scan), [*consts, *carry, *xs], analysis)[:n_carry]
         next_carry = [analysis.joined(pair) for pair in zip(carry, outs, strict=True)]
@@ -247,7 +249,8 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:
     """The program that recomputes the known values ``outvars``, from inputs and the values to store that it needs."""
-    needed, eqns = set(outvars), list[JaxprEqn]()
+    needed = set(outvars)
+    eqns = list[JaxprEqn]()
     for eqn in reversed(jaxpr.eqns):
         needed_outputs = [v for v in eqn.outvars if v in needed]
         if needed_outputs and not jaxprs.has_name(eqn, STORED):

@@ -198,14 +198,15 @@ class Gather(View):
     @property
     def cut(self) -> tuple[int, ...]:
         """The axes of the operand of which slices have a part, but for those of a batch."""
-        numbers, sizes = self.dimension_numbers, zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
-        parts = [i for i, (m, n) in enumerate(sizes) if m < n or i in numbers.collapsed_slice_dims]
-        return tuple(i for i in parts if i not in numbers.operand_batching_dims)
+        sizes = zip(self.slice_sizes, self.operands[0].aval.shape, strict=True)
+        parts = [i for i, (m, n) in enumerate(sizes) if m < n or i in self.dimension_numbers.collapsed_slice_dims]
+        return tuple(i for i in parts if i not in self.dimension_numbers.operand_batching_dims)
 
     @property
     def axis(self) -> int | None:
         """The axis of the operand, if each slice is one row along it, and whole along all others; else None."""
-        numbers, axis = self.dimension_numbers, self.row and self.row[0]
+        numbers = self.dimension_numbers
+        axis = self.row and self.row[0]
         is_gone = tuple(numbers.start_index_map) == tuple(numbers.collapsed_slice_dims) == (axis,)
         return axis if is_gone else None
 
@@ -215,10 +216,11 @@ class Gather(View):
 
         None if slices are not whole along all other axes.
         """
-        numbers, sizes, shape = self.dimension_numbers, self.slice_sizes, self.operands[0].aval.shape
+        numbers = self.dimension_numbers
+        shape = self.operands[0].aval.shape
         axes = tuple(numbers.start_index_map)
-        parts = [i for i, n in enumerate(shape) if sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
-        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or sizes[parts[0]] != 1:
+        parts = [i for i, n in enumerate(shape) if self.slice_sizes[i] != n] or [i for i in axes if shape[i] == 1][:1]
+        if numbers.operand_batching_dims or len(parts) != 1 or parts[0] not in axes or self.slice_sizes[parts[0]] != 1:
             return None
         # What is whole begins at its first index, where a place beyond is moved inside or promised not to be.
         if len(axes) > 1 and self.mode == lax.GatherScatterMode.FILL_OR_DROP:
@@ -363,9 +365,8 @@ class Slice(View):
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
         """For each axis the start, the limit and the stride."""
-        params = self.eqn.params
-        starts, limits = params["start_indices"], params["limit_indices"]
-        return zip(starts, limits, params["strides"] or (1,) * len(starts), strict=True)
+        starts, limits = self.eqn.params["start_indices"], self.eqn.params["limit_indices"]
+        return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
 
 
 class DynamicSlice(View):

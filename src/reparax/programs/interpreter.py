@@ -5,7 +5,7 @@ calls, loops, conds and shards as their factors.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -57,6 +57,11 @@ class Operation:
     def view(self) -> View:
         """The view of the equation."""
         return view_of(self.eqn)
+
+    @property
+    def maker(self) -> tuple[Hashable, ...]:
+        """What identifies a sum that this equation makes."""
+        return (*self.interpreter.path, id(self.eqn))
 
 
 class Rules(Protocol):
@@ -171,14 +176,13 @@ class _Evaluation:
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """The outputs of an equation that keeps sums in factors, or passes operands on; None for other equations."""
-        rules, out_facts = self._interpreter.rules, self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
+        rules = self._interpreter.rules
+        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
         reads_sum = any(isinstance(self._env.get(v), Sum) for v in eqn.invars if not isinstance(v, Literal))
         if reads_sum or rules.may_start(eqn, facts, out_facts):
             self._evaluate_waiting()
-            args, only_first_read = (
-                list(map(self._value_of, eqn.invars)),
-                not any(map(self._reads.get, eqn.outvars[1:])),
-            )
+            args = list(map(self._value_of, eqn.invars))
+            only_first_read = not any(map(self._reads.get, eqn.outvars[1:]))
             outs = rules.outputs(Operation(self._interpreter, eqn, args, facts, out_facts, only_first_read))
             if outs is not None:
                 return outs
@@ -267,7 +271,8 @@ def _enter_jit(operation: Operation) -> Outs:
 
 def _enter_checkpoint(operation: Operation) -> list[Any]:
     """Under ``jax.checkpoint`` again; if nothing is computed, in place."""
-    body, view = _body(operation, operation.facts, in_arrays=False), Checkpoint(operation.eqn)
+    body = _body(operation, operation.facts, in_arrays=False)
+    view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
         return body(*operation.args)
 
@@ -288,7 +293,8 @@ def _enter_scan(operation: Operation) -> Outs:
             parts = _unstack(x) if i >= n_consts + n_carry else None
             operands[i], shells[i] = (interpreter.array(x, eqn), None) if parts is None else parts
         elif i >= n_consts + n_carry and _gradient_stops(jaxpr, v):
-            operands[i], facts[i] = jax.lax.stop_gradient(x), replace(facts[i], still=True)
+            operands[i] = jax.lax.stop_gradient(x)
+            facts[i] = replace(facts[i], still=True)
     body = _body(operation, facts, times=count_entries([Scan(eqn).length]))
 
     def body_of_factors(*values: Any) -> list[Any]:
@@ -341,7 +347,8 @@ def _unstack(x: Sum) -> tuple[list[Any], Sum] | None:
     arrays: list[Any] = []
     products: list[Product] = []
     for product in x.products:
-        (group, *other_axes), factors = product.axes, list(product.factors)
+        group, *other_axes = product.axes
+        factors = list(product.factors)
         if not group:  # an axis of one index has no label
             arrays += [factor.dense[None] for factor in factors]
             products.append(Product(tuple(replace(factor, array=None) for factor in factors), tuple(other_axes)))
@@ -371,23 +378,24 @@ def _enter_cond(operation: Operation) -> list[Any]:
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
     """The body on each shard, which sums enter as parts of their factors, or formed."""
-    eqn, args, view = operation.eqn, operation.args, ShardMap(operation.eqn)
+    args = operation.args
+    view = ShardMap(operation.eqn)
     operands, specs = list(args), list(view.in_specs)
     pairs = zip(operation.facts, specs, strict=True)
     body = _body(operation, [replace(facts, differs=frozenset(_mesh_axes(spec))) for facts, spec in pairs])
     for i, x in enumerate(args):
         factor_specs = _specs_of_factors(x, specs[i], view.mesh_shape) if isinstance(x, Sum) else None
         if factor_specs is not None:
-            factors = [factor for product in x.products for factor in product.factors]
-            operands[i], specs[i] = [factor.dense for factor in factors], factor_specs
+            operands[i] = [factor.dense for product in x.products for factor in product.factors]
+            specs[i] = factor_specs
         else:
-            operands[i] = operation.interpreter.array(x, eqn)
+            operands[i] = operation.interpreter.array(x, operation.eqn)
 
     def body_on_shard(*values: Any) -> list[Any]:
         return body(*(_sum_on_shard(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)))
 
     return operation.interpreter.threaded(
-        lambda body, state: jaxprs.run_sharded(eqn, body, specs, state, operands), body_on_shard
+        lambda body, state: jaxprs.run_sharded(operation.eqn, body, specs, state, operands), body_on_shard
     )
 
 

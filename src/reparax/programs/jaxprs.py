@@ -26,18 +26,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
 from reparax.numerics.arithmetic import inlined
-from reparax.programs.equations import (
-    Checkpoint,
-    Cond,
-    CustomJvp,
-    Jit,
-    Named,
-    Scan,
-    ShardMap,
-    View,
-    view_class_of,
-    view_of,
-)
+from reparax.programs import equations
 
 OLDEST, NEWEST = "0.8.0", "0.12.0.1"
 
@@ -59,7 +48,7 @@ _CALLS = {
     *("reparax_split", "reparax_linear"),
 }
 
-_BODIES = {*_CALLS, *Scan.names, *Cond.names}
+_BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
 # JAX takes an equation with this parameter for a call, and so looks inside of our own.
 PROGRAM = "call_jaxpr"
@@ -181,7 +170,10 @@ def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jax
 
     None if one body stands in two places, as its values need other names in each.
     """
-    visited, invars, constants, eqns = set[int](), list[Var](), list[Any](), list[JaxprEqn]()
+    visited = set[int]()
+    invars = list[Var]()
+    constants = list[Any]()
+    eqns = list[JaxprEqn]()
 
     def opened_in(program: Jaxpr, names: Env) -> bool:
         for eqn in program.eqns:
@@ -204,9 +196,8 @@ def open_calls(jaxpr: Jaxpr, is_opened: Callable[[JaxprEqn], bool]) -> tuple[Jax
     names: Env = {}
     if not opened_in(jaxpr, names):
         return None
-    return jaxpr.replace(
-        invars=[*invars, *jaxpr.invars], outvars=_substitute(jaxpr.outvars, names), eqns=eqns
-    ), constants
+    outvars = _substitute(jaxpr.outvars, names)
+    return jaxpr.replace(invars=[*invars, *jaxpr.invars], outvars=outvars, eqns=eqns), constants
 
 
 def join_parts(parts: Sequence[Jaxpr], invars: Sequence[Var]) -> Jaxpr:
@@ -249,7 +240,7 @@ def batch_program(
 
 def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     """The outputs of a program without constants."""
-    if not any(map(_is_linearized, args)) and CustomJvp not in map(view_class_of, jaxpr.eqns):
+    if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
     reads = [variables(eqn.invars) for eqn in jaxpr.eqns]
@@ -301,8 +292,8 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
     if not _programs_in(eqn):
         return is_linearized
     # Without a trace around it, a function is compiled anew for each program that it holds: these have no equality.
-    kind = view_class_of(eqn)
-    return (kind is CustomJvp or (is_linearized and kind is Checkpoint)) and _any_is_traced(args)
+    kind = equations.view_class_of(eqn)
+    return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
 
 
 def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
@@ -489,23 +480,23 @@ def has_effects(eqn: JaxprEqn) -> bool:
 
 def policy_of(eqn: JaxprEqn) -> Any:
     """The policy of ``jax.checkpoint`` in an equation; None for other equations."""
-    return Checkpoint(eqn).policy if view_class_of(eqn) is Checkpoint else None
+    return equations.Checkpoint(eqn).policy if equations.view_class_of(eqn) is equations.Checkpoint else None
 
 
 def has_name(eqn: JaxprEqn, name: str) -> bool:
     """Whether an equation gives a value this name, by ``jax.ad_checkpoint.checkpoint_name``."""
-    view = view_of(eqn)
-    return isinstance(view, Named) and view.name == name
+    view = equations.view_of(eqn)
+    return isinstance(view, equations.Named) and view.name == name
 
 
 def is_scan(eqn: JaxprEqn) -> bool:
     """Whether an equation is a scan."""
-    return view_class_of(eqn) is Scan
+    return equations.view_class_of(eqn) is equations.Scan
 
 
 def is_cond(eqn: JaxprEqn) -> bool:
     """Whether an equation chooses one of its programs by its first operand, and runs it on the other operands."""
-    return view_class_of(eqn) is Cond
+    return equations.view_class_of(eqn) is equations.Cond
 
 
 def is_call(eqn: JaxprEqn) -> bool:
@@ -520,7 +511,7 @@ def holds_body(eqn: JaxprEqn) -> bool:
 
 def is_jit(eqn: JaxprEqn) -> bool:
     """Whether an equation is a call of ``jax.jit``."""
-    return view_class_of(eqn) is Jit
+    return equations.view_class_of(eqn) is equations.Jit
 
 
 def scan_counts(scan: JaxprEqn) -> tuple[int, int]:
@@ -562,18 +553,21 @@ def runner_of(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
 
 def runner_with_state(eqn: JaxprEqn) -> Callable[[Threaded, State, Sequence[Any]], tuple[Sequence[Any], State]] | None:
     """As :func:`runner_of`, with a state that each run of the body takes, and returns after its outputs."""
-    functions: dict[type[View], Callable[..., Any]] = {Jit: _run_jit, Scan: _run_scan, ShardMap: _run_shard_map}
-    function = functions.get(view_class_of(eqn))
+    functions: dict[type[equations.View], Callable[..., Any]] = {
+        equations.Jit: _run_jit,
+        equations.Scan: _run_scan,
+        equations.ShardMap: _run_shard_map,
+    }
+    function = functions.get(equations.view_class_of(eqn))
     return function and (lambda body, state, args: function(eqn, body, state, args))
 
 
 def _read_parameters(eqn: JaxprEqn, names: Sequence[str], unread: set[str]) -> dict[str, Any]:
     """The parameters ``names`` of an equation; raises an error if it has others than these and ``unread``."""
-    kind = eqn.primitive.name
     if missing := [name for name in names if name not in eqn.params]:
-        raise unreadable(f"a {kind} without the parameter {missing[0]!r}")
+        raise unreadable(f"a {eqn.primitive.name} without the parameter {missing[0]!r}")
     if unknown := sorted(set(eqn.params) - {*names, *unread}):
-        raise unreadable(f"a {kind} with the parameter {unknown[0]!r}")
+        raise unreadable(f"a {eqn.primitive.name} with the parameter {unknown[0]!r}")
     return {name: eqn.params[name] for name in names}
 
 
@@ -591,7 +585,9 @@ def _run_jit(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -
 def _run_scan(eqn: JaxprEqn, body: Threaded, state: State, args: Sequence[Any]) -> tuple[Sequence[Any], State]:
     """Runs a scan with another body; the state is carried from step to step."""
     n_consts, n_carry = scan_counts(eqn)
-    consts, init, xs = args[:n_consts], args[n_consts : n_consts + n_carry], args[n_consts + n_carry :]
+    consts = args[:n_consts]
+    init = args[n_consts : n_consts + n_carry]
+    xs = args[n_consts + n_carry :]
 
     def step(carry: tuple[State, Sequence[Any]], x: Sequence[Any]) -> Any:
         outs, state = body(carry[0], *consts, *carry[1], *x)

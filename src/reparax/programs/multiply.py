@@ -93,12 +93,11 @@ def _multiply_circulant(circle: Factor, other: Factor, label: Label, keep: Label
     free = tuple(x for x in other.labels if x is not label)
     x = fourier_transform(jnp.moveaxis(other.dense.astype(how.dtype), other.labels.index(label), -1))
     spectrum = circle.array.astype(how.dtype).spectrum(transposed=label is row)
-    n = x.shape[-1]
-    frequency, labels = Label(n), (*free, *(batch_label for batch_label in batch if batch_label not in free))
-    product = lay_along(x, (*free, frequency), (*labels, frequency)) * lay_along(
-        spectrum, (*batch, frequency), (*labels, frequency)
-    )
-    array = inverse_fourier(product, label.size, how.result)
+    frequency = Label(x.shape[-1])
+    labels = (*free, *(batch_label for batch_label in batch if batch_label not in free))
+    x = lay_along(x, (*free, frequency), (*labels, frequency))
+    spectrum = lay_along(spectrum, (*batch, frequency), (*labels, frequency))
+    array = inverse_fourier(x * spectrum, label.size, how.result)
     return Factor(array, (*labels, column if label is row else row), circle.still and other.still)
 
 
@@ -156,10 +155,10 @@ class Link:
 
 def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[list[Factor], Factor | None]:
     """The factors that are multiplied in pairs, and the one that says which row is in which group, if there is one."""
-    found = [factor for factor in factors if isinstance(factor.array, Segments)]
-    if not found:
+    segment_factors = [factor for factor in factors if isinstance(factor.array, Segments)]
+    if not segment_factors:
         return list(factors), None
-    (segments,) = found
+    (segments,) = segment_factors
     other_factors = [factor for factor in factors if factor is not segments]
     *batch_labels, rows, group = segments.labels
     other_labels = frozenset(label for factor in other_factors for label in factor.labels)
@@ -173,11 +172,10 @@ def split_off_segments(factors: Sequence[Factor], out_labels: Labels) -> tuple[l
     )
 
 
-def multiply_pair_in_groups(
-    a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels
-) -> Factor:
+def multiply_in_groups(a: Factor, b: Factor, keep: Labels, how: How, segments: Factor, out_labels: Labels) -> Factor:
     """The product of two factors, summed over labels that are not wanted, in a product that keeps these labels."""
-    link, loop_labels = Link.of(segments, out_labels), frozenset(a.labels + b.labels)
+    link = Link.of(segments, out_labels)
+    loop_labels = frozenset(a.labels + b.labels)
     _, result_labels = link.spans(loop_labels, keep)
     if link.sums(loop_labels, keep):
         return _sum_rows_of_each_group(a, b, result_labels, how, segments, link)
@@ -192,18 +190,17 @@ def _multiply_by_parts(a: Factor, b: Factor, keep: Labels, how: How, segments: F
     a, b = sum_except(a, keep.union(b.labels)), sum_except(b, keep.union(a.labels, [link.group]))
     common = [label for label in a.labels if label in b.labels]
     contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
-    batch_labels, groups = segments.labels[:-2], segments.array
+    batch_labels = segments.labels[:-2]
     if not contracting or not set(batch_labels) <= set(a.labels):
         return multiply_pair(a, _part_of_each_row(b, segments, how), keep, how)
     outer_labels = [label for label in batch_labels if label not in batch]
     inner_labels = [label for label in a.labels if label not in (*common, *outer_labels, link.rows)]
     labels = (*batch, *outer_labels, link.rows, *inner_labels, *contracting)
-    sizes = groups.sizes
+    sizes = segments.array.sizes
     if batch_labels:
         size_labels = (*batch, *outer_labels, link.group)
-        sizes = jnp.broadcast_to(
-            lay_along(sizes, (*batch_labels, link.group), size_labels), [label.size for label in size_labels]
-        )
+        sizes = lay_along(sizes, (*batch_labels, link.group), size_labels)
+        sizes = jnp.broadcast_to(sizes, [label.size for label in size_labels])
     array = _ragged_dot(
         lay_along(a.dense, a.labels, labels),
         b.dense,
@@ -239,9 +236,8 @@ def _sum_rows_of_each_group(a: Factor, b: Factor, keep: Labels, how: How, segmen
     common = [label for label in a.labels if label in b.labels]
     contracting, batch = ([x for x in common if (x in keep) is flag] for flag in (False, True))
     contracting = [link.rows, *(label for label in contracting if label is not link.rows)]
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_numbers(a.labels, b.labels, contracting, batch), [a.labels.index(link.rows)], []
-    )
+    dot = dot_numbers(a.labels, b.labels, contracting, batch)
+    numbers = lax.RaggedDotDimensionNumbers(dot, [a.labels.index(link.rows)], [])
     array = _ragged_dot(a.dense, b.dense, segments.array.sizes, how, numbers)
     free = [[label for label in factor.labels if label not in common] for factor in (a, b)]
     return Factor(array, (link.group, *batch, *free[0], *free[1]), a.still and b.still)
@@ -301,7 +297,7 @@ def array_of_product(product: Product, shape: Sequence[int], how: How) -> Any:
             *other_factors,
             multiply_pair(a, b, keep, how)
             if segments is None
-            else multiply_pair_in_groups(a, b, keep, how, segments, out_labels),
+            else multiply_in_groups(a, b, keep, how, segments, out_labels),
         ]
     return _lay_out(sum_except(factors[0], out_labels), product, shape).astype(how.result)
 
@@ -354,14 +350,10 @@ def cheapest_order(factors: tuple[CostKind, ...], out_labels: Labels, link: Link
         other_factors = [factors[k] for k in range(len(factors)) if k not in pair]
         a, b = (factors[k] for k in pair)
         keep = out_labels.union(*(factor.labels for factor in other_factors))
-        loop_labels = a.labels | b.labels
-        loop_labels, result_labels = (
-            (loop_labels, loop_labels & keep) if link is None else link.spans(loop_labels, keep)
-        )
-        return _cost_of_pair(a, b, loop_labels, result_labels), (
-            *other_factors,
-            CostKind(result_labels, frozenset(), a.still and b.still),
-        )
+        labels = a.labels | b.labels
+        loop_labels, result_labels = (labels, labels & keep) if link is None else link.spans(labels, keep)
+        result = CostKind(result_labels, frozenset(), a.still and b.still)
+        return _cost_of_pair(a, b, loop_labels, result_labels), (*other_factors, result)
 
     pairs = list(itertools.combinations(range(len(factors)), 2))
     if len(factors) > MANY:
@@ -383,10 +375,12 @@ def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: 
             rows = _entries_along((factor.labels | circle.labels) - circle.circle)
             return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
     contracting = (a.labels & b.labels) - result_labels
-    once = (2.0 * n if contracting else 0.0) + ENTRY * n_written
-    return once + sum(
-        (2.0 * n if contracting or x.labels != loop_labels else 0.0) + ENTRY * _entries_along(x.labels) for x in moving
-    )
+    total = (2.0 * n if contracting else 0.0) + ENTRY * n_written
+    for factor in moving:
+        total += (2.0 * n if contracting or factor.labels != loop_labels else 0.0) + ENTRY * _entries_along(
+            factor.labels
+        )
+    return total
 
 
 def _entries_along(labels: Labels) -> int:

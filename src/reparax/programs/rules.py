@@ -11,26 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from reparax.programs import equations, jaxprs
+from reparax.programs import equations, jaxprs, sums
 from reparax.programs.dependence import Facts
 from reparax.programs.jaxprs import type_of
 from reparax.programs.multiply import ENTRY, cost
-from reparax.programs.sums import (
-    Factor,
-    Label,
-    Merged,
-    Product,
-    Sum,
-    all_or_none,
-    cast_factor,
-    contract,
-    count_entries,
-    has_range,
-    holds_factors,
-    keeps_range,
-    multiply_entries,
-    narrows,
-)
+from reparax.programs.sums import Factor, Label, Merged, Product, Sum
 
 ChangeAxis = Callable[[Any, int], Any]
 """A function of an array and the axis that it changes."""
@@ -59,16 +44,14 @@ def _moved(view: equations.View, x: Sum, others: Sequence[Any]) -> Sum | None:
     """
     match view:
         case equations.Transpose():
-            order = view.permutation
-            return x.map_products(lambda product: product.transpose(order), view.type.shape)
+            return x.map_products(lambda product: product.transpose(view.permutation), view.type.shape)
         case equations.Squeeze():
-            axes = view.dimensions
-            return x.map_products(lambda product: product.squeeze(axes), view.type.shape)
+            return x.map_products(lambda product: product.squeeze(view.dimensions), view.type.shape)
         case equations.Reshape() if view.dimensions is None and not view.has_sharding:
             return x.map_products(lambda product: product.reshape(view.new_sizes), view.new_sizes)
         case equations.Broadcast() if not others and not view.has_sharding:  # others are sizes that are not known
             return broadcast_sum(x, view.shape, view.broadcast_dimensions)
-        case equations.ConvertType() if narrows(x.dtype, view.new_dtype) and not view.has_sharding:
+        case equations.ConvertType() if sums.narrows(x.dtype, view.new_dtype) and not view.has_sharding:
             return cast_sum(x, view.new_dtype)
         case equations.StopGradient():
             return map_factors(x, lambda factor: replace(factor, array=lax.stop_gradient(factor.array), still=True))
@@ -104,7 +87,7 @@ def broadcast_sum(x: Sum, shape: Sequence[int], places: Sequence[int]) -> Sum | 
 
 def cast_sum(x: Sum, dtype: Any) -> Sum:
     """``x`` in another floating dtype."""
-    result = map_factors(x, lambda factor: replace(factor, array=cast_factor(factor.array, dtype)))
+    result = map_factors(x, lambda factor: replace(factor, array=sums.cast_factor(factor.array, dtype)))
     return replace(result, dtype=dtype)
 
 
@@ -124,18 +107,18 @@ def negate_sum(x: Sum) -> Sum:
 
 def map_factors(x: Sum, change: Callable[[Factor], Factor]) -> Sum:
     """``x`` with each factor changed."""
-    return replace(
-        x, products=tuple(replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
-    )
+    products = (replace(product, factors=tuple(map(change, product.factors))) for product in x.products)
+    return replace(x, products=tuple(products))
 
 
 def _split_sum(view: equations.SplitAxis, x: Sum) -> list[Sum] | None:
     """The slices one after the other along an axis; None if one cannot be taken from the factors."""
-    outs, start = list[Sum | None](), 0
+    outs = list[Sum | None]()
+    start = 0
     for n in view.sizes:
         outs.append(_change_axis(x, view.axis, n, _slicer(start, start + n, 1)))
         start += n
-    return all_or_none(outs)
+    return sums.all_or_none(outs)
 
 
 def _slicer(start: int, limit: int, stride: int) -> ChangeAxis:
@@ -171,7 +154,7 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
     group = product.axes[axis]
     if not group:  # of size 1
         return product if size == 1 else None
-    label, new = group[0], Label(size)
+    label, new_label = group[0], Label(size)
     if len(group) > 1 or sum(label in member for member in product.axes) > 1:
         return None
 
@@ -179,9 +162,9 @@ def change_axis_of_product(product: Product, axis: int, size: int, change: Chang
         if label not in factor.labels:
             return factor
         array = change(factor.dense, factor.labels.index(label))
-        return replace(factor, array=array, labels=tuple(new if own is label else own for own in factor.labels))
+        return replace(factor, array=array, labels=tuple(new_label if own is label else own for own in factor.labels))
 
-    axes = tuple(_axis_of(new) if i == axis else member for i, member in enumerate(product.axes))
+    axes = tuple(_axis_of(new_label) if i == axis else member for i, member in enumerate(product.axes))
     return Product(tuple(map(of_factor, product.factors)), axes)
 
 
@@ -202,7 +185,7 @@ def look_up_matrices(view: equations.Gather, x: Sum, operands: Sequence[Any]) ->
     kept_axes = [i for i in range(x.ndim) if i not in view.gone]
 
     def take(product: Product) -> Product | None:
-        product_of_rows = _take_from_product(view, product, axis, rows, places[..., column : column + 1])
+        product_of_rows = _take_in_product(view, product, axis, rows, places[..., column : column + 1])
         if product_of_rows is None:
             return None
         axes = {k: () if i == axis else product_of_rows.axes[i] for k, i in zip(offset, kept_axes, strict=True)}
@@ -226,9 +209,7 @@ def _fills_all(view: equations.Gather) -> bool:
     return view.mode != lax.GatherScatterMode.FILL_OR_DROP or fill is None or fill == 0 or math.isnan(fill)
 
 
-def _take_from_product(
-    view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any
-) -> Product | None:
+def _take_in_product(view: equations.Gather, product: Product, axis: int, rows: Merged, places: Any) -> Product | None:
     """A product of which all factors that depend on an axis are taken at places along it."""
     group, factors = product.axes[axis], list(product.factors)
     if len(group) > 1 or sum(label in axis_labels for axis_labels in product.axes for label in group) > 1:
@@ -289,12 +270,12 @@ def may_make_sum(eqn: JaxprEqn) -> bool:
     if kind not in _MAKERS - {equations.Add, equations.Subtract}:
         return False
     output = type_of(eqn.outvars[0])
-    if output.ndim < 2 or not has_range(output.dtype):
+    if output.ndim < 2 or not sums.has_range(output.dtype):
         return False
     operands = [type_of(v) for v in eqn.invars if not isinstance(v, Literal)]
     if kind is equations.ConvertType:
         return _holds_integers(operands[0].dtype)
-    are_smaller = [count_entries(x.shape) < count_entries(output.shape) for x in operands]
+    are_smaller = [sums.count_entries(x.shape) < sums.count_entries(output.shape) for x in operands]
     return all(are_smaller) if kind is equations.Dot else any(are_smaller)
 
 
@@ -310,13 +291,12 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
-    if equations.view_class_of(eqn) not in _MAKERS or not holds_factors(dtype, args) or view.has_sharding:
+    view = equations.view_of(eqn)
+    dtype = type_of(eqn.outvars[0]).dtype
+    if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
-    sums = [
-        x if isinstance(x, Sum) else _sum_of_array(x, still=fact.still) for x, fact in zip(args, facts, strict=True)
-    ]
-    return _made(view, sums[0], sums[-1])
+    operands = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]
+    return _made(view, operands[0], operands[-1])
 
 
 def select_sum(args: Sequence[Any]) -> Sum | None:
@@ -326,14 +306,14 @@ def select_sum(args: Sequence[Any]) -> Sum | None:
         return None
     products: list[Product | None] = []
     for number, case in enumerate(cases):
-        x = case if isinstance(case, Sum) else _sum_of_array(case, still=False)
+        x = case if isinstance(case, Sum) else _as_sum(case, still=False)
         mask = jnp.broadcast_to(which.astype(jnp.int32) == number, x.shape).astype(x.dtype)
-        products += [multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
-    terms = all_or_none(products)
+        products += [sums.multiply_entries(product, Product.of(mask, still=True)) for product in x.products]
+    terms = sums.all_or_none(products)
     return None if terms is None else Sum(tuple(terms), cases[0].shape, cases[0].dtype, None, None)
 
 
-def _sum_of_array(x: Any, *, still: bool) -> Sum:
+def _as_sum(x: Any, *, still: bool) -> Sum:
     """An array as a sum of one product of one factor."""
     return Sum((Product.of(x, still=still),), x.shape, x.dtype, None, None)
 
@@ -343,17 +323,17 @@ def cost_to_form(eqn: JaxprEqn, facts: Sequence[Facts]) -> float:
     view = equations.view_of(eqn)
     if isinstance(view, equations.Dot):
         a, b = [Product.of(v.aval, still=fact.still) for v, fact in zip(eqn.invars, facts, strict=True)]
-        product = contract(view, a, b)
+        product = sums.contract(view, a, b)
         return math.inf if product is None else cost(product)
-    return ENTRY * count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
+    return ENTRY * sums.count_entries(view.type.shape) * (1 + sum(not fact.still for fact in facts))
 
 
 def _made(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """What an equation makes of two sums, or of one that stands for both."""
     match view:
-        case equations.Dot() if keeps_range(view.precision):
+        case equations.Dot() if sums.keeps_range(view.precision):
             precision = x.precision or y.precision or view.precision
-            return _multiply_sums(view, x, y, partial(contract, view), precision)
+            return _multiply_sums(view, x, y, partial(sums.contract, view), precision)
         case equations.Multiply():
             return _make_multiple(view, x, y)
         case equations.Divide():
@@ -372,16 +352,14 @@ def _multiply_sums(
     view: equations.View, x: Sum, y: Sum, product: Callable[[Product, Product], Product | None], precision: Any
 ) -> Sum | None:
     """The sum of the products of each term of one sum with each term of another."""
-    output = view.type
-    products = all_or_none(product(a, b) for a in x.products for b in y.products)
-    return None if products is None else Sum(tuple(products), output.shape, output.dtype, precision, None)
+    products = sums.all_or_none(product(a, b) for a in x.products for b in y.products)
+    return None if products is None else Sum(tuple(products), view.type.shape, view.type.dtype, precision, None)
 
 
 def _make_multiple(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The product of two sums, entry by entry."""
-    return _multiply_sums(
-        view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), multiply_entries, x.precision or y.precision
-    )
+    precision = x.precision or y.precision
+    return _multiply_sums(view, _with_ndim(x, y.ndim), _with_ndim(y, x.ndim), sums.multiply_entries, precision)
 
 
 def _with_ndim(x: Sum, ndim: int) -> Sum:
@@ -404,16 +382,14 @@ def _make_quotient(view: equations.View, x: Sum, y: Sum) -> Sum | None:
 
 def _make_sum_of_two(view: equations.View, x: Sum, y: Sum) -> Sum | None:
     """The sum of two sums, or their difference, with the products of both."""
-    output = view.type
+    shape, ndim = view.type.shape, view.type.ndim
     if isinstance(view, equations.Subtract):
         y = negate_sum(y)
-    wide = all_or_none(
-        broadcast_sum(_with_ndim(term, output.ndim), output.shape, range(output.ndim)) for term in (x, y)
-    )
-    if wide is None:
+    terms = sums.all_or_none(broadcast_sum(_with_ndim(term, ndim), shape, range(ndim)) for term in (x, y))
+    if terms is None:
         return None
-    products = tuple(product for term in wide for product in term.products)
-    return Sum(products, output.shape, output.dtype, x.precision or y.precision, None)
+    products = tuple(product for term in terms for product in term.products)
+    return Sum(products, shape, view.type.dtype, x.precision or y.precision, None)
 
 
 def _holds_integers(dtype: Any) -> bool:

@@ -82,11 +82,8 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule
     if any(map(_is_sharded, eqn.outvars)):
         return None
     if axis is None:  # repeated numbers cost nothing
-        return (
-            ([None for _ in eqn.invars], _same_equation(view))
-            if isinstance(view, equations.Broadcast | equations.Iota)
-            else None
-        )
+        is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
+        return ([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
     match view:
         case equations.SplitAxis():
             run = _same_equation(view)
@@ -96,11 +93,11 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule
         case equations.Jit() | equations.CustomJvp():
             return _part_of_call(eqn, i, axis, moves=moves)
         case equations.Iota() if view.dimension == axis:
-            shape, dtype = _with_one(view.shape, axis), view.type.dtype
-            return [], lambda i: lax.broadcast(lax.convert_element_type(i, dtype), shape)
+            shape = _with_one(view.shape, axis)
+            return [], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape)
         case _:
-            axes_and_params = _same_on_parts(view, axis)
-            return axes_and_params and (axes_and_params[0], _same_equation(view, **axes_and_params[1]))
+            axes = _axes_of_operands(view, axis)
+            return None if axes is None else (axes, _same_equation(view, **_params_of_part(view, axis)))
 
 
 def _is_sharded(v: Any) -> bool:
@@ -123,8 +120,8 @@ def _shape_of(v: Any) -> tuple[int, ...]:
     return jaxprs.type_of(v).shape
 
 
-def _same_on_parts(view: equations.View, axis: int) -> tuple[list[Axis], dict[str, Any]] | None:
-    """The axes of operands along which parts give the part along an axis, by the same equation, and its new settings.
+def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
+    """The axes of operands along which parts give the part along an axis, by the same equation.
 
     None if entries along the axis mix.
     """
@@ -132,39 +129,50 @@ def _same_on_parts(view: equations.View, axis: int) -> tuple[list[Axis], dict[st
     match view:
         case equations.Pointwise() if all(len(sizes) in (0, len(shape)) for sizes in shapes):
             # What has one entry along the axis is read whole.
-            return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes], {}
+            return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:
-            places = view.broadcast_dimensions
-            long = [i for i, place in enumerate(places) if place == axis and shapes[0][i] != 1]
-            return [long[0] if long else None], {"shape": _with_one(shape, axis)}
+            places = enumerate(view.broadcast_dimensions)
+            return [next((i for i, place in places if place == axis and shapes[0][i] != 1), None)]
         case equations.Iota():
-            return [], {"shape": _with_one(shape, axis)}
+            return []
         case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:
-            before, new_sizes = math.prod(shape[:axis]), {"new_sizes": _with_one(shape, axis)}
-            for i, size in enumerate(shapes[0]):
-                if size == shape[axis] and math.prod(shapes[0][:i]) == before:
-                    return [i], new_sizes
-            return None  # it splits or merges the axis
+            before = math.prod(shape[:axis])
+            same = [i for i, n in enumerate(shapes[0]) if n == shape[axis] and math.prod(shapes[0][:i]) == before]
+            return [same[0]] if same else None  # else it splits or merges the axis
         case equations.Squeeze():
-            return [[i for i in range(len(shapes[0])) if i not in view.dimensions][axis]], {}
+            return [[i for i in range(len(shapes[0])) if i not in view.dimensions][axis]]
         case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):
-            return [[i for i in range(len(shapes[0])) if i not in view.axes][axis]], {}
+            return [[i for i in range(len(shapes[0])) if i not in view.axes][axis]]
         case equations.Transpose():
-            return [view.permutation[axis]], {}
+            return [view.permutation[axis]]
         case equations.Slice() if shape[axis] == shapes[0][axis]:
-            return [axis], {"limit_indices": _with_one([limit for _, limit, _ in view.bounds], axis)}
+            return [axis]
         case equations.Concatenate() if view.dimension != axis:
-            return [axis for _ in shapes], {}
+            return [axis for _ in shapes]
         case equations.Stack() if view.axis != axis:
-            return [axis - (axis > view.axis) for _ in shapes], {}
+            return [axis - (axis > view.axis) for _ in shapes]
+        case equations.Gather() if view.dimension_numbers.operand_batching_dims:
+            return None
+        case equations.Gather() if axis in view.dimension_numbers.offset_dims:
+            return None  # of a table only what is the same at each step can be read
         case equations.Dot() | equations.Gather():
             contraction = contraction_of(view)
-            numbers = view.dimension_numbers if isinstance(view, equations.Gather) else None
-            # Of a table only what is the same at each step can be read.
-            is_cut = numbers and (numbers.operand_batching_dims or axis in numbers.offset_dims)
-            return None if is_cut or contraction is None else (contraction.sources(axis), {})
+            return None if contraction is None else contraction.sources(axis)
         case _:
             return None
+
+
+def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
+    """The parameters of an equation that differ if it computes one part along an axis."""
+    match view:
+        case equations.Broadcast() | equations.Iota():
+            return {"shape": _with_one(view.shape, axis)}
+        case equations.Reshape():
+            return {"new_sizes": _with_one(view.new_sizes, axis)}
+        case equations.Slice():
+            return {"limit_indices": _with_one([limit for _, limit, _ in view.bounds], axis)}
+        case _:
+            return {}
 
 
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
@@ -179,7 +187,8 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts."""
-    names, value = jaxprs.variables(eqn.invars), _part_of_call(eqn, 0, axis, moves=False)
+    names = jaxprs.variables(eqn.invars)
+    value = _part_of_call(eqn, 0, axis, moves=False)
     own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
     if (
         value is None
@@ -218,7 +227,8 @@ def _parts_in_body(
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
     body_plan = plan(jaxpr, outputs, moves=moves)
-    axes, whole_values = dict[Var, Axis](), list[Var]()
+    axes = dict[Var, Axis]()
+    whole_values = list[Var]()
     for v, axis in body_plan.parts:
         if v not in jaxpr.invars:
             whole_values.append(v)

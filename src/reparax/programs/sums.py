@@ -56,9 +56,7 @@ def narrows(dtype: Any, new: Any) -> bool:
 def product_dtype(dtype: Any, result: Any) -> Any:
     """The dtype of products between operands of one dtype and a result of another: it holds the numbers of both."""
     candidates = (result, dtype, jnp.float32, jnp.complex64)
-    return next(
-        candidate for candidate in candidates if holds_exactly(candidate, dtype) and holds_exactly(candidate, result)
-    )
+    return next(wide for wide in candidates if holds_exactly(wide, dtype) and holds_exactly(wide, result))
 
 
 def cast_factor(array: Any, dtype: Any) -> Any:
@@ -288,13 +286,11 @@ class Product:
 
     def rename_labels(self, names: dict[Label, Label]) -> "Product":
         new = {old: (label,) for old, label in names.items()}
-        return self._change_labels(
-            lambda f: replace(f, labels=tuple(names.get(label, label) for label in f.labels)), new
-        )
+        return self._change_labels(lambda f: replace(f, labels=tuple(names.get(x, x) for x in f.labels)), new)
 
-    def _change_labels(self, change: Callable[[Factor], Factor], new: dict[Label, Merged]) -> "Product":
+    def _change_labels(self, change: Callable[[Factor], Factor], labels_for: dict[Label, Merged]) -> "Product":
         """This product with each factor changed, and on its axes the labels in ``new`` instead of old ones."""
-        axes = tuple(tuple(x for label in group for x in new.get(label, (label,))) for group in self.axes)
+        axes = tuple(tuple(x for label in group for x in labels_for.get(label, (label,))) for group in self.axes)
         return Product(tuple(map(change, self.factors)), axes)
 
 
@@ -379,7 +375,8 @@ def contract(view: Dot | RaggedDot, a: Product, b: Product, sizes: Any = None) -
         in_groups = _in_groups(view, a, sizes)
         if in_groups is None:
             return None
-        a, lhs = in_groups, (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
+        a = in_groups
+        lhs = (*lhs, contraction.output[0] if view.group is None else rhs[view.group])
     pair = align_labels(a, b, [(i, rhs.index(index)) for i, index in enumerate(lhs) if index in rhs])
     if pair is None:
         return None
@@ -414,11 +411,11 @@ def _new_axis(n: int) -> Merged:
     return (Label(n),) if n != 1 else ()
 
 
-def _split_labels(factor: Factor, new: dict[Label, Merged]) -> Factor:
+def _split_labels(factor: Factor, parts_of: dict[Label, Merged]) -> Factor:
     """A factor with several labels instead of one, as ``new`` says, and reshaped alike."""
-    if not any(label in new for label in factor.labels):
+    if not any(label in parts_of for label in factor.labels):
         return factor
-    labels = tuple(x for label in factor.labels for x in new.get(label, (label,)))
+    labels = tuple(x for label in factor.labels for x in parts_of.get(label, (label,)))
     return replace(factor, array=factor.dense.reshape([label.size for label in labels]), labels=labels)
 
 
@@ -437,9 +434,7 @@ def _common_refinement(a: Shape, b: Shape) -> tuple[list[list[int]], list[list[i
         return None
 
     def factors(sizes: Shape) -> list[list[int]]:
-        own_ends = accumulate(sizes, operator.mul, initial=1)
-        return [
-            [end // start for start, end in pairwise(ends) if first < end <= last] for first, last in pairwise(own_ends)
-        ]
+        axis_ends = pairwise(accumulate(sizes, operator.mul, initial=1))
+        return [[end // start for start, end in pairwise(ends) if first < end <= last] for first, last in axis_ends]
 
     return factors(a), factors(b)

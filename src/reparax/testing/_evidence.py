@@ -67,7 +67,9 @@ def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[lis
     def closed(stage: Parametrization, tree: PyTree) -> PyTree:
         return apply_raw(mean_stages([stage]), tree)
 
-    starts, images, tree = list[tuple[PyTree, PyTree]](), list[tuple[PyTree, PyTree]](), params
+    starts = list[tuple[PyTree, PyTree]]()
+    images = list[tuple[PyTree, PyTree]]()
+    tree = params
     for stage in reversed(stages_of(p)):
         raw = opened(stage, tree)
         starts.append((closed(stage, raw), tree))
@@ -83,9 +85,8 @@ def _moved(raw: PyTree) -> PyTree:
     """The raw tree, traced, with changes to free values that look random."""
     rng = np.random.default_rng(0)
     moving, still = trainable(raw)
-    return combine(
-        jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving), still
-    )
+    moved = jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving)
+    return combine(moved, still)
 
 
 @compiled
@@ -158,7 +159,8 @@ def deviations(p: Parametrization, number: int, raw: PyTree, keys: Array) -> tup
     The stage is that of a number in a chain, on the output of earlier stages without noise; what it makes still holds
     later markers. For each array there are the entries, their average, and their average in units of the claim.
     """
-    stage, tree = stages_of(p)[number], apply_raw(mean_stages(stages_of(p)[:number]), raw)
+    stage = stages_of(p)[number]
+    tree = apply_raw(mean_stages(stages_of(p)[:number]), raw)
     mean = apply_raw(mean_stages([stage]), tree)
     claimed_mean = jax.tree.map(comparable, mean)
     sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed_mean)

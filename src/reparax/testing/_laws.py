@@ -26,43 +26,8 @@ from reparax.core.paths import PyTree
 from reparax.core.raw import empty_nodes, flatten_leaves, parameter_path
 from reparax.core.where import all_but, selected
 from reparax.numerics.arithmetic import is_array
-from reparax.testing._evidence import (
-    Case,
-    array_paths,
-    batch_of_two,
-    beside_another,
-    clear_first_row,
-    compiled_apply,
-    compiled_fold,
-    compiled_init,
-    compiled_results,
-    compiled_stages,
-    compiled_transfer,
-    compiled_update,
-    compiled_update_base,
-    deviation,
-    deviations,
-    equal,
-    has_functions,
-    in_double_precision,
-    installed_formats,
-    is_close,
-    keeps_precision,
-    large,
-    move_along,
-    move_randomly,
-    named_arrays,
-    normal,
-    paired,
-    picklable,
-    rounding,
-    slope,
-    stages_of,
-    trainable,
-    update_raw,
-    widened_if_inexact,
-    without_means,
-)
+from reparax.testing import _evidence as evidence
+from reparax.testing._evidence import Case
 from reparax.training import combine, partition
 
 LAWS: dict[str, Callable[[Case], None]] = {}
@@ -122,19 +87,20 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    p, key, otherwise = case.p, case.key, "apply(init(w)) is not w, a point of the image,"
-    raw, q = case.raw, without_means(p)
-    point = compiled_fold(q, move_randomly(raw, key))
-    if jax.tree.leaves(partition(raw)[1]):
-        point = compiled_fold(q, compiled_init(p, point, key))
+    key = case.key
+    otherwise = "apply(init(w)) is not w, a point of the image,"
+    q = evidence.without_means(case.p)
+    point = evidence.compiled_fold(q, evidence.move_randomly(case.raw, key))
+    if jax.tree.leaves(partition(case.raw)[1]):
+        point = evidence.compiled_fold(q, evidence.compiled_init(case.p, point, key))
     starts: list[tuple[PyTree, PyTree]] = []
     if len(q) > 1:
-        starts, images = compiled_stages(q, point, key)
-        for stage, (again, of_image) in zip(reversed(stages_of(q)), images, strict=True):
-            case.of(stage).require_close(again, of_image, rounding(again, of_image), otherwise)
-    if all(is_close(again, start, rounding(again, start)) for again, start in starts):
-        point_again = compiled_fold(q, compiled_init(p, point, key))
-        case.require_close(point_again, point, rounding(raw, point), otherwise)
+        starts, images = evidence.compiled_stages(q, point, key)
+        for stage, (again, of_image) in zip(reversed(evidence.stages_of(q)), images, strict=True):
+            case.of(stage).require_close(again, of_image, evidence.rounding(again, of_image), otherwise)
+    if all(evidence.is_close(again, start, evidence.rounding(again, start)) for again, start in starts):
+        point_again = evidence.compiled_fold(q, evidence.compiled_init(case.p, point, key))
+        case.require_close(point_again, point, evidence.rounding(case.raw, point), otherwise)
 
 
 @law
@@ -142,9 +108,11 @@ def types(case: Case) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
     p, params = case.p, case.params
     key = case.key if p.stochastic else None  # a deterministic chain shares its program with fold
-    for effective in (jax.eval_shape(p.fold, case.raw), compiled_apply(p, case.raw, key)):
-        case.require(array_paths(effective) == array_paths(params), "the effective tree has different paths")
-        for path, actual, want in paired(effective, params):
+    for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
+        case.require(
+            evidence.array_paths(effective) == evidence.array_paths(params), "the effective tree has different paths"
+        )
+        for path, actual, want in evidence.paired(effective, params):
             same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
             case.require(same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}")
     _require_shardings(case, key)
@@ -160,10 +128,10 @@ def _require_shardings(case: Case, key: Array | None) -> None:
         return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if is_split else PartitionSpec()))
 
     placed = jax.tree.map(place, case.params)
-    raw = compiled_init(case.p, placed, case.key)
+    raw = evidence.compiled_init(case.p, placed, case.key)
     leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for path, actual, want in paired(compiled_apply(case.p, raw, key), placed):
+    for path, actual, want in evidence.paired(evidence.compiled_apply(case.p, raw, key), placed):
         source = sharding_of.get((path, want.shape))
         follows = source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
         case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
@@ -177,15 +145,18 @@ def half_precision(case: Case) -> None:
     float16 cannot hold are left out, and so are stages that do not take it; a stage that takes it and returns another
     type breaks the law.
     """
-    half = jax.tree.map(large, case.params)
+    half = jax.tree.map(evidence.large, case.params)
     try:
-        jax.eval_shape(partial(compiled_results, case.p), half, case.key)
+        jax.eval_shape(partial(evidence.compiled_results, case.p), half, case.key)
     except (ValueError, TypeError) as error:
         case.require(not _is_wrong_type(error), str(error).removesuffix("."))
         return
-    narrow, wide = (compiled_results(case.p, tree, case.key) for tree in (half, jax.tree.map(widened_if_inexact, half)))
+    narrow, wide = (
+        evidence.compiled_results(case.p, tree, case.key)
+        for tree in (half, jax.tree.map(evidence.widened_if_inexact, half))
+    )
     for what in ("init", "fold", "apply", "the gradient", "update"):
-        for path, actual, want in paired(narrow[what], wide[what]):
+        for path, actual, want in evidence.paired(narrow[what], wide[what]):
             x, y = (np.asarray(w).astype(complex) for w in (actual, want))
             size = float(np.max(np.abs(y), initial=0.0))
             if size < float(jnp.finfo(jnp.float16).max):
@@ -204,7 +175,7 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 def value_semantics(case: Case) -> None:
     """Copies are equal, have equal hashes and are traced only once; a parametrization has no leaves."""
     p = case.p
-    copies = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(picklable(p))]
+    copies = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(evidence.picklable(p))]
     case.require(jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
     compiled_once = jax.jit(traces.append, static_argnums=0)
@@ -218,10 +189,12 @@ def value_semantics(case: Case) -> None:
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
     p, params, key = case.p, case.params, case.key
-    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw = p.init(params, key)
+    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all, apply_all = jax.vmap(p.init, in_axes=(0, None)), jax.vmap(jax.checkpoint(p.apply))
+    init_all = jax.vmap(p.init, in_axes=(0, None))
+    apply_all = jax.vmap(jax.checkpoint(p.apply))
 
     # All in one program, because compilation takes most of the time.
     @jax.jit
@@ -236,52 +209,57 @@ def transformations(case: Case) -> None:
         }
 
     results = {
-        "jit": compiled_apply(p, raw, key),
-        "jit of init": compiled_fold(p, case.raw),
-        "jit of update": compiled_fold(p, compiled_update(p, raw, key)),
-        **ways(batch_of_two(params), raw, batch_of_two(raw)),
+        "jit": evidence.compiled_apply(p, raw, key),
+        "jit of init": evidence.compiled_fold(p, case.raw),
+        "jit of update": evidence.compiled_fold(p, evidence.compiled_update(p, raw, key)),
+        **ways(evidence.batch_of_two(params), raw, evidence.batch_of_two(raw)),
     }
     first_draw, mean = p.apply(raw, key), p.fold(raw)
-    second_draw = compiled_apply(p, raw, keys[1])
+    second_draw = evidence.compiled_apply(p, raw, keys[1])
     eager = {
         "jit of init": mean,
         "jit of update": p.fold(p.update(raw, key)),
-        "vmap of init": batch_of_two(mean),
+        "vmap of init": evidence.batch_of_two(mean),
         "scan of vmap of checkpoint": jax.tree.map(lambda a, b: np.array([[a, b], [b, b]]), first_draw, second_draw),
     }
     for way, actual in results.items():
-        bound, otherwise = rounding(raw, first_draw), f"{way} differs from eager evaluation"
-        case.require_close(actual, eager.get(way, first_draw), bound, otherwise)
+        bound = evidence.rounding(raw, first_draw)
+        case.require_close(actual, eager.get(way, first_draw), bound, f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
-    types, expected = ([(path, w.shape, w.dtype) for path, w in named_arrays(x)] for x in (abstract, raw))
+    types, expected = ([(path, w.shape, w.dtype) for path, w in evidence.named_arrays(x)] for x in (abstract, raw))
     case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
 
 
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p, params, key, raw, mean = case.p, case.params, case.key, case.raw, case.p.deterministic
-    draw = compiled_apply(p, raw, key)
-    is_fixed = not mean.stochastic and equal(compiled_fold(p, raw), compiled_apply(mean, raw, key))
+    p, params = case.p, case.params
+    key = case.key
+    raw = case.raw
+    mean = case.p.deterministic
+    draw = evidence.compiled_apply(p, raw, key)
+    is_fixed = not mean.stochastic and evidence.equal(
+        evidence.compiled_fold(p, raw), evidence.compiled_apply(mean, raw, key)
+    )
     case.require(is_fixed, "its deterministic chain is random")
-    case.require(equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
-    changes = not equal(compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
+    case.require(evidence.equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
+    changes = not evidence.equal(evidence.compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
     values = "the same values" if p.stochastic else "other values"
     case.require(changes == p.stochastic, f"stochastic is {p.stochastic}, but another key gives {values}")
     if p.stochastic:
         case.require_raises(lambda: p.apply(raw), "it draws without a key")
         _require_independent(case)
     if p.stochastic and isinstance(params, dict):
-        small, large = (
+        small, larger = (
             p.init(tree, key) for tree in (params, {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}})
         )
 
         def same(a: PyTree, b: PyTree) -> bool:
-            return all(equal(a[name], b[name]) for name in params)
+            return all(evidence.equal(a[name], b[name]) for name in params)
 
         # Where arrays are parametrized together, a new one may change what the others are without noise.
-        if same(p.fold(large), p.fold(small)):
-            same_draws = same(p.apply(large, key), p.apply(small, key))
+        if same(p.fold(larger), p.fold(small)):
+            same_draws = same(p.apply(larger, key), p.apply(small, key))
             case.require(same_draws, "the draws of old parameters change with a new one")
 
 
@@ -293,7 +271,9 @@ def _require_independent(case: Case) -> None:
     tied_paths = {parameter_path(path) for path in empty_nodes(case.raw)}
     many = jax.jit(jax.vmap(case.p.apply, in_axes=(None, 0)))(case.raw, jax.random.split(case.key, 128))
     draws = {
-        path: np.asarray(w).astype(complex).reshape(128, -1) for path, w in named_arrays(many) if path not in tied_paths
+        path: np.asarray(w).astype(complex).reshape(128, -1)
+        for path, w in evidence.named_arrays(many)
+        if path not in tied_paths
     }
     noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
     for a, b in itertools.combinations(noise, 2):
@@ -313,12 +293,14 @@ def mean(case: Case) -> None:
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
     draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
     """
-    for i, stage in enumerate(stages_of(case.p)):
+    for i, stage in enumerate(evidence.stages_of(case.p)):
         if stage.stochastic:
-            claimed, sums, squares = deviations(case.p, i, case.raw, jax.random.split(case.key, 1024))
-            for (path, m, total), (_, square) in zip(paired(claimed, sums), named_arrays(squares), strict=True):
-                off, error = deviation(np.asarray(total), np.asarray(square), 1024)
-                excess = np.abs(off) - 6 * error - rounding(claimed) * np.max(np.abs(m), initial=0.0)
+            claimed, sums, squares = evidence.deviations(case.p, i, case.raw, jax.random.split(case.key, 1024))
+            for (path, m, total), (_, square) in zip(
+                evidence.paired(claimed, sums), evidence.named_arrays(squares), strict=True
+            ):
+                off, error = evidence.deviation(np.asarray(total), np.asarray(square), 1024)
+                excess = np.abs(off) - 6 * error - evidence.rounding(claimed) * np.max(np.abs(m), initial=0.0)
                 worst = int(np.argmax(excess))
                 case.of(stage).require(
                     excess[worst] <= 0,
@@ -336,10 +318,10 @@ def purity(case: Case) -> None:
     originals = jax.tree.map(np.array, copies)
     p.init(copies[0], key)
     p.apply(copies[1], key)
-    update_raw(p, copies[1], key)
-    case.require(equal(originals, copies), "it changes its input")
-    of_mean = compiled_init(p.deterministic, case.params, key)
-    case.require(equal(of_mean, case.raw), "its random stages change the raw tree")
+    evidence.update_raw(p, copies[1], key)
+    case.require(evidence.equal(originals, copies), "it changes its input")
+    of_mean = evidence.compiled_init(p.deterministic, case.params, key)
+    case.require(evidence.equal(of_mean, case.raw), "its random stages change the raw tree")
 
 
 @law
@@ -353,37 +335,39 @@ def gradients(case: Case) -> None:
     p, params, key = case.p, case.params, case.key
     for where, point in {
         "its start": case.raw,
-        "a row of zeros": compiled_init(p, jax.tree.map(clear_first_row, params), key),
-        "zero": compiled_init(p, jax.tree.map(np.zeros_like, params), key),
+        "a row of zeros": evidence.compiled_init(p, jax.tree.map(evidence.clear_first_row, params), key),
+        "zero": evidence.compiled_init(p, jax.tree.map(np.zeros_like, params), key),
     }.items():
-        for path, g in named_arrays(slope(p, point, key)[1]):
+        for path, g in evidence.named_arrays(evidence.slope(p, point, key)[1]):
             case.require(np.all(np.isfinite(g)), f"that of {path!r} is not finite at {where}")
-    for path, g in named_arrays(slope(p, case.moved, key)[1]):
+    for path, g in evidence.named_arrays(evidence.slope(p, case.moved, key)[1]):
         case.require(g.size == 0 or np.any(g), f"that of {path!r} is zero, so no optimizer moves it")
     if p.straight_through:
         return
     with jax.enable_x64():
-        double = replace(case, params=jax.tree.map(in_double_precision, params))
-        if keeps_precision(p, double.params, key, 64):
+        double = replace(case, params=jax.tree.map(evidence.in_double_precision, params))
+        if evidence.keeps_precision(p, double.params, key, 64):
             _require_slope(double, step=1e-6, bound=1e-6)
             return
-    if keeps_precision(p, params, key, 32):
+    if evidence.keeps_precision(p, params, key, 32):
         _require_slope(case, step=1e-2, bound=1e-2)
 
 
 def _require_slope(case: Case, step: float, bound: float) -> None:
     """Requires that the gradient in a random direction is a central difference with this step."""
     p, key = case.p, case.key
-    moving, still = trainable(case.moved)
-    direction = normal(moving, jax.random.fold_in(key, 1))
-    ahead, behind = (slope(p, combine(move_along(moving, direction, t), still), key)[0] for t in (step, -step))
+    moving, still = evidence.trainable(case.moved)
+    direction = evidence.normal(moving, jax.random.fold_in(key, 1))
+    ahead, behind = (
+        evidence.slope(p, combine(evidence.move_along(moving, direction, t), still), key)[0] for t in (step, -step)
+    )
     difference = (float(ahead) - float(behind)) / (2 * step)
-    pairs = paired(slope(p, combine(moving, still), key)[1], direction)
+    pairs = evidence.paired(evidence.slope(p, combine(moving, still), key)[1], direction)
     gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for _, g, d in pairs))
     holds = abs(gradient - difference) < bound * (1 + abs(difference))
     advice = "if that is intended, set `straight_through = True`"
     # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
-    double = any(x.dtype == np.float64 for _, x in named_arrays(moving))
+    double = any(x.dtype == np.float64 for _, x in evidence.named_arrays(moving))
     if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, still), key)):
         advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
     case.require(holds, f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient; {advice}")
@@ -393,9 +377,9 @@ def _require_slope(case: Case, step: float, bound: float) -> None:
 def update(case: Case) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
     p, key, raw = case.p, case.key, case.moved
-    first_result, second_result = update_raw(p, raw, key), update_raw(p, raw, key)
-    case.require(equal(first_result, second_result), "the same raw tree and key give different results")
-    compiled_step = partial(compiled_update, p, key=key)
+    first_result, second_result = evidence.update_raw(p, raw, key), evidence.update_raw(p, raw, key)
+    case.require(evidence.equal(first_result, second_result), "the same raw tree and key give different results")
+    compiled_step = partial(evidence.compiled_update, p, key=key)
     ways = {
         "it": lambda: first_result,
         "under jit it": lambda: compiled_step(raw),
@@ -404,27 +388,29 @@ def update(case: Case) -> None:
     for who, step in ways.items():  # in order, because a stage cannot read the result of a wrong update
         actual = step()
         case.require_same_types(actual, raw, who)
-        if not any(stage.moves_weights for stage in stages_of(p)):
-            for path, w, old in paired(partition(actual)[0], partition(raw)[0]):
-                case.require(equal(w, old), f"{who} changes the free value {path!r}")
+        if not any(stage.moves_weights for stage in evidence.stages_of(p)):
+            for path, w, old in evidence.paired(partition(actual)[0], partition(raw)[0]):
+                case.require(evidence.equal(w, old), f"{who} changes the free value {path!r}")
 
 
 @law
 def update_base(case: Case) -> None:
     """``update_base`` keeps the effective tree, up to rounding, and the types of the raw tree."""
-    rebased, effective = compiled_update_base(case.p, case.moved), compiled_fold(case.p, case.moved)
+    rebased, effective = evidence.compiled_update_base(case.p, case.moved), evidence.compiled_fold(case.p, case.moved)
     case.require_same_types(rebased, case.moved, "it")
-    bound = rounding(case.moved, effective)
-    case.require_close(compiled_fold(case.p, rebased), effective, bound, "the effective tree differs")
+    bound = evidence.rounding(case.moved, effective)
+    case.require_close(evidence.compiled_fold(case.p, rebased), effective, bound, "the effective tree differs")
 
 
 @law
 def transfer(case: Case) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
-    actual = compiled_transfer(case.p, case.moved)
-    case.require(array_paths(actual) == array_paths(case.moved), "`transfer(p, p, raw)` has different paths")
-    for path, w, old in paired(actual, case.moved):
-        case.require(equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
+    actual = evidence.compiled_transfer(case.p, case.moved)
+    case.require(
+        evidence.array_paths(actual) == evidence.array_paths(case.moved), "`transfer(p, p, raw)` has different paths"
+    )
+    for path, w, old in evidence.paired(actual, case.moved):
+        case.require(evidence.equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
 
 
 @law
@@ -435,14 +421,14 @@ def chains(case: Case) -> None:
     the stage sees raw values of the other in place of arrays. Its draws are the same.
     """
     try:
-        results = beside_another(case.p, case.params, case.key)
+        results = evidence.beside_another(case.p, case.params, case.key)
     except Exception as error:
         text = f"beside another stage it fails: {type(error).__name__}: {error}"
         raise case.error(text.removesuffix(".")) from error
     for place, (actual, want) in results.items():
         other_paths = f"{place} another stage the effective tree has other paths"
-        case.require(array_paths(actual) == array_paths(want), other_paths)
-        case.require_close(actual, want, rounding(want), f"{place} another stage it gives another array")
+        case.require(evidence.array_paths(actual) == evidence.array_paths(want), other_paths)
+        case.require_close(actual, want, evidence.rounding(want), f"{place} another stage it gives another array")
 
 
 @law
@@ -454,7 +440,7 @@ def selection(case: Case) -> None:
         del path, array
         return False
 
-    for stage in stages_of(case.p):
+    for stage in evidence.stages_of(case.p):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
             for where in (name, none, selected({name: True}), all_but(name)):
                 init = partial(_init_where, stage, where, case)
@@ -470,11 +456,11 @@ def _init_where(stage: Any, where: Any, case: Case) -> PyTree:
 def checkpoints(case: Case) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
     p, params, raw = case.p, case.params, case.raw
-    for way, there_and_back in installed_formats(raw).items():
+    for way, there_and_back in evidence.installed_formats(raw).items():
         raw_again = there_and_back(raw)
-        case.require(equal(raw_again, raw), f"{way} returns a different raw tree")
+        case.require(evidence.equal(raw_again, raw), f"{way} returns a different raw tree")
         p.check(raw_again, like=params)
-    if not has_functions(p):
+    if not evidence.has_functions(p):
         case.require(from_json(p.to_json()) == p, "to_json and from_json return a different one")
     leaves, treedef = jax.tree.flatten(raw)
     for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
@@ -483,9 +469,8 @@ def checkpoints(case: Case) -> None:
         wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other_dtype))[turn % 3]
         spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
         case.require_raises(partial(p.check, spoilt, like=params), "check accepts a wrong tree")
-    if array_paths(raw) != array_paths(params):
-        never = "apply accepts a tree that never went through init"
-        case.require_raises(lambda: p.apply(params, case.key), never)
+    if evidence.array_paths(raw) != evidence.array_paths(params):
+        case.require_raises(lambda: p.apply(params, case.key), "apply accepts a tree that never went through init")
         case.require_raises(lambda: p.init(raw, case.key), "init accepts a raw tree")
         case.require_raises(lambda: Chain().apply(raw), "another chain accepts its raw tree")
 
@@ -494,6 +479,9 @@ def checkpoints(case: Case) -> None:
 def plain_trees(case: Case) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
     effective = case.p.fold(case.raw)
-    structure, expected = jax.tree.structure(effective), jax.tree.structure(case.params)
+    structure = jax.tree.structure(effective)
+    expected = jax.tree.structure(case.params)
     case.require(structure == expected, f"fold gives {structure}, not {expected}")
-    case.require(all(is_array(w) for _, w in named_arrays(effective)), "fold gives a leaf that is not an array")
+    case.require(
+        all(is_array(w) for _, w in evidence.named_arrays(effective)), "fold gives a leaf that is not an array"
+    )

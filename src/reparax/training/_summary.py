@@ -8,13 +8,13 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from reparax.core.axes_by_convention import axes_in_words
 from reparax.core.bound import Provenance, provenance_of
 from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
 from reparax.core.raw import parameter_path
 from reparax.core.reports import Line, fold_lines, readable_size, size_in_bytes
-from reparax.core.unset_axes import axes_in_words
 from reparax.numerics.arithmetic import is_array
 from reparax.training._partition import are_free
 from reparax.training._transfer import distances, has_numbers
@@ -128,7 +128,8 @@ class Summary:
         from rich.table import Table
         from rich.text import Text
 
-        (names, *body, total), table = self._table(), Table(box=SIMPLE_HEAD)
+        names, *body, total = self._table()
+        table = Table(box=SIMPLE_HEAD)
         for name in names:
             table.add_column(name, justify="left" if name in _LEFT else "right", overflow="fold")
         for cells in body:
@@ -140,12 +141,10 @@ class Summary:
     def _repr_html_(self) -> str:
         head, *body = self._table()
 
-        def line(cells: Sequence[str], element: str) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
             sides = ("left" if title in _LEFT else "right" for title in head)
             columns = zip(cells, sides, strict=True)
-            return "".join(
-                f'<{element} style="text-align: {side}; {_CELL}">{escape(x)}</{element}>' for x, side in columns
-            )
+            return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
 
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
         titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
@@ -197,8 +196,8 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     else:
         raw = init(params)
         off = distances(p.fold(raw), params)
-    made = provenance_of(p, raw)
-    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(made), off)), tuple(_left_out(made)))
+    provenance = provenance_of(p, raw)
+    return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(provenance), off)), tuple(_left_out(provenance)))
 
 
 def _largest_off(rows: Sequence[Row]) -> float | None:
@@ -210,14 +209,14 @@ Acting = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 """For the path of each parameter the stages that act on it, and their axes."""
 
 
-def _acting_stages(made: Provenance) -> Acting:
+def _acting_stages(provenance: Provenance) -> Acting:
     """The stages that act on each parameter."""
     acting: Acting = {}
-    for stage, bounds in made.bindings:
+    for stage, bounds in provenance.bindings:
         at: dict[str, dict[str, None]] = {}
         for bound in bounds:
             for place in bound.arrays.values():
-                axes = axes_in_words(stage._own, bound.stage, made.raw.convention_at(place))
+                axes = axes_in_words(stage._unwrapped, bound.stage, provenance.raw.convention_at(place))
                 at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
         for path, texts in at.items():
             stages, axes_of_stages = acting.get(path, ((), ()))
@@ -225,11 +224,11 @@ def _acting_stages(made: Provenance) -> Acting:
     return acting
 
 
-def _left_out(made: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _left_out(provenance: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
     """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
-    arrays = {parameter_path(names): x for names, x in items(made.effective) if is_array(x) and x.ndim > 1}
-    for stage, bounds in made.bindings:
-        where, least = getattr(stage._own, "where", ""), getattr(stage._own, "min_ndim", 0)
+    arrays = {parameter_path(names): x for names, x in items(provenance.effective) if is_array(x) and x.ndim > 1}
+    for stage, bounds in provenance.bindings:
+        where, least = getattr(stage._unwrapped, "where", ""), getattr(stage._unwrapped, "min_ndim", 0)
         taken = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
         if not isinstance(where, str) and least > 1 and (left := [path for path in arrays if path not in taken]):
             yield type(stage).__name__, tuple(left)

@@ -125,8 +125,11 @@ def _listed(texts: Sequence[str]) -> str:
 
 def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Moved:
     """The raw tree with the values of the new chain."""
-    old_chain, keys, kept_nodes = _Old(old, raw), Keys(jax.random.key(0)), set[Names]()
-    tree, fresh = old_chain.effective, dict[str, None]()
+    old_chain = _Old(old, raw)
+    keys = Keys(jax.random.key(0))
+    kept_nodes = set[Names]()
+    tree = old_chain.effective
+    fresh = dict[str, None]()
     for i, stage in reversed(list(enumerate(new))):
         bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
         stay: dict[Names, Mapping[Names, Array]] = {}
@@ -187,7 +190,8 @@ class _Old:
         for stage, bounds in provenance.bindings:
             before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
             for bound, name, place in _places(bounds):
-                path, array = _path_without_numbers(place), self.effective.arrays[place]
+                path = _path_without_numbers(place)
+                array = self.effective.arrays[place]
                 if bound.nodes:
                     values = {value: before[at] for value, at in bound.values[name].items()}
                     self._nodes[path] = _Node(bound.stage, array, values)
@@ -277,7 +281,8 @@ def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametr
     has_all = free <= moments.keys() and all(moments[path].shape == raw_arrays[path].shape for path in free)
     nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
 
-    trains, holds_fixed = _free_paths(types), bool((raw_arrays.keys() - free) & moments.keys())
+    trains = _free_paths(types)
+    holds_fixed = bool((raw_arrays.keys() - free) & moments.keys())
 
     def moment(path: Names, like: Any) -> Any:
         if path in raw_arrays and _all_within(kept_nodes, path):
@@ -294,9 +299,7 @@ def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametr
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
 
     paths, leaves, treedef = flatten_with_names(types)
-    return treedef.unflatten(
-        [moment(_path_without_numbers(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    )
+    return treedef.unflatten([moment(_path_without_numbers(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
@@ -320,10 +323,10 @@ def _is_nothing(x: object) -> bool:
 
 def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
-    inside = (
-        {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]} if type(x) is type(like) else set[str]()
-    )
-    return bool(inside) and inside <= {path_text(path) for path in flatten_with_names(like)[0]}
+    if type(x) is not type(like):
+        return False
+    paths = {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]}
+    return bool(paths) and paths <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:

@@ -30,6 +30,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -38,8 +39,8 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from reparax.core.paths import describe
-from reparax.numerics.terms import specs_of
-from reparax.programs import jaxprs
+from reparax.numerics.terms import Spec, specs_of
+from reparax.programs import jaxprs, sums
 from reparax.programs.call import REPORTED, Argnums, Arguments, check_call
 from reparax.programs.dependence import NUMBER, AllFacts, Analysis, Facts, facts_of_inputs, outputs_of
 from reparax.programs.equations import Conv, Dot, Gather, Jit, RaggedDot, View, view_class_of, view_of
@@ -47,21 +48,7 @@ from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, ha
 from reparax.programs.multiply import ENTRY, How, array_of_products, array_of_sum, cost
 from reparax.programs.rules import change_axis_of_product, cost_to_form, make_if_smaller, may_make_sum, move_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
-from reparax.programs.sums import (
-    Circle,
-    Factor,
-    Label,
-    Merged,
-    Product,
-    Sum,
-    all_or_none,
-    cast_factor,
-    contract_with_data,
-    count_entries,
-    holds_factors,
-    keeps_range,
-    product_dtype,
-)
+from reparax.programs.sums import Circle, Factor, Label, Merged, Product, Sum
 from reparax.transforms._explained import Explained, Weight
 
 P = ParamSpec("P")
@@ -156,12 +143,12 @@ class SumPlan:
 
     def costs(self, maker: Hashable) -> tuple[float, float]:
         """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record, once = self.records[maker], self.records[maker].cost_to_form
-        rebuilds = max(
-            (read.times / max(record.times, 1) for read in record.reads if read.cost_in_factors is None), default=0.0
-        )
-        in_factors = sum(read.times * read.cost_in_factors for read in record.reads if read.cost_in_factors is not None)
-        return in_factors + rebuilds * once, once + sum(read.times * read.cost_as_array for read in record.reads)
+        record = self.records[maker]
+        of_arrays = [read for read in record.reads if read.cost_in_factors is None]
+        rebuilds = max((read.times / max(record.times, 1) for read in of_arrays), default=0.0)
+        in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in record.reads)
+        as_array = sum(read.times * read.cost_as_array for read in record.reads)
+        return in_factors + rebuilds * record.cost_to_form, record.cost_to_form + as_array
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
         """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
@@ -192,39 +179,47 @@ def declares(eqn: JaxprEqn) -> bool:
 
 def declared_sum(operation: Operation) -> Sum | None:
     """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
-    eqn, interpreter = operation.eqn, operation.interpreter
-    specs = specs_of(Jit(eqn).name) or []
+    specs = specs_of(Jit(operation.eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
-    if len(eqn.outvars) != n_arrays + 2 or not _is_sentinel(eqn.outvars[-1]):
+    outvars = operation.eqn.outvars
+    if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
+    output, *array_types = map(jaxprs.type_of, outvars[:-1])
+    arrays = _declared_arrays(operation, n_arrays)
+    if not sums.holds_factors(output.dtype, array_types):
+        return None
+    products = sums.all_or_none(_declared_product(spec, output, arrays) for spec in specs)
+    return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
+
+
+def _declared_arrays(operation: Operation, n_arrays: int) -> Iterator[tuple[Any, bool]]:
+    """The arrays of the terms that an equation declares, and whether each is still."""
+    eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
-    args, facts = [*consts, *operation.args], [*(NUMBER for _ in consts), *operation.facts]
-    inputs, facts = ([x for x, flag in zip(values, is_read, strict=True) if flag] for values in (args, facts))
+    inputs = list(compress([*consts, *operation.args], is_read))
+    facts = list(compress([*(NUMBER for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    output = jaxprs.type_of(eqn.outvars[0])
-    if not holds_factors(output.dtype, list(map(jaxprs.type_of, eqn.outvars[1:-1]))):
-        return None
-    factor_arrays = iter([(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)])
-    products: list[Product] = []
-    for spec in specs:
-        batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
-        label_of: dict[str, Label] = {}
-        factors: list[Factor] = []
-        for letters, circle in zip(spec.letters, spec.circles, strict=True):
-            array, still = next(factor_arrays)
-            array = cast_factor(array, output.dtype)
-            array = Circle(array) if circle else array
-            n = len(array.shape) - len(letters)
-            if n not in (0, len(batch)):
-                return None
-            sizes = zip(letters, array.shape[n:], strict=True)
-            labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-            factors.append(Factor(array, (*(batch if n else ()), *labels), still))
-        groups = [*((label,) for label in batch), *(tuple(label_of[letter] for letter in axis) for axis in spec.axes)]
-        products.append(Product(tuple(factors), tuple(tuple(x for x in group if x.size != 1) for group in groups)))
-    return Sum(tuple(products), output.shape, output.dtype, "highest", None)
+    return iter([(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)])
+
+
+def _declared_product(spec: Spec, output: Any, arrays: Iterator[tuple[Any, bool]]) -> Product | None:
+    """The product that a term declares of the next arrays; None if only some axes of a batch are theirs."""
+    batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
+    label_of: dict[str, Label] = {}
+    factors: list[Factor] = []
+    for letters, is_circulant, (array, still) in zip(spec.letters, spec.circles, arrays, strict=False):
+        array = sums.cast_factor(array, output.dtype)
+        array = Circle(array) if is_circulant else array
+        n_batch = len(array.shape) - len(letters)
+        if n_batch not in (0, len(batch)):
+            return None
+        sizes = array.shape[n_batch:]
+        labels = [label_of.setdefault(letter, Label(size)) for letter, size in zip(letters, sizes, strict=True)]
+        factors.append(Factor(array, (*batch[:n_batch], *labels), still))
+    axes = [*((label,) for label in batch), *(tuple(map(label_of.__getitem__, axis)) for axis in spec.axes)]
+    return Product(tuple(factors), tuple(tuple(label for label in axis if label.size != 1) for axis in axes))
 
 
 def _is_sentinel(v: Any) -> bool:
@@ -280,15 +275,15 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
         return None
     output, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
-    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not keeps_range(precision):
+    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not sums.keeps_range(precision):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
     data = (args[1 - operand], *sizes)
-    products = contract_with_data(view, operand, data, weight.products)
-    products_of_array = contract_with_data(view, operand, data, [_as_one_factor(weight)])
+    products = sums.contract_with_data(view, operand, data, weight.products)
+    products_of_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_of_array is None:
         return None
-    how = How(weight.dtype, product_dtype(weight.dtype, output.dtype), precision)
+    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), precision)
 
     def array() -> Any:
         return array_of_products(products, output.shape, how).astype(output.dtype)
@@ -312,55 +307,83 @@ def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
 
 def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
     """The cost to take entries of a weight by its factors, and from its array."""
-    cost_of_writing = ENTRY * count_entries(shape)
-    table = 0.0 if _is_still(weight) else ENTRY * count_entries(weight.shape)
+    cost_of_writing = ENTRY * sums.count_entries(shape)
+    table = 0.0 if _is_still(weight) else ENTRY * sums.count_entries(weight.shape)
     return cost_of_writing + sum(map(cost, products)), cost_of_writing + table
 
 
 def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a table of which rows are looked up along one axis; None for other look-ups."""
-    weight, places = args[0], _in_counting_dtype(args[1])
-    axis, mode, fill = view.axis, view.mode, view.fill_value
-    if not isinstance(weight, Sum) or axis is None or mode not in _MODES:
+    weight, axis = args[0], view.axis
+    if not isinstance(weight, Sum) or axis is None or view.mode not in _MODES:
         return None
-    other_axes = [i for i in range(weight.ndim) if i != axis]
-    output, offset = view.type, view.dimension_numbers.offset_dims
-    leading = [i for i in range(output.ndim) if i not in offset]
-    rows = [output.shape[i] for i in leading]
-    count = math.prod(rows)
-    fills = mode == lax.GatherScatterMode.FILL_OR_DROP
-    gather_mode = lax.GatherScatterMode.CLIP if fills else mode
-
-    def take_rows(array: Any, place: int) -> Any:
-        front = jnp.moveaxis(array, place, 0)
-        numbers = lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(len(rows), len(rows) + front.ndim - 1)),
-            collapsed_slice_dims=(0,),
-            start_index_map=(0,),
-        )
-        rows_of_array = lax.gather(front, places, numbers, (1, *front.shape[1:]), mode=gather_mode, **view.hints)
-        return jnp.moveaxis(rows_of_array.reshape(count, *front.shape[1:]), 0, place)
-
-    def type_of_rows(array: Any, place: int) -> Any:
-        return jax.ShapeDtypeStruct([*array.shape[:place], count, *array.shape[place + 1 :]], array.dtype)
+    lookup = _RowLookup(view, _in_counting_dtype(args[1]))
 
     def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return all_or_none([change_axis_of_product(product, axis, count, change) for product in weight.products])
+        return sums.all_or_none(
+            change_axis_of_product(product, axis, lookup.count, change) for product in weight.products
+        )
 
-    products_of_types = products_of_rows(type_of_rows)
+    products_of_types = products_of_rows(lookup.type_of_rows)
     if products_of_types is None:
         return None
 
     def array() -> Any:
-        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(take_rows) or []]
-        shape = [weight.shape[i] for i in other_axes]
-        x = array_of_products(products, [count, *shape], How(weight.dtype, output.dtype, weight.precision))
-        if mode != lax.GatherScatterMode.CLIP:
-            inside = ((places >= 0) & (places < weight.shape[axis])).reshape(count, *(1 for _ in shape))
-            x = jnp.where(inside, x, math.nan if fill is None else fill) if fills else _stop_gradient_beyond(x, inside)
-        return jnp.moveaxis(x.reshape(*rows, *shape), range(output.ndim), [*leading, *offset])
+        other_axes = [i for i in range(weight.ndim) if i != axis]
+        products = [product.transpose([axis, *other_axes]) for product in products_of_rows(lookup.rows) or []]
+        shape = [lookup.count, *(weight.shape[i] for i in other_axes)]
+        how = How(weight.dtype, view.type.dtype, weight.precision)
+        return lookup.output(array_of_products(products, shape, how), weight.shape[axis])
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, output.shape, products_of_types), array)
+    return WeightUse(weight, lambda: _costs_of_entries(weight, view.type.shape, products_of_types), array)
+
+
+@dataclass(frozen=True)
+class _RowLookup:
+    """A look-up of rows along one axis of a table.
+
+    Attributes:
+      view: The equation.
+      places: The index of each row.
+    """
+
+    view: Gather
+    places: Any
+
+    @property
+    def count(self) -> int:
+        """How many rows are looked up."""
+        return math.prod(self.places.shape[:-1])
+
+    def type_of_rows(self, array: Any, axis: int) -> Any:
+        """The type of :meth:`rows`."""
+        return jax.ShapeDtypeStruct([*array.shape[:axis], self.count, *array.shape[axis + 1 :]], array.dtype)
+
+    def rows(self, array: Any, axis: int) -> Any:
+        """The rows of an array along an axis, which are clipped to it."""
+        front = jnp.moveaxis(array, axis, 0)
+        n_places = self.places.ndim - 1
+        offset_dims = tuple(range(n_places, n_places + front.ndim - 1))
+        numbers = lax.GatherDimensionNumbers(offset_dims, collapsed_slice_dims=(0,), start_index_map=(0,))
+        mode = lax.GatherScatterMode.CLIP if self._fills else self.view.mode
+        rows = lax.gather(front, self.places, numbers, (1, *front.shape[1:]), mode=mode, **self.view.hints)
+        return jnp.moveaxis(rows.reshape(self.count, *front.shape[1:]), 0, axis)
+
+    def output(self, rows: Any, size: int) -> Any:
+        """The output of the equation from rows, which are the first axis, of a table with so many."""
+        if self.view.mode != lax.GatherScatterMode.CLIP:
+            inside = (self.places >= 0) & (self.places < size)
+            inside = inside.reshape(self.count, *(1 for _ in rows.shape[1:]))
+            fill = math.nan if self.view.fill_value is None else self.view.fill_value
+            rows = jnp.where(inside, rows, fill) if self._fills else _stop_gradient_beyond(rows, inside)
+        ndim, offset = self.view.type.ndim, self.view.dimension_numbers.offset_dims
+        leading = [i for i in range(ndim) if i not in offset]
+        return jnp.moveaxis(rows.reshape(*self.places.shape[:-1], *rows.shape[1:]), range(ndim), [*leading, *offset])
+
+    @property
+    def _fills(self) -> bool:
+        """Whether rows beyond the table are filled with a number."""
+        return self.view.mode == lax.GatherScatterMode.FILL_OR_DROP
 
 
 def _in_counting_dtype(places: Any) -> Any:
@@ -368,11 +391,7 @@ def _in_counting_dtype(places: Any) -> Any:
     return places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
 
 
-_MODES = (
-    lax.GatherScatterMode.CLIP,
-    lax.GatherScatterMode.FILL_OR_DROP,
-    lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-)
+_MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
 
 
 @jax.custom_jvp
@@ -397,20 +416,19 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     output = view.type
     if not isinstance(weight, Sum) or not jnp.issubdtype(output.dtype, jnp.inexact):
         return None
-    if view.feature_group_count != 1 or view.batch_group_count != 1 or not keeps_range(view.precision):
+    if view.feature_group_count != 1 or view.batch_group_count != 1 or not sums.keeps_range(view.precision):
         return None
-    result = product_dtype(weight.dtype, output.dtype)
-    numbers = view.dimension_numbers
-    to, channel = numbers.rhs_spec[0], numbers.out_spec[1]
-    parts = all_or_none(_split_channels(product, to) for product in weight.products)
+    result = sums.product_dtype(weight.dtype, output.dtype)
+    to, channel = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
+    parts = sums.all_or_none(_split_channels(product, to) for product in weight.products)
     if parts is None:
         return None
     other_axes = [i for i in range(output.ndim) if i != channel]
-    places = count_entries(output.shape[i] for i in other_axes)
+    places = sums.count_entries(output.shape[i] for i in other_axes)
 
     def dense(kernel: Product, n: int) -> float:
         still = all(factor.still for factor in kernel.factors)
-        window = count_entries(size for i, size in enumerate(weight.shape) if i != to)
+        window = sums.count_entries(size for i, size in enumerate(weight.shape) if i != to)
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
@@ -425,7 +443,7 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         y = lax.conv_general_dilated(
             x,
             array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
-            dimension_numbers=numbers,
+            dimension_numbers=view.dimension_numbers,
             **view.window,
             precision=view.precision,
             preferred_element_type=result,
@@ -497,7 +515,8 @@ class Factoring:
     """
 
     def __init__(self, plan: SumPlan) -> None:
-        self.plan, self.state = plan, list[Any]()
+        self.plan = plan
+        self.state = list[Any]()
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
@@ -506,18 +525,21 @@ class Factoring:
         return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn, args, out_facts = operation.eqn, operation.args, operation.out_facts
-        new = declared_sum(operation) if operation.only_first_read and out_facts.known and declares(eqn) else None
-        if new is None:
-            if has_body(eqn):
-                return enter(operation)
-            if (moved := move_sum(eqn, args)) is not None:
-                return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-            new = make_if_smaller(eqn, args, operation.facts) if out_facts.known else None
-        if new is None:
-            return self._multiply(operation)
-        weight = self._start_sum(operation, new)
-        return None if weight is None else [weight, *(None for _ in eqn.outvars[1:])]
+        eqn, is_known = operation.eqn, operation.out_facts.known
+        if (
+            is_known
+            and operation.only_first_read
+            and declares(eqn)
+            and (declared := declared_sum(operation)) is not None
+        ):
+            return self._start_sum(operation, declared)
+        if has_body(eqn):
+            return enter(operation)
+        if (moved := move_sum(eqn, operation.args)) is not None:
+            return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
+        if is_known and (made := make_if_smaller(eqn, operation.args, operation.facts)) is not None:
+            return self._start_sum(operation, made)
+        return self._multiply(operation)
 
     def _multiply(self, operation: Operation) -> Outs:
         """The product of data with a weight; None if the equation is no such product."""
@@ -539,32 +561,32 @@ class Factoring:
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        eqn, interpreter, weight = operation.eqn, operation.interpreter, operation.args[0]
-        matrices = replace(matrices, maker=(*interpreter.path, id(eqn)))
+        eqn, weight = operation.eqn, operation.args[0]
+        matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
-            times, parent = interpreter.times, self.plan.records[weight.maker]
-            cost_of_factors, *ways = costs_of_lookup(weight, matrices)
-            read = SumRead(eqn, times, interpreter.in_formula, *ways)
-            cost = min(times * ways[0], times * ways[1] + parent.cost_to_form)
-            origins, parents = operation.facts[0].origins, [weight.maker]
-            self.plan.records[matrices.maker] = Record(
-                eqn, matrices.shape, matrices.dtype, origins, parents, cost, times, read_if_formed=read
-            )
-            self.plan.reads(matrices, SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
+            times = operation.interpreter.times
+            cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
+            cost = times * cost_from_array + self.plan.records[weight.maker].cost_to_form
+            cost = min(times * cost_from_factors, cost)
+            origins = operation.facts[0].origins
+            record = Record(eqn, matrices.shape, matrices.dtype, origins, [weight.maker], cost, times)
+            record.reads.append(SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
+            in_formula = operation.interpreter.in_formula
+            record.read_if_formed = SumRead(eqn, times, in_formula, cost_from_factors, cost_from_array)
+            self.plan.records[matrices.maker] = record
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
 
-    def _start_sum(self, operation: Operation, weight: Sum) -> Sum | None:
-        """A new sum; None if the plan forms it."""
+    def _start_sum(self, operation: Operation, weight: Sum) -> Outs:
+        """A new sum, as the first output; None if the plan forms it."""
         eqn, times = operation.eqn, operation.interpreter.times
-        weight = replace(weight, maker=(*operation.interpreter.path, id(eqn)))
+        weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
             parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
             cost = times * cost_to_form(eqn, operation.facts)
             cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
             origins = operation.out_facts.origins
-            record = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
-            self.plan.records[weight.maker] = record
-        return None if self.plan.forms(weight.maker) else weight
+            self.plan.records[weight.maker] = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
+        return None if self.plan.forms(weight.maker) else [weight, *(None for _ in eqn.outvars[1:])]
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:

@@ -204,7 +204,8 @@ def _variance(view: equations.View, weight_operand: int, data: Sequence[Any], sq
     """The variance of the output of an equation, from data and the squared standard deviations of a weight."""
     match view:
         case equations.Dot() | equations.RaggedDot():
-            data, how = (_square(data[0]), *data[1:]), How(squares.dtype, squares.dtype, _precision(view))
+            data = (_square(data[0]), *data[1:])
+            how = How(squares.dtype, squares.dtype, _precision(view))
             products = contract_with_data(view, weight_operand, data, squares.products)
             return array_of_products(products or [], view.type.shape, how)
         case equations.Conv():
@@ -279,7 +280,8 @@ class Drawing:
     """
 
     def __init__(self) -> None:
-        self.reads, self.state = list[NoisyRead](), list[Any]([jnp.uint32(0)])
+        self.reads = list[NoisyRead]()
+        self.state = list[Any]([jnp.uint32(0)])
         self.analysis: Analysis[Facts] = _FactsOfDraws()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
@@ -287,13 +289,15 @@ class Drawing:
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn, args, view, out_facts = operation.eqn, operation.args, operation.view, operation.out_facts
+        eqn = operation.eqn
+        args = operation.args
+        view = operation.view
         if is_draw(eqn):
             (array,) = view.bind(*args)
             product = Product.of(array, still=True)
             (factor,) = product.factors
             product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, out_facts))]
+            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, operation.out_facts))]
         if has_body(eqn):
             return enter(operation)
         if (
@@ -307,10 +311,10 @@ class Drawing:
             return moved
         of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
         # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-        if out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
-            made = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
-            if made is not None:
-                return [replace(made, maker=_noise_origin(eqn, out_facts))]
+        if operation.out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
+            weight = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
+            if weight is not None:
+                return [replace(weight, maker=_noise_origin(eqn, operation.out_facts))]
         is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
         return self._multiply(operation) if is_product else None
 
@@ -322,8 +326,7 @@ class Drawing:
             return None
         mean, add_noise = mean_with_noise
         (n_draws,) = self.state
-        key = key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs))
-        result = add_noise(key, mean)
+        result = add_noise(key_of_use(weight.key, n_draws, sorted(operation.out_facts.differs)), mean)
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
@@ -428,7 +431,8 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
     def reported(args: Sequence[Any], kwargs: Any) -> Explained:
         """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
-        rules, arguments = Drawing(), Arguments.of(who, fun, argnums, args, kwargs)
+        rules = Drawing()
+        arguments = Arguments.of(who, fun, argnums, args, kwargs)
         call, *_ = _rewritten(rules, arguments)
         weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
         return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))

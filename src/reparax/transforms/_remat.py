@@ -106,9 +106,8 @@ def remat(fun: Callable[P, R], argnums: Argnums = None, *, keep: Literal["masks"
                 f"{who} found a mutable array (jax.new_ref), whose content cannot be recomputed. Move it out of the "
                 f"function, and return its value together with the loss."
             )
-        return call.restore(
-            recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")(*call.inputs)
-        )
+        recomputing = recomputing_function(call.program, call.is_chosen, keeps_masks=keep == "masks")
+        return call.restore(recomputing(*call.inputs))
 
     vars(function)["hides_weights"] = True  # from transforms that look for them
     return function

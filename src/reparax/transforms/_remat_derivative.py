@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 
 from reparax.numerics.tie import has_series
 from reparax.programs import dependence, jaxprs
-from reparax.programs.dependence import EquationRule, Flags, with_inputs_of_apply
+from reparax.programs.dependence import EquationRule, Flags, Known, with_inputs_of_apply
 from reparax.programs.jaxprs import Env
 from reparax.transforms._remat_order import read_as_more_than_views, run_delayed
 from reparax.transforms._remat_rewrites import (
@@ -82,9 +82,7 @@ class CallPrimitive:
         ad.primitive_transposes[primitive] = lambda cts, *args, **params: transpose(call_of(params), cts, args)
         batching.fancy_primitive_batchers[primitive] = self._batched
         # One more argument since jax 0.12.0.
-        partial_eval.dce_rules[primitive] = lambda used_outputs, *arguments: _prune_equation(
-            used_outputs, arguments[-1]
-        )
+        partial_eval.dce_rules[primitive] = lambda used_outputs, *rest: _prune_equation(used_outputs, rest[-1])
 
     def __call__(self, call: RematCall, args: Sequence[Any]) -> list[Any]:
         """The outputs of a call, as one equation."""
@@ -180,42 +178,66 @@ def _run_call(call: RematCall, args: Sequence[Any]) -> list[Any]:
     return run_delayed(call.program, args, call.known_inputs, _rule_of_call(call))
 
 
-def _jvp(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The derivative of a call that is differentiated: JAX asks for it, by a line of this file.
-
-    A residual is a value that the linear part needs. It is an input; or the forward pass stores it, if it depends on
-    unknown inputs; or the linear part recomputes it from known ones.
-    """
+def _jvp_of_call(call: RematCall, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The derivative of a call that is differentiated: JAX asks for it, by a line of this file."""
     moving = {v: dot for v, dot in zip(call.program.invars, tangents, strict=True) if not isinstance(dot, ad.Zero)}
     try:
         program, consts, linear_part = _linearize(call, primals, list(moving))
     except ValueError:  # JAX differentiates some functions forward only; if the function is wrong, it says so there
         return _jvp_without_linearization(call, primals, moving)
-    n, outvars = len(call.program.outvars), program.outvars
+    outputs = program.outvars[: len(call.program.outvars)]
     inputs = dict(zip(program.invars, [*consts, *primals], strict=True))
     is_known = dependence.known_variables(program, [True for _ in consts] + call.known_inputs)
-    recomputed = [v for v in jaxprs.variables(outvars[n:]) if is_known[v] and v not in inputs]
-    early = dependence.recomputing_program(program, recomputed, is_known)
-    needed = jaxprs.variables([*outvars[n:], *early.invars])
-    available = {*inputs, *early.outvars}
-    stored = [v for v in needed if v not in available]
-    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, [*outvars[:n], *stored]))
-    known_inputs = dependence.are_known(is_known, forward.invars)
-    values = _run_beside(moving.values(), RematCall(forward, known_inputs), jaxprs.values(inputs, forward.invars))
-    out_tangents: list[Any] = [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in values[:n]]
+    residuals = _Residuals.of(program, program.outvars[len(outputs) :], is_known)
+    forward = jaxprs.without_dead_code(jaxprs.part(program, program.eqns, [*outputs, *residuals.stored]))
+    forward_call = RematCall(forward, dependence.are_known(is_known, forward.invars))
+    values = _run_beside(moving.values(), forward_call, jaxprs.values(inputs, forward.invars))
+    outs, stored_values = values[: len(outputs)], values[len(outputs) :]
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in outs]
     if linear_part is not None:
-        late = linear_part.program
-        late = jaxprs.substitute_inputs(late, dict(zip(late.invars, outvars[n:], strict=False)))
-        read = [v for v in needed if v in inputs]
-        joined = jaxprs.join_parts([early, late], [*read, *stored, *linear_part.moving])
-        known_inputs = [is_known[v] for v in (*read, *stored)] + [False for _ in linear_part.moving]
-        operands = [*jaxprs.values(inputs, read), *values[n:], *(moving[v] for v in linear_part.moving)]
+        linear_call = residuals.linear_call(linear_part, is_known)
+        read_values = jaxprs.values(inputs, residuals.read)
+        dots = linear(linear_call, [*read_values, *stored_values, *(moving[v] for v in linear_part.moving)])
         smooth = [i for i, v in enumerate(call.program.outvars) if dependence.has_tangent(v)]
-        for i, dot in zip(
-            smooth, linear(RematCall(joined, known_inputs, len(linear_part.moving)), operands), strict=True
-        ):
+        for i, dot in zip(smooth, dots, strict=True):
             out_tangents[i] = dot
-    return values[:n], out_tangents
+    return outs, out_tangents
+
+
+@dataclass(frozen=True)
+class _Residuals:
+    """The values that a linear part needs, and where it has them from.
+
+    Attributes:
+      names: All of them.
+      early: The program that recomputes known ones from inputs and stored ones.
+      read: The inputs that are read.
+      stored: What the forward pass stores: those that depend on unknown inputs.
+    """
+
+    names: Sequence[Any]
+    early: Jaxpr
+    read: Sequence[Var]
+    stored: Sequence[Var]
+
+    @classmethod
+    def of(cls, program: Jaxpr, names: Sequence[Any], is_known: Known) -> "_Residuals":
+        """These residuals of a program."""
+        inputs = set(program.invars)
+        recomputed = [v for v in jaxprs.variables(names) if is_known[v] and v not in inputs]
+        early = dependence.recomputing_program(program, recomputed, is_known)
+        needed = jaxprs.variables([*names, *early.invars])
+        made = inputs.union(early.outvars)
+        return cls(names, early, [v for v in needed if v in inputs], [v for v in needed if v not in made])
+
+    def linear_call(self, linear_part: "_LinearPart", is_known: Known) -> RematCall:
+        """The linear part as a call whose inputs are those that are read, the stored ones, and the tangents."""
+        late = linear_part.program
+        late = jaxprs.substitute_inputs(late, dict(zip(late.invars, self.names, strict=False)))
+        inputs = [*self.read, *self.stored]
+        program = jaxprs.join_parts([self.early, late], [*inputs, *linear_part.moving])
+        known_inputs = [is_known[v] for v in inputs] + [False for _ in linear_part.moving]
+        return RematCall(program, known_inputs, len(linear_part.moving))
 
 
 @dataclass(frozen=True)
@@ -290,16 +312,15 @@ def _linearize_half(
 
 def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: Env) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents, computed together."""
-    program = call.program
-    env = dict(zip(program.invars, primals, strict=True))
+    env = dict(zip(call.program.invars, primals, strict=True))
 
     def function(*values: Any) -> list[Any]:
-        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), program.invars))
+        return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
     return outs, [
         dot if dependence.has_tangent(v) else ad.Zero(jax.typeof(output).to_tangent_aval())
-        for v, output, dot in zip(program.outvars, outs, out_tangents, strict=True)
+        for v, output, dot in zip(call.program.outvars, outs, out_tangents, strict=True)
     ]
 
 
@@ -307,9 +328,10 @@ def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """For a function that is linear in some of its inputs."""
     dots = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     order = [*(i for i in range(len(args)) if i not in dots), *dots]
-    invars, known_inputs = [call.program.invars[i] for i in order], [call.known_inputs[i] for i in order]
+    invars = [call.program.invars[i] for i in order]
+    known_inputs = [call.known_inputs[i] for i in order]
     reordered = RematCall(call.program.replace(invars=invars), known_inputs, len(dots))
-    cotangents = dict(zip(order, _transpose(reordered, cts, [args[i] for i in order]), strict=True))
+    cotangents = dict(zip(order, _transpose_linear(reordered, cts, [args[i] for i in order]), strict=True))
     return [cotangents[i] for i in range(len(args))]
 
 
@@ -326,7 +348,8 @@ def _run_linear(call: RematCall, args: Sequence[Any]) -> list[Any]:
 
 def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
     """The outputs and their tangents: of a linear function, those at other tangents, and those of its weights."""
-    n, out_dots = call.n_fixed, [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
+    n = call.n_fixed
+    out_dots = [ad.instantiate_zeros(dot) for dot in tangents[call.n_fixed :]]
     moving = [i for i, dot in enumerate(tangents[:n]) if not isinstance(dot, ad.Zero)]
     if not moving:
         return linear(call, primals), linear(call, [*primals[:n], *out_dots])
@@ -339,22 +362,22 @@ def _jvp_of_linear(call: RematCall, primals: Any, tangents: Any) -> tuple[list[A
     return jax.jvp(function, (points, list(primals[n:])), (slopes, out_dots))
 
 
-def _transpose(call: RematCall, cts: Any, args: Any) -> list[Any]:
+def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     """The cotangents of the inputs, None for those that are not tangents, from those of the outputs and the inputs."""
-    n, used_outputs = call.n_fixed, [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
+    n = call.n_fixed
+    early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
+    used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
+    slopes = [cts[i] for i in used_outputs]
+    # Only what is linear is traced again.
+    late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
+    backward, consts = jaxprs.transpose(late, call.program.invars[n:])
+    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
+    program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
+    known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
     # The barrier stops XLA from reusing values that the forward pass computed from the same input.
     copied = read_as_more_than_views(call.program, call.known_inputs)
     pairs = zip(args[:n], call.program.invars, strict=False)
     weights = [lax.optimization_barrier(x) if v in copied else x for x, v in pairs]
-    slopes = [cts[i] for i in used_outputs]
-    early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
-    invars = call.program.invars
-    # Only what is linear is traced again.
-    late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
-    backward, consts = jaxprs.transpose(late, invars[n:])
-    const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
-    program = jaxprs.join_parts([early, backward], [*const_vars, *invars[:n], *slope_vars])
-    known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
 
 
@@ -375,6 +398,6 @@ def _run_known(trace: Any, *tracers: Any, **params: Any) -> Any:
     return _run_linear(call_of(params), values)
 
 
-linear = CallPrimitive("reparax_linear", _run_linear, _jvp_of_linear, _transpose)
+linear = CallPrimitive("reparax_linear", _run_linear, _jvp_of_linear, _transpose_linear)
 partial_eval.custom_partial_eval_rules[linear.primitive] = _run_known
-recomputed_call = CallPrimitive("reparax_split", _run_call, _jvp, _transpose_call)
+recomputed_call = CallPrimitive("reparax_split", _run_call, _jvp_of_call, _transpose_call)

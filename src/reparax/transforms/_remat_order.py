@@ -67,7 +67,8 @@ class _DelayedRun:
 
     def _make(self, atoms: Sequence[Any], operands: Sequence[Any]) -> None:
         """Computes the missing values and all that they need, not before the unknown ``operands`` are ready."""
-        stack, makers = self._missing(atoms), set[int]()
+        stack = self._missing(atoms)
+        makers = set[int]()
         while stack:
             maker = self._makers[stack.pop()]
             if maker not in makers:
@@ -158,7 +159,8 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
         return set()
     size = max(map(_bytes_of, targets)) / SMALL
     chosen = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting, smallest = set(chosen), {v: v for v in program.invars}
+    waiting = set(chosen)
+    smallest = {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
         if v not in waiting and v in smallest:
@@ -183,7 +185,9 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
 
 def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
     """The known inputs from which a program computes more than views of them."""
-    is_known, views, copied = dependence.known_variables(program, known_inputs), _views(program), set[Var]()
+    is_known = dependence.known_variables(program, known_inputs)
+    views = _views(program)
+    copied = set[Var]()
     for eqn in reversed(program.eqns):
         if all(dependence.are_known(is_known, eqn.invars)) and any(v not in views or v in copied for v in eqn.outvars):
             copied.update(jaxprs.variables(eqn.invars))
@@ -195,7 +199,9 @@ def costly(program: Jaxpr) -> set[Var]:
     makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
 
     def cost(output: Var) -> int:
-        stack, counted, total = [output], set[int](), 0
+        stack = [output]
+        counted = set[int]()
+        total = 0
         while stack:
             eqn = makers.get(stack.pop())
             if eqn is not None and id(eqn) not in counted:
@@ -231,12 +237,12 @@ def _count(eqn: JaxprEqn) -> int:
 
 def _is(eqn: JaxprEqn, kinds: set[type[View]]) -> bool:
     """Whether an equation is of one of these kinds, or a call of such equations alone."""
-    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(each, kinds) for each in _inside(eqn)))
+    return view_class_of(eqn) in kinds or (jaxprs.is_call(eqn) and all(_is(inner, kinds) for inner in _inside(eqn)))
 
 
 def _inside(eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equations of the programs in an equation."""
-    return [each for program in jaxprs.inner(eqn) for each in program.eqns]
+    return [inner for program in jaxprs.inner(eqn) for inner in program.eqns]
 
 
 def _bytes_of(v: Any) -> int:

@@ -110,7 +110,8 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
     """The program whose scans compute their stacked weights, with constants as its first inputs, and these."""
     if not any(map(jaxprs.is_scan, jaxpr.eqns)):
         return jaxpr, []
-    is_known, functions = dependence.known_variables(jaxpr, known_inputs), dict[int, Callable[..., Sequence[Any]]]()
+    is_known = dependence.known_variables(jaxpr, known_inputs)
+    functions = dict[int, Callable[..., Sequence[Any]]]()
 
     def moved(eqn: JaxprEqn) -> JaxprEqn:
         start = sum(jaxprs.scan_counts(eqn)) if jaxprs.is_scan(eqn) else len(eqn.invars)
@@ -118,10 +119,10 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
         if not weights:
             return eqn
         plan = steps.plan(jaxpr, [(v, 0) for v in weights])
-        others = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
-        new = eqn.replace(invars=[*others, *(v for v, _ in plan.parts)])
-        functions[id(new)] = functools.partial(_run_with_weights, eqn, plan)
-        return new
+        other_operands = [v for i, v in enumerate(eqn.invars) if i < start or v not in weights]
+        new_eqn = eqn.replace(invars=[*other_operands, *(v for v, _ in plan.parts)])
+        functions[id(new_eqn)] = functools.partial(_run_with_weights, eqn, plan)
+        return new_eqn
 
     program = jaxpr.replace(eqns=list(map(moved, jaxpr.eqns)))
     if not functions:
@@ -134,12 +135,15 @@ def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequen
     """The outputs of a scan whose body computes weights, from its other operands and what the plan reads."""
     jaxpr, consts = jaxprs.body(eqn)
     start, n_operands = sum(jaxprs.scan_counts(eqn)), len(args) - len(plan.parts)
-    operands, parts = args[:n_operands], list(zip(args[n_operands:], [axis for _, axis in plan.parts], strict=True))
+    operands = args[:n_operands]
+    parts = list(zip(args[n_operands:], [axis for _, axis in plan.parts], strict=True))
     sliced = [jnp.moveaxis(x, axis, 0) for x, axis in parts if axis is not None]
 
     def body(*inputs: Any) -> list[Any]:
         """One step of the scan: its operands, then the number of the step, and its slices of what the plan reads."""
-        old_inputs, number, slices = inputs[:n_operands], inputs[n_operands], iter(inputs[n_operands + 1 :])
+        old_inputs = inputs[:n_operands]
+        number = inputs[n_operands]
+        slices = iter(inputs[n_operands + 1 :])
         values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
         computed = zip(plan.outputs, plan.run(number, values), strict=True)
         weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in computed}
@@ -189,9 +193,8 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
 def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
     """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
     is_known = dependence.known_variables(jaxpr, known_inputs)
-    randoms_behind = {
-        v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, jax.dtypes.prng_key)
-    }
+    key_type = jax.dtypes.prng_key
+    randoms_behind = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
     masks = dict[Var, set[Var]]()
     for eqn in jaxpr.eqns:
         randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]
@@ -229,8 +232,8 @@ def _read_from_bits(mask: Array) -> Array:
     """A mask, read from its bits."""
     axis = _axis(jax.typeof(mask))
     assert axis is not None
-    leading, trailing = mask.shape[:axis], mask.shape[axis + 1 :]
-    eights = mask.reshape(*leading, -1, 8, *trailing).astype(jnp.uint8)
+    leading = mask.shape[:axis]
+    eights = mask.reshape(*leading, -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
     places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
     byte = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
     bits = jnp.expand_dims(byte, axis + 1) >> places & jnp.uint8(1)

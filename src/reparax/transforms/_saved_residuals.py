@@ -100,7 +100,7 @@ def saved_residuals(
       kwargs: Its keyword arguments.
 
     Returns:
-      A report, whose repr is a table. ``report.kept`` holds an array each: its ``kind``, ``type``, ``bytes`` and
+      A report, whose repr is a table. ``report.kept`` holds arrays, with their ``kind``, ``type``, ``bytes`` and
       ``origin``. ``report.bytes()`` is the total size; ``report.bytes("parameters")``, ``"weights"`` or
       ``"activations"`` that of one kind.
 
@@ -157,7 +157,8 @@ def _report(who: str, fun: Callable[..., Any], argnums: Argnums, args: Sequence[
     origins = dict(zip(program.invars, ["closed over" for _ in consts] + arguments.paths, strict=True))
     known_inputs = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in consts] + arguments.is_chosen
     is_known = dependence.known_variables(program, known_inputs)
-    makers, lines = {v: eqn for eqn in program.eqns for v in eqn.outvars}, lines_by_origin(loss)
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    lines = lines_by_origin(loss)
 
     def kept(v: Var) -> Kept:
         kind = ACTIVATIONS if not is_known[v] else PARAMETERS if v in origins else WEIGHTS

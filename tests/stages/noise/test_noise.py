@@ -179,7 +179,7 @@ def draws(p, tree, key):
     return program.count("jaxpr=reparax_normal") + program.count("jaxpr=_draw_uniform")
 
 
-ONE = {"w": jnp.ones((4, 3))}
+ONE = {"w": np.ones((4, 3), np.float32)}
 
 
 @pytest.mark.parametrize(

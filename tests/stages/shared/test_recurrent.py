@@ -95,15 +95,15 @@ def test_the_flat_vector_of_cudnn_trains_from_gates_as_flax_with_one_bias_and_as
 
 
 OTHERS = {
-    "torch.lstm": (torch_lstm, rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")),
-    "nnx.gru": (
+    "torch.lstm": lambda: (torch_lstm, rpx.shared.convert(LSTM, "flax.lstm", "torch.lstm")),
+    "nnx.gru": lambda: (
         lambda params: nnx_cell(nnx.GRUCell, zeros(), params),
         {
             "dense_h": {"kernel": normal(HIDDEN, 3 * HIDDEN, seed=60)},
             "dense_i": {"bias": normal(3 * HIDDEN, seed=61), "kernel": normal(INPUTS, 3 * HIDDEN, seed=62)},
         },
     ),
-    "haiku.gru": (
+    "haiku.gru": lambda: (
         lambda params: haiku_cell(hk.GRU, params),
         {
             "b": normal(3 * HIDDEN, seed=63),
@@ -117,6 +117,6 @@ OTHERS = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cell_with_values_of_its_own_trains_the_same_from_its_parts(name):
-    run, params = OTHERS[name]
+    run, params = OTHERS[name]()
     alone, packed = compared(run, [rpx.Chain(), rpx.shared.Pack(name)], params)
     np.testing.assert_allclose(packed, alone, rtol=1e-5)

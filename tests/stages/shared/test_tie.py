@@ -217,7 +217,7 @@ def test_plain_sharing_adds_no_operation_to_the_program_before_or_after_compilat
     assert after[1] == after[0]
 
 
-TWO = {"0": {"q": jnp.ones(2), "k": jnp.ones(2)}, "1": {"q": jnp.ones(2), "k": jnp.ones(2)}}
+TWO = {layer: {name: np.ones(2, np.float32) for name in "qk"} for layer in "01"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -220,7 +220,9 @@ class TrainableSlices(Reparametrization):
         return {"x": jnp.take(w, jnp.array(self.indices), axis=position(self.axis, w)), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w, x, axis = values["w"], values["x"], position(self.axis, values["w"])
+        w = values["w"]
+        x = values["x"]
+        axis = position(self.axis, values["w"])
         rows = jnp.moveaxis(w, axis, 0).at[jnp.array(self.indices)].set(jnp.moveaxis(x, axis, 0).astype(w.dtype))
         return jnp.moveaxis(rows, 0, axis)
 
@@ -527,13 +529,16 @@ class VeRA(RowsAndColumns):
         return {"d": jnp.full(self.rank, self.d_initial, w.dtype), "b": jnp.zeros(w.shape[1], w.dtype), "w": w}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        w, d, b = values["w"], widened(values["d"]), widened(values["b"])
+        w = values["w"]
+        d = widened(values["d"])
+        b = widened(values["b"])
         a_random, b_random = self.factors(w)
         return (widened(w) + product(a_random * d[None], b_random) * b[None]).astype(w.dtype)
 
     def factors(self, w: Array) -> tuple[Array, Array]:
         """The random factors A and B for a matrix like ``w``."""
-        key, dtype = jax.random.key(self.seed, impl="threefry2x32"), widened(w).real.dtype
+        key = jax.random.key(self.seed, impl="threefry2x32")
+        dtype = widened(w).real.dtype
         a_random = _draw_uniform(jax.random.fold_in(key, 0), (w.shape[0], self.rank), w.shape[0], w)
         b_random = _draw_uniform(jax.random.fold_in(key, 1), (self.rank, w.shape[1]), self.rank, w)
         return a_random.astype(dtype), b_random.astype(dtype)

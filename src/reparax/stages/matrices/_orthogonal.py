@@ -29,7 +29,8 @@ def cayley(base: Array, x: Array) -> Array:
     skew, across = _split_by_base(base, x)
     schur, numerator = identity(skew) - skew / 2, 2 * base
     if base.shape[-2] != base.shape[-1]:  # otherwise nothing is orthogonal to the base
-        schur, numerator = schur + product(adjoint(across), across) / 4, numerator + across
+        schur = schur + product(adjoint(across), across) / 4
+        numerator = numerator + across
     return jnp.linalg.solve(schur.mT, numerator.mT).mT - base
 
 

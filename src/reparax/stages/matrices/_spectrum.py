@@ -103,7 +103,8 @@ def _nearest_factors(w: Array, rank: int) -> tuple[Array, Array]:
     root = jnp.sqrt(singular[..., :rank])
     u = left_vectors[..., :rank] * root[..., None, :].astype(left_vectors.dtype)
     v = root[..., :, None].astype(right_vectors.dtype) * right_vectors[..., :rank, :]
-    batch, more = [(0, 0)] * (w.ndim - 2), (0, rank - root.shape[-1])
+    batch = [(0, 0)] * (w.ndim - 2)
+    more = (0, rank - root.shape[-1])
     return jnp.pad(u, [*batch, (0, 0), more]), jnp.pad(v, [*batch, more, (0, 0)])
 
 
@@ -184,7 +185,8 @@ class _SingularValues(RowsAndColumns, Constraint):
     def init_leaf(self, w: Array) -> dict[str, Array]:
         x, rank = widened(w), self.rank_of(w)
         left_vectors, singular, right_vectors = jnp.linalg.svd(x, full_matrices=False)
-        u, v = self.left_vectors(left_vectors, right_vectors)[..., :rank], adjoint(right_vectors)[..., :rank]
+        u = self.left_vectors(left_vectors, right_vectors)[..., :rank]
+        v = adjoint(right_vectors)[..., :rank]
         s = self.coordinates(singular[..., :rank], resolution(w, singular[..., :1]))
         free = {"u": jnp.zeros_like(u, dtype=w.dtype), "v": jnp.zeros_like(v, dtype=w.dtype)}
         return {**free, "s": s.astype(jnp.finfo(w.dtype).dtype), "base_u": u, "base_v": v}

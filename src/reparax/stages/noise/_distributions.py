@@ -246,16 +246,21 @@ def ivon(
         del extra
         if params is None:
             raise ValueError("ivon needs the raw tree. Write `tx.update(grads, state, raw)`.")
-        pairs, grads, count = _pairs_by_path(params), _pairs_by_path(updates), state.steps + 1
+        pairs = _pairs_by_path(params)
+        grads = _pairs_by_path(updates)
+        count = state.steps + 1
         rate = learning_rate(state.steps) if callable(learning_rate) else learning_rate
         new_pairs, momentum, hessian = dict[str, Any](), dict[str, Any](), dict[str, Any]()
         for path, pair in pairs.items():
             m, h = state.momentum[path], state.hessian[path]
-            mean, rho, grad = widened(pair["mean"]), pair["rho"], widened(grads[path]["mean"])
+            mean = widened(pair["mean"])
+            rho = pair["rho"]
+            grad = widened(grads[path]["mean"])
             # The derivative of sigma by rho is a sigmoid, and that of the weight by sigma is the noise.
             noise_by_grad = jax.nn.softplus(rho) * grads[path]["rho"] / jax.nn.sigmoid(rho)
             m = beta1 * m + (1 - beta1) * grad
-            estimate, gap = ess * (h + weight_decay) * noise_by_grad, 1 - beta2
+            estimate = ess * (h + weight_decay) * noise_by_grad
+            gap = 1 - beta2
             h = beta2 * h + gap * estimate + 0.5 * gap**2 * (h - estimate) ** 2 / (h + weight_decay)
             unbiased = m / (1 - jnp.asarray(beta1, m.dtype) ** count.astype(m.dtype))
             direction = jnp.clip((unbiased + weight_decay * mean) / (h + weight_decay), -clip_radius, clip_radius)

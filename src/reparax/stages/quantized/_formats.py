@@ -171,8 +171,7 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
     middles = (table[1:] + table[:-1]) / 2
     if even:
         # A number equal to the middle passes it if the code above is even.
-        odd = np.arange(len(middles)) % 2 == 1
-        middles = np.where(odd, np.nextafter(middles, np.float32(-np.inf)), middles)
+        middles = np.where(np.arange(len(middles)) % 2 == 1, np.nextafter(middles, np.float32(-np.inf)), middles)
     sign = len(table)
 
     def place(x: Array, noise: Array | None) -> Array:
@@ -180,7 +179,8 @@ def table_numbers(numbers: Any, *, mirrored: bool = False, even: bool = False) -
             return _count_exceeded(middles, x)
         below = _count_exceeded(np.nextafter(table[1:], np.float32(-np.inf)), x)
         index = jnp.minimum(below, len(table) - 2)
-        start, end = _look_up(table, index).astype(x.dtype), _look_up(table, index + 1).astype(x.dtype)
+        start = _look_up(table, index).astype(x.dtype)
+        end = _look_up(table, index + 1).astype(x.dtype)
         return index + (start + noise * (end - start) < x).astype(below.dtype)
 
     def encode(x: Array, noise: Array | None) -> Array:
@@ -233,8 +233,7 @@ def _count_exceeded(bounds: np.ndarray, x: Array) -> Array:
 def _look_up(table: np.ndarray, codes: Array) -> Array:
     """The numbers of a table at ``codes``."""
     if len(table) > _SHORT:
-        where = jax.typeof(codes).sharding
-        return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="clip", out_sharding=where)
+        return jnp.asarray(table).at[codes.astype(jnp.int32)].get(mode="clip", out_sharding=jax.typeof(codes).sharding)
     numbers: list[Any] = list(table)
     bit = 0
     while len(numbers) > 1:

@@ -34,6 +34,9 @@ from reparax.stages.quantized._formats import (
 
 largest_of = functools.partial(jnp.max, initial=0.0)
 
+_UNIT_OF = {"scale": "unit", "offset": "offset_unit"}
+"""The raw value that holds the unit of rounded scales, or of rounded offsets."""
+
 Entries = dict[str, Array]
 """``scale`` of each entry, or its ``inverse``, and ``zero`` and ``offset`` where there are some."""
 
@@ -212,26 +215,27 @@ class Scaled(Reparametrization):
         """The raw values that hold the scales and zeros of ``w``; those without codes have its dtype."""
         x, blocks = widened(w), self._blocks(w)
         if self._format.zero == "zero":
-            numbers, (low, high) = self._format.numbers, self._range_of(x, blocks, with_zero=True)
-            values = self._scale_values("scale", "unit", self._scale_of_range(low, high), w.dtype)
-            zero = divide(-low, self._read_scales(values, "scale", "unit").astype(x.dtype))
+            numbers = self._format.numbers
+            low, high = self._range_of(x, blocks, with_zero=True)
+            values = self._store_scales("scale", self._scale_of_range(low, high), w.dtype)
+            zero = divide(-low, self._read_scales("scale", values).astype(x.dtype))
             return {**values, "zero": jnp.clip(jnp.round(zero), numbers.low, numbers.top).astype(w.dtype)}
         if self._scales is not None and self._scales.dtype == "exponent":
             return self._power_values(self._extent_of(x, blocks), w.dtype)
         values: dict[str, Array] = {}
         for name, scale in self._ideal_scales(x).items():
-            values |= self._scale_values(name, "unit" if name == "scale" else f"{name}_unit", scale, w.dtype)
+            values |= self._store_scales(name, scale, w.dtype)
         return values
 
     def _ideal_scales(self, x: Array) -> dict[str, Array]:
         """The scales of blocks, and their offsets, before they are stored."""
-        row, blocks = self._format, self._blocks(x)
-        numbers = row.numbers
-        if row.zero == "offset":
-            low, high = self._range_of(x, blocks, with_zero=not row.early)
+        blocks = self._blocks(x)
+        if self._format.zero == "offset":
+            low, high = self._range_of(x, blocks, with_zero=not self._format.early)
             return {"scale": self._scale_of_range(low, high), "offset": -low}
-        scale = self._divide_extent(self._extent_of(x, blocks), abs(numbers.top))
-        return {"scale": scale if numbers.top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
+        top = self._format.numbers.top
+        scale = self._divide_extent(self._extent_of(x, blocks), abs(top))
+        return {"scale": scale if top > 0 else jnp.where(faces_down(x, blocks), scale, -scale)}
 
     def _extent_of(self, x: Array, blocks: Grid) -> Array:
         """The magnitude that codes reach in each block, on both sides of zero: finite if the block is, else NaN."""
@@ -257,8 +261,7 @@ class Scaled(Reparametrization):
 
     def _scale_of_range(self, low: Array, high: Array) -> Array:
         """The scale of the numbers from ``low`` to ``high``. Both are halved, as their difference may overflow."""
-        numbers = self._format.numbers
-        return self._divide_extent(high / 2 - low / 2, (numbers.top - numbers.low) / 2)
+        return self._divide_extent(high / 2 - low / 2, (self._format.numbers.top - self._format.numbers.low) / 2)
 
     def _divide_extent(self, extent: Array, parts: float) -> Array:
         """The scale by which ``extent`` has so many parts."""
@@ -272,62 +275,56 @@ class Scaled(Reparametrization):
         unit = jnp.where(jnp.all(jnp.isfinite(extent)), 1, jnp.nan).astype(dtype)
         return {"scale": codes, "unit": jnp.broadcast_to(unit, (1,) * extent.ndim)}
 
-    def _scale_values(self, name: str, unit: str, scale: Array, dtype: Any) -> dict[str, Array]:
-        """The raw values that hold these scales, rounded if the format rounds them."""
+    def _store_scales(self, name: str, scale: Array, dtype: Any) -> dict[str, Array]:
+        """The raw values that hold these scales: as they are, or rounded to multiples of a unit."""
         if self._scales is None:
             return {name: _narrow_scale(scale, dtype)}
         if self._scales.dtype == "float16":
-            return {
-                name: clip_to_finite(scale, jnp.float16).astype(jnp.float16),
-                unit: jnp.ones((1,) * scale.ndim, dtype),
-            }
-        over = self._over_units(scale)
-        unit_value = _narrow_scale(over.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
-        codes = divide(scale, over.spread(widened(unit_value).astype(scale.dtype)))
+            narrow = clip_to_finite(scale, jnp.float16).astype(jnp.float16)
+            return {name: narrow, _UNIT_OF[name]: jnp.ones((1,) * scale.ndim, dtype)}
+        sharing = self._scales_of_units(scale)
+        unit = _narrow_scale(sharing.reduce_blocks(largest_of, scale, 0) * (1 / self._scales.top), dtype)
+        codes = divide(scale, sharing.spread(widened(unit).astype(scale.dtype)))
         if jnp.issubdtype(self._scales.dtype, jnp.integer):
             codes = jnp.round(codes)
-        values = {
-            name: jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype),
-            unit: unit_value,
-        }
+        codes = jnp.clip(codes, self._scales.least, self._scales.top).astype(self._scales.dtype)
         if not self._scales.divided:
-            return values
-        wide = widened(unit_value)
-        return {**values, unit: jnp.ones_like(unit_value), "per": divide(jnp.ones_like(wide), wide)}
+            return {name: codes, _UNIT_OF[name]: unit}
+        divisor = divide(jnp.ones_like(widened(unit)), widened(unit))
+        return {name: codes, _UNIT_OF[name]: jnp.ones_like(unit), "per": divisor}
 
-    def _over_units(self, scale: Array) -> Grid:
-        """Which scales share a unit."""
-        scales_per_unit = self._scales.shared if self._scales else 0
-        block_axis = self._block_axis(scale)
-        sizes = [n if scales_per_unit == 0 else 1 for n in scale.shape]
-        if scales_per_unit != 0:
-            n = scale.shape[block_axis]
-            sizes[block_axis] = n if scales_per_unit is None else min(scales_per_unit, n)
-        return Grid(scale.shape, tuple(max(size, 1) for size in sizes))
+    def _scales_of_units(self, scale: Array) -> Grid:
+        """The blocks of scales that share a unit."""
+        count = self._scales.shared if self._scales else 0
+        if count == 0:
+            return Grid(scale.shape, tuple(max(n, 1) for n in scale.shape))
+        sizes, block_axis = [1] * scale.ndim, self._block_axis(scale)
+        n = max(scale.shape[block_axis], 1)
+        sizes[block_axis] = n if count is None else min(count, n)
+        return Grid(scale.shape, tuple(sizes))
 
-    def _read_scales(self, values: dict[str, Array], name: str, unit: str) -> Array:
-        """The scales of blocks."""
+    def _read_scales(self, name: str, values: dict[str, Array]) -> Array:
+        """The scales of blocks, in the dtype in which formulas compute: the inverse of ``_store_scales``."""
         codes = values[name]
         if self._scales is None:
             return widened(codes)
-        units = widened(values[unit])
+        unit = widened(values[_UNIT_OF[name]])
         if self._scales.dtype == "exponent":
             codes = jax.lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
-        scale = clip_to_finite(codes.astype(units.dtype) * self._over_units(codes).spread(units))
+        scale = clip_to_finite(codes.astype(unit.dtype) * self._scales_of_units(codes).spread(unit))
         return scale / values["per"].astype(scale.dtype) if "per" in values else scale
 
     def _entries(self, values: dict[str, Array], blocks: Grid) -> Entries:
         """The scale of each entry, with its zero and its offset where there are some."""
-        entries = {"scale": blocks.spread(self._read_scales(values, "scale", "unit"))}
+        numbers = {name: self._read_scales(name, values) for name in _UNIT_OF if name in values}
         if "zero" in values:
-            entries["zero"] = blocks.spread(widened(values["zero"]))
-        if "offset" in values:
-            entries["offset"] = blocks.spread(self._read_scales(values, "offset", "offset_unit"))
-        return entries
+            numbers["zero"] = widened(values["zero"])
+        return {name: blocks.spread(x) for name, x in numbers.items()}
 
     def _codes_and_scales(self, w: Array, key: Array | None = None) -> tuple[Array, dict[str, Array]]:
         """The codes of ``w``, and the raw values that hold its scales."""
-        values, x, blocks = self._values_of_scales(w), widened(w), self._blocks(w)
+        values = self._values_of_scales(w)
+        x, blocks = widened(w), self._blocks(w)
         if self._format.early and key is None:
             scales = self._ideal_scales(x)
             scale = scales.pop("scale")
@@ -462,7 +459,7 @@ class Quantized(Scaled):
     acts_on_embeddings: ClassVar[bool] = False
 
     @property
-    def _draws(self) -> bool:
+    def _init_draws(self) -> bool:
         return self.rounding == "stochastic"
 
     def refuse_leaf(self, w: Array) -> str | None:
@@ -478,16 +475,16 @@ class Quantized(Scaled):
         return {"q": pack(codes, self._format.numbers.bits, block_axis), **values, **order}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
-        scales, numbers = self._scales, self._format.numbers
+        scales = self._scales
         codes = {} if scales is None else {"scale": "uint8" if scales.dtype == "exponent" else scales.dtype}
-        for name, dtype in {"q": numbers.dtype, **codes}.items():
+        for name, dtype in {"q": self._format.numbers.dtype, **codes}.items():
             if values[name].dtype != dtype:
                 found_dtype = values[name].dtype
                 raise ValueError(f"expected {name} of {dtype} for {self.format}, got {found_dtype}: {OTHER_CHAIN}")
         if scales is None and not jnp.issubdtype(values["scale"].dtype, jnp.floating):
             raise ValueError(f"expected a floating scale, got {values['scale'].dtype}: {OTHER_CHAIN}")
         q = values["q"]
-        return self._decode(unpack(q, numbers.bits, self._block_axis(q)), values)
+        return self._decode(unpack(q, self._format.numbers.bits, self._block_axis(q)), values)
 
     def _scale_range_error(self, w: Array) -> str | None:
         """What is wrong with known numbers whose scales the format cannot hold, or None."""
@@ -506,7 +503,8 @@ class Quantized(Scaled):
 
     def _packing_error(self, w: Array) -> str | None:
         """What is wrong with ``w`` if several codes share bytes, or None."""
-        block_axis, (many, size) = self._block_axis(w), group_of_codes(self._format.numbers.bits)
+        block_axis = self._block_axis(w)
+        many, size = group_of_codes(self._format.numbers.bits)
         if w.shape[block_axis] % many == 0:
             return None
         share = "a byte" if size == 1 else f"{size} bytes"
@@ -593,7 +591,7 @@ class FakeQuantized(Scaled):
             )
 
     @property
-    def _bare(self) -> bool:
+    def _in_place(self) -> bool:
         return self.step != "learned"
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
@@ -601,7 +599,7 @@ class FakeQuantized(Scaled):
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         w = values["w"]
-        if self._bare:
+        if self._in_place:
             return straight_through(w, self._round(jax.lax.stop_gradient(w)))
         step = jnp.abs(values["step"])
         x, size = widened(w), w.size // max(step.size, 1)
@@ -648,9 +646,7 @@ def _round_to_step(x: Array, step: Array, bits: int, size: int) -> Array:
 
 
 @_round_to_step.defjvp
-def _round_to_step_jvp(
-    bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]
-) -> tuple[Array, Array]:
+def _round_jvp(bits: int, size: int, primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
     """The derivative of LSQ: that of the identity inside of the range, and a slope for the step."""
     (x, step), (dx, dstep) = primals, tangents
     low, high = bounds_of(bits)

@@ -59,9 +59,8 @@ class _Rearranged(Parametrization):
             raise TypeError(
                 f"{type(self).__name__} takes a path or a regular expression as `where`, but got {where!r}."
             )
-        model, raw = (
-            [name for block in b.values() for name in value_names(block)] for b in (self._model, self._stored)
-        )
+        blocks_of_both = (self._model, self._stored)
+        model, raw = ([name for block in blocks.values() for name in value_names(block)] for blocks in blocks_of_both)
         require_unique(model, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
         if lacking := sorted(set(model) ^ set(raw)):
@@ -79,7 +78,8 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        who, nodes = CallName(self, method), {} if method == "init" else tree.nodes(self.kind)
+        who = CallName(self, method)
+        nodes = {} if method == "init" else tree.nodes(self.kind)
         if method != "init" and not nodes:
             raise no_own_node_error(str(who), self.kind, nest(tree))
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
@@ -117,10 +117,8 @@ class _Rearranged(Parametrization):
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del bound, key
         sizes = dict(self.sizes)
-        raw_arrays = write_arrays(self._stored, read_values(self._model, arrays, sizes), sizes)
-        return {
-            path: {_label(name): raw_arrays[name] for name in raw_arrays if self._home(name) == path} for path in arrays
-        }
+        stored = write_arrays(self._stored, read_values(self._model, arrays, sizes), sizes)
+        return {path: {_label(name): stored[name] for name in stored if self._home(name) == path} for path in arrays}
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
         del bound, key

@@ -272,9 +272,7 @@ def _differ(target: Any, source: Any, transform: Transform) -> bool:
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
     with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
-        target_numbers, source_numbers = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
-    eps = float(jnp.finfo(target_numbers.dtype).eps) if jnp.issubdtype(target_numbers.dtype, jnp.inexact) else 0.0
-    wide = np.result_type(np.float64, target_numbers.dtype) if target_numbers.dtype.kind != "V" else np.float64
-    return not np.allclose(
-        target_numbers.astype(wide), source_numbers.astype(wide), rtol=4 * eps, atol=0, equal_nan=True
-    )
+        a, b = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
+    eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
+    wide = np.result_type(np.float64, a.dtype) if a.dtype.kind != "V" else np.float64
+    return not np.allclose(a.astype(wide), b.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)

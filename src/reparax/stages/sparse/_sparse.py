@@ -12,18 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from reparax.core.axes import (
-    EACH,
-    LAST,
-    Axes,
-    Axis,
-    check_one_along,
-    check_slices,
-    count_from_front,
-    last_to_number,
-    other_axes,
-    position,
-)
+from reparax.core import axes
+from reparax.core.axes import EACH, LAST, Axes, Axis
 from reparax.core.bound import Bound
 from reparax.core.constraint import Constraint, why_infinite
 from reparax.core.fields import FieldOf, Number, OneNumber, by_array, field
@@ -183,7 +173,7 @@ class NByM(_Masked, Constraint):
 
     n: int = field(check_whole)
     m: int = field(check_whole)
-    along: Axis = field(check_one_along, default=LAST, kw_only=True)
+    along: Axis = field(axes.check_one_along, default=LAST, kw_only=True)
 
     by_roles: ClassVar[Any] = {"along": INPUTS}
     acts_on_embeddings: ClassVar[Any] = property(lambda self: self.along != LAST)
@@ -194,15 +184,15 @@ class NByM(_Masked, Constraint):
             raise ValueError(f"NByM got n={self.n} and m={self.m}, but keeps n of every m weights, 0 <= n <= m.")
 
     def refuse_leaf(self, w: Array) -> str | None:
-        if w.shape[position(self.along, w)] % self.m:
+        if w.shape[axes.position(self.along, w)] % self.m:
             return (
-                f"expected an axis {last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
+                f"expected an axis {axes.last_to_number(self.along)} whose length is divisible by {self.m}, got shape "
                 f"{w.shape}. Leave it out with `where`, or choose another axis."
             )
         return None
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
-        axis = position(self.along, w)
+        axis = axes.position(self.along, w)
         rows = jnp.moveaxis(jnp.abs(widened(w)), axis, -1)
         groups = rows.reshape(*rows.shape[:-1], rows.shape[-1] // self.m, self.m)
         keep = jnp.vectorize(lambda group: largest(group, self.n), signature="(m)->(m)")(groups)
@@ -214,8 +204,8 @@ class NByM(_Masked, Constraint):
 
 def check_shares(value: Any, who: str, name: str) -> Any:
     """One share, or a tuple of several."""
-    several = tuple(value) if isinstance(value, tuple | list) else (value,)
-    shares = tuple(_check_share(share, who, name) for share in several)
+    entries = tuple(value) if isinstance(value, tuple | list) else (value,)
+    shares = tuple(_check_share(share, who, name) for share in entries)
     return shares[0] if len(shares) == 1 else shares
 
 
@@ -301,7 +291,7 @@ class _Prune(_Masked, Constraint):
     """Weights under a mask with a given sparsity; the projection keeps the largest slices."""
 
     sparsity: FieldOf[OneNumber | Sequence[float] | None] = field(optional(by_array(check_shares)), default=None)
-    axis: Axes = field(check_slices, default=EACH, kw_only=True)
+    axis: Axes = field(axes.check_slices, default=EACH, kw_only=True)
     count: int | None = field(optional(check_count), default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -309,7 +299,7 @@ class _Prune(_Masked, Constraint):
         require_one(self)
 
     def refuse_leaf(self, w: Array) -> str | None:
-        return count_error(self, math.prod(w.shape[axis] for axis in count_from_front(self.axis, w)))
+        return count_error(self, math.prod(w.shape[axis] for axis in axes.count_from_front(self.axis, w)))
 
     def _masking(self, w: Array, scores: Array) -> dict[str, Array]:
         """The raw values of ``w``; the slices with the largest scores stay."""
@@ -425,8 +415,10 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
     if axis == EACH:
         return x
     if order == math.inf:
-        return jnp.max(x, axis=other_axes(axis, w), keepdims=True)
-    return jnp.sum((x / scale(x, count_from_front(None, x))) ** order, axis=other_axes(axis, w), keepdims=True)
+        return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
+    return jnp.sum(
+        (x / scale(x, axes.count_from_front(None, x))) ** order, axis=axes.other_axes(axis, w), keepdims=True
+    )
 
 
 _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the weights from 0 to 1.")
@@ -465,7 +457,8 @@ class _Regrow(_Masked, Constraint):
         size = jnp.where(jnp.isnan(size), jnp.full_like(size, jnp.inf), size)
         scores = jnp.where(jnp.isnan(scores), jnp.zeros_like(scores), scores)
         scores = scores + jnp.zeros_like(size, scores.dtype)  # lies on a mesh as the weights do
-        count, share = jnp.sum(active), jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
+        count = jnp.sum(active)
+        share = jnp.clip(jnp.asarray(self.drop_fraction).astype(jnp.float32), 0, 1)
         n_dropped = jnp.floor(count.astype(jnp.float32) * share).astype(count.dtype)
         survivors = largest(jnp.where(active, size, hidden), count - n_dropped)
         grown = largest(jnp.where(survivors, hidden.astype(scores.dtype), scores), n_dropped)

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
+from reparax.core.axes_by_roles import axes_at, unset_fields, why_not_stacked
 from reparax.core.layers import Convention
 from reparax.core.raw import Leaf
-from reparax.core.with_axes import axes_at, unset_fields, why_not_stacked
 
 _MEANINGS = {
     2: (("io", "(in, out)"), ("oi", "(out, in), as in torch and equinox")),
@@ -34,15 +34,14 @@ _MEANINGS = {
 """What arrays may be, by their numbers of axes."""
 
 
-def asks_axes(stage: Any) -> bool:
+def lacks_axes(stage: Any) -> bool:
     """Whether a stage has axes that nobody set, without which it cannot act on an array."""
     return stage.needs_axes and bool(unset_fields(stage))
 
 
 def stack_by_convention(stage: Any, leaf: Leaf, w: Any) -> AxisNumbers:
     """The stacked axes of an array that its layer says, for a stage whose axes nobody set."""
-    convention = leaf.convention
-    return tuple(range(w.ndim - len(convention.axes))) if convention.is_of_layer and asks_axes(stage) else ()
+    return tuple(range(w.ndim - len(leaf.convention.axes))) if leaf.convention.is_of_layer and lacks_axes(stage) else ()
 
 
 def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = False) -> Any:
@@ -53,9 +52,10 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = F
     Raises:
       ValueError: If neither says them.
     """
-    if not asks_axes(stage):
+    if not lacks_axes(stage):
         return stage
-    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
+    convention = leaf.convention
+    stacked = find_axes(stage.stacked, stage.names_at(leaf))
     n_own = w.ndim - len(stacked)
     if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not convention.is_of_layer):
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
@@ -74,9 +74,10 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = F
 
 def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
     """Types that an array may have, whose values alone are known."""
-    if not asks_axes(stage):
+    if not lacks_axes(stage):
         return [None]
-    convention, stacked = leaf.convention, find_axes(stage.stacked, stage.names_at(leaf))
+    convention = leaf.convention
+    stacked = find_axes(stage.stacked, stage.names_at(leaf))
     own = tuple(2 if size is None else size for size in convention.sizes) or (2,) * (len(convention.axes) or 2)
     counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
     return [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]

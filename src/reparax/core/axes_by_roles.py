@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from reparax.core.axes import EACH, LAST, ONE_AXIS, are_words, find_axes, one_stacked, words_to_numbers
+from reparax.core.axes import EACH, LAST, ONE_AXIS, AxisNumbers, are_words, find_axes, one_stacked, words_to_numbers
 from reparax.core.bound import follow_axes
 from reparax.core.calls import CallName
 from reparax.core.fields import ByPath, by_path_or_one
@@ -32,12 +32,14 @@ def visit_with_roles(
     """
     roles_of_params = roles_of(who, roles)
     tree = jax.tree.map(lambda x: type_of(x) if isinstance(x, Role) or is_array(x) else x, roles)
-    origins, new_stages, new = keep_origins(tree), list[Any](), list[Any]()
+    origins = keep_origins(tree)
+    new_stages = list[Any]()
+    later_stages = list[Any]()
     for stage in reversed(stages):
-        tree, origins_of_stage = follow_axes(new, tree)
+        tree, origins_of_stage = follow_axes(later_stages, tree)
         origins = compose_origins(origins_of_stage, origins)
-        new = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
-        new_stages[:0] = new
+        later_stages = list(visit(stage, flatten(tree), _inherit_roles(roles_of_params, tree, origins)))
+        new_stages[:0] = later_stages
     return new_stages
 
 
@@ -73,7 +75,8 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
 def _role_by_class(convention: Convention, x: Any, tree: Flat) -> Role:
     """The role of an array of a layer; none if the layer does not say it."""
     try:
-        role, why = convention.role(x.shape, x.dtype), why_not_stacked(convention, x, tree)
+        role = convention.role(x.shape, x.dtype)
+        why = why_not_stacked(convention, x, tree)
     except ValueError as error:
         why = str(error)
     else:
@@ -99,13 +102,16 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
     leaves = tree.leaves(bases=stage._takes_base)
     paths = [leaf.path for leaf in leaves]
-    stacks = {leaf.place: _stacked_axes(stage, leaf, roles.get(leaf.place)) for leaf in leaves}
-    chosen = stage._selected("with_axes", leaves, stacks=stacks)
+
+    def stacked_at(leaf: Leaf, _: Any) -> AxisNumbers:
+        return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
+
+    chosen = stage._selected("with_axes", leaves, stacked_at=stacked_at)
     axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
-        return [new for part in parts for new in with_axes(part, tree, roles)]
+        return [numbered for part in parts for numbered in with_axes(part, tree, roles)]
 
-    def numbered(*, by_path: bool) -> Any:
+    def with_numbers(*, by_path: bool) -> Any:
         """The stage with these axes; by path where they differ, or in any case."""
         new_axes = dict[str, Any]()
         for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
@@ -115,23 +121,23 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
             new_axes[name] = by_path_or_one(answers, paths, several=by_path)
         return replace(stage, **new_axes)
 
-    new = numbered(by_path=False)
-    selects_others = [leaf.place for leaf in new._selected("with_axes", leaves)] != [leaf.place for leaf in chosen]
-    return [numbered(by_path=True) if selects_others else new]
+    new_stage = with_numbers(by_path=False)
+    selects_same = [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf in chosen]
+    return [new_stage if selects_same else with_numbers(by_path=True)]
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
-        role, w = roles.get(leaf.place), leaf.content
+        role = roles.get(leaf.place)
         if role is None or role.why or role.ambiguous:
             continue
-        stage_here = stage._required_at("with_axes", leaf)
+        stage_here = stage._checked_for("with_axes", leaf)
         stacked = stage_here.stacked_axes
         if set(stacked) != set(role.stacked) and not stage.elementwise:
             yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
             continue
-        numbers, one_array = axes_by_word(role, stacked), one_stacked(w, stacked)
+        numbers, one_array = axes_by_word(role, stacked), one_stacked(leaf.content, stacked)
         for field, (axes, word) in stage_here.axes_in_use(one_array).items():
             axes_from_end = tuple(axis - one_array.ndim for axis in axes)
             if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
@@ -143,7 +149,8 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
     Axes by path are those of arrays, and both factors of one, for example, have its path.
     """
-    axes_of_path, parts = dict[str, list[Mapping[str, Any]]](), dict[int, list[Leaf]]()
+    axes_of_path = dict[str, list[Mapping[str, Any]]]()
+    parts = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         known_axes = axes_of_path.setdefault(leaf.path, [])
         if axes not in known_axes:
@@ -154,7 +161,8 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
     """The stage for these places alone."""
-    paths, fields_by_path = [leaf.path for leaf in leaves], stage._varied.items()
+    paths = [leaf.path for leaf in leaves]
+    fields_by_path = stage._varying_fields.items()
     numbers = {name: value.of(paths) for name, value in fields_by_path if isinstance(value, ByPath)}
     return replace(stage, where="|".join(re.escape(leaf.raw_path) for leaf in leaves), **numbers)
 
@@ -186,17 +194,18 @@ def _asks_stacked(stage: Any) -> bool:
 
 
 def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
-    """The stacked axes of an array, as the network or the stage says; none if it has none, or is not to be seen."""
-    stage_at_path = stage.at_path(leaf.path)
-    if stage_at_path is None or not leaf.visible or role is None or not _asks_stacked(stage_at_path):
-        return () if stage_at_path is None else stage_at_path.stacked
-    return _one_or_tuple(role.stacked)
+    """The stacked axes of an array, as the network says, or the stage."""
+    stage = stage.at_path(leaf.path)
+    if not leaf.visible or role is None or not _asks_stacked(stage):
+        return stage.stacked
+    return role.stacked
 
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    path, who = leaf.path, CallName(stage, "with_axes", (leaf.path,))
-    axes_of_field, stage = dict[str, Any](), stage.at_path(path)
+    who = CallName(stage, "with_axes", (leaf.path,))
+    axes_of_field = dict[str, Any]()
+    stage = stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
