@@ -188,6 +188,17 @@ def test_a_linearized_function_with_zeros_among_its_outputs_is_traced():
     same(jaxprs.evaluate(found, [*stored, W]), [np.zeros((2, 3)), 2 * W])
 
 
+def test_a_linear_program_is_transposed_without_a_trace_of_its_own():
+    of_both = program(lambda x, w: (jnp.sum(x @ w, axis=0), w[0]), X, W)
+    x, w = of_both.invars
+    with jax.disable_jit():
+        found, consts = jaxprs.transpose(of_both, [w])
+    assert not any(map(jaxprs.is_jit, found.eqns))
+    found = found.replace(invars=[x, *found.invars])
+    (got,) = jaxprs.evaluate(found, [X, *consts, jnp.arange(3.0), jnp.ones(3)])
+    np.testing.assert_array_equal(got, [np.arange(3) * 4 + 1, np.arange(3) * 4])
+
+
 # ---- equations
 
 

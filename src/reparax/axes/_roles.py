@@ -146,19 +146,12 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
     while True:
         still_unresolved = list[Between]()
         for use in unresolved:
-            for (axes, free_axes), (other_axes, other_free_axes) in ((use.left, use.right), (use.right, use.left)):
+            for weight, other in ((use.left, use.right), (use.right, use.left)):
+                free_axes = weight[1]
                 if not free_axes & (inputs | outputs):
                     continue
-                if free_axes & inputs:  # data meet this weight first, and the other one reads what it makes
-                    first = axes
-                    second = other_axes
-                    start = free_axes
-                    end = other_free_axes
-                else:
-                    first = other_axes
-                    second = axes
-                    start = other_free_axes
-                    end = free_axes
+                # Data meet this weight first, and the other one reads what it makes; or the other way round.
+                (first, start), (second, end) = (weight, other) if free_axes & inputs else (other, weight)
                 if first & inputs_of_data or second & outputs_of_data:
                     continue  # as in a penalty: data do not meet one weight after the other
                 inputs, outputs = inputs | second, outputs | first
@@ -169,9 +162,9 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
         if len(still_unresolved) == len(unresolved):
             break
         unresolved = still_unresolved
-    contradictory = [each.product for each in resolved if each.start & outputs or each.end & inputs]
+    contradictory = [pair.product for pair in resolved if pair.start & outputs or pair.end & inputs]
     turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in contradictory]
-    return [*(each.product for each in resolved), *turned]
+    return [*(pair.product for pair in resolved), *turned]
 
 
 class _Resolved(NamedTuple):

@@ -342,8 +342,7 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
-        view = self.view
-        shapes = [v.aval.shape for v in self.view.operands]
+        view, shapes = self.view, [v.aval.shape for v in self.view.operands]
         if isinstance(view, Dot | RaggedDot):
             return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
@@ -413,8 +412,7 @@ class Zeros:
             return not any(value.varies(i) for value in self.operands)
         if not isinstance(self.view, (*MOVES, Gather)):
             return False
-        value = self.operands[0]
-        wanted = self.labels.atoms(axis.label)
+        value, wanted = self.operands[0], self.labels.atoms(axis.label)
         overlapping = [k for k, own_axis in enumerate(value.axes) if self.labels.atoms(own_axis.label) & wanted]
         if overlapping:
             return not any(map(value.varies, overlapping))

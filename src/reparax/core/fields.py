@@ -249,12 +249,10 @@ def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwar
     cls: Any = type(args[0])
     if (wrong := wrong_arguments(init, args[1:], kwargs, skip=1)) is None:
         return None
-    default_of = {field.name: field.default for field in config.declared_fields(cls) if field.init}
-    if unknown := [name for name in kwargs if name not in default_of]:
-        return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*default_of])}"
-    texts = ", ".join(
-        name if x is dataclasses.MISSING else f"{name}={config.code(x)}" for name, x in default_of.items()
-    )
+    defaults = {field.name: field.default for field in config.declared_fields(cls) if field.init}
+    if unknown := [name for name in kwargs if name not in defaults]:
+        return f"{cls.__name__} {wrong} {instead_of(unknown[0], [*defaults])}"
+    texts = ", ".join(name if x is dataclasses.MISSING else f"{name}={config.code(x)}" for name, x in defaults.items())
     return f"{cls.__name__} {wrong} Write {cls._usage or f'`{cls.__name__}({texts})`'}."
 
 

@@ -181,8 +181,7 @@ def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, 
     """The keys of bindings that draw alike, or their noise: in a loop, if there are several."""
     if not group[0].is_noise:
         return [keys[0]]
-    stage = group[0].stage
-    array = jnp.asarray(arrays[group[0].value_places[0]])
+    stage, array = group[0].stage, jnp.asarray(arrays[group[0].value_places[0]])
     if len(group) == 1:
         return [stage.draw(array, keys[0])]
     draws = stage.draw(array, keys)

@@ -52,6 +52,9 @@ from reparax.core.where import (
 )
 from reparax.numerics.arithmetic import is_array
 
+ArrayAt = Callable[[Leaf], Any]
+StackedAt = Callable[[Leaf, Any], AxisNumbers]
+
 
 class Leafwise(Parametrization):
     """A stage that acts on arrays one by one."""
@@ -259,8 +262,8 @@ class Leafwise(Parametrization):
         self,
         method: str,
         leaves: Sequence[Leaf],
-        array_at: Callable[[Leaf], Any] = lambda leaf: leaf.content,
-        stacked_at: Callable[[Leaf, Any], AxisNumbers] | None = None,
+        array_at: ArrayAt = lambda leaf: leaf.content,
+        stacked_at: StackedAt | None = None,
     ) -> list[Leaf]:
         """The leaves of a tree on which the stage acts.
 
@@ -282,13 +285,7 @@ class Leafwise(Parametrization):
             require_axes(who, "stacked", self.stacked, list(map(self.names_at, chosen)))
         return chosen
 
-    def _acts_by_default(
-        self,
-        who: CallName,
-        leaf: Leaf,
-        array_at: Callable[[Leaf], Any],
-        stacked_at: Callable[[Leaf, Any], AxisNumbers],
-    ) -> bool:
+    def _acts_by_default(self, who: CallName, leaf: Leaf, array_at: ArrayAt, stacked_at: StackedAt) -> bool:
         """Whether the stage acts on a main value if ``where`` is not given."""
         if (
             leaf.is_state

@@ -91,13 +91,14 @@ def write_sections(head: str, titles: tuple[str, str], rows: Sequence[tuple[bool
 
 def size_in_bytes(x: Any) -> int:
     """The size of what has the shape and the dtype of an array; for a PRNG key, the size of its words."""
-    of_one = _size_of_key(x.dtype) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x.dtype.itemsize
-    return math.prod(x.shape) * of_one
+    return math.prod(x.shape) * _size_of_one(x.dtype)
 
 
 @functools.cache
-def _size_of_key(dtype: Any) -> int:
-    """The size in bytes of the words of one PRNG key of this dtype."""
+def _size_of_one(dtype: Any) -> int:
+    """The size in bytes of one entry of this dtype: of a PRNG key, of its words."""
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype.itemsize
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return words.size * words.dtype.itemsize
 

@@ -17,10 +17,10 @@ from jax import Array
 from reparax.core.axes import last_to_number
 from reparax.io._peft_row import (
     Adapted,
-    Given,
     Method,
     Part,
     StageNode,
+    StoredAdapter,
     Written,
     known_number,
     one_of_all,
@@ -52,12 +52,11 @@ def _token_axis(target: Target) -> int:
     return target.ins[0] if target.is_table else target.out
 
 
-def _read_tokens(given: Given) -> Adapted:
+def _read_tokens(stored: StoredAdapter) -> Adapted:
     """Trained slices of a table, or of a head."""
-    target = given.target
-    index = tuple(given.config.get("token_indices", ()))
+    target, index = stored.target, tuple(stored.config.get("token_indices", ()))
     axis = _token_axis(target)
-    values = given.values(_token_parts(target, axis, len(index)))
+    values = stored.values(_token_parts(target, axis, len(index)))
     if max(index, default=0) >= target.shape[axis]:
         raise ValueError(f"expected tokens below {target.shape[axis]}, got {max(index)}")
     return Adapted((TrainableSlices(index, axis=axis),), values)
@@ -99,9 +98,9 @@ def _vera_parts(target: Target, rank: int) -> dict[str, Part]:
     }
 
 
-def _read_vera(given: Given) -> Adapted:
+def _read_vera(stored: StoredAdapter) -> Adapted:
     """LoRA of fixed factors with gains."""
-    target, tensors = given.target, given.tensors
+    target, tensors = stored.target, stored.tensors
     rank = np.size(tensors.get("vera_lambda_d", 0))
     parts = _vera_parts(target, rank)
     own = {  # of the shared tensors, if they have as many axes
@@ -109,7 +108,7 @@ def _read_vera(given: Given) -> Adapted:
         for name, x in tensors.items()
         if name in VERA.banks and x.ndim == len(parts[name].shape)
     }
-    values = replace(given, tensors={**tensors, **own}).values(parts)
+    values = replace(stored, tensors={**tensors, **own}).values(parts)
     gains = Freeze(where="/@lora/[ab]/@gain/w"), Gain(axis=-1, where="/@lora/[ab]")
     return Adapted((*gains, LoRA(rank, **target.sides)), values)
 
@@ -170,27 +169,27 @@ def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     }
 
 
-def _read_lora(given: Given) -> Adapted:
+def _read_lora(stored: StoredAdapter) -> Adapted:
     """LoRA, with the lengths of DoRA; or what trains beside it: tokens, or the difference of a bias."""
-    target, config, rank = given.target, given.config, given.rank
+    target, config, rank = stored.target, stored.config, stored.rank
     dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
-    if _TOKENS in given.tensors:
+    if _TOKENS in stored.tensors:
         TOKENS.require_matrix(target)
-        tensors = {_DELTA: given.tensors[_TOKENS]}
+        tensors = {_DELTA: stored.tensors[_TOKENS]}
         indices = _token_indices(target, config)
-        return _read_tokens(replace(given, tensors=tensors, config={"token_indices": indices}))
-    if BIAS in given.tensors:
-        values = given.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
-        return Adapted((Scale(given.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
-    lora = LoRA(rank, given.alpha, use_rslora=by_root, **target.expert().sides)
+        return _read_tokens(replace(stored, tensors=tensors, config={"token_indices": indices}))
+    if BIAS in stored.tensors:
+        values = stored.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
+        return Adapted((Scale(stored.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
+    lora = LoRA(rank, stored.alpha, use_rslora=by_root, **target.expert().sides)
     if not target.n_experts:
-        values = given.values(_lora_parts(target, rank, dora=dora))
+        values = stored.values(_lora_parts(target, rank, dora=dora))
         axis = -1 if target.out == len(target.shape) - 1 else target.out
         return Adapted((lora, WeightNorm(axis=axis, detach=True)) if dora else (lora,), values)
     if dora:
         raise ValueError(_NO_DORA)
     try:
-        return Adapted((replace(lora, stacked=0),), given.values(_expert_parts(target, rank)))
+        return Adapted((replace(lora, stacked=0),), stored.values(_expert_parts(target, rank)))
     except ValueError as error:
         raise ValueError(
             f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
@@ -304,14 +303,14 @@ def _loha_parts(target: Target, rank: int, place: str = _SCALED) -> dict[str, Pa
     return parts
 
 
-def _read_loha(given: Given) -> Adapted:
+def _read_loha(stored: StoredAdapter) -> Adapted:
     """An elementwise product of two low-rank differences."""
-    target, rank = given.target, given.rank
+    target, rank = stored.target, stored.rank
     inputs = math.prod(target.shape) // max(target.outputs, 1)
     outside = "unchecked" if rank > min(target.outputs, inputs) else "nearest"  # PEFT's usual 8 on a narrow layer
     low = LowRank(rank, outside=outside, **target.sides)
-    values = given.values(_loha_parts(target, rank))
-    return Adapted((low, Hadamard(), Scale(given.alpha / rank), Delta()), values)
+    values = stored.values(_loha_parts(target, rank))
+    return Adapted((low, Hadamard(), Scale(stored.alpha / rank), Delta()), values)
 
 
 def _write_loha(node: StageNode) -> Written:
@@ -343,9 +342,9 @@ def _lokr_parts(
     return parts
 
 
-def _read_lokr(given: Given) -> Adapted:
+def _read_lokr(stored: StoredAdapter) -> Adapted:
     """A Kronecker product of two factors, each a full or a low-rank matrix."""
-    target, tensors = given.target, given.tensors
+    target, tensors = stored.target, stored.tensors
     if wrong := [x for x in tensors.values() if x.ndim != 2]:
         raise ValueError(f"expected matrices as factors, got one of shape {wrong[0].shape}")
     sizes: dict[str, tuple[int, int]] = {}
@@ -355,18 +354,18 @@ def _read_lokr(given: Given) -> Adapted:
             sizes[tensor] = tensors[tensor].shape
         else:
             first, second = (tensors.get(f"{tensor}_{end}", np.empty((0, 0))).shape for end in "ab")
-            sizes[tensor], ranks[tensor] = (first[0], second[1]), given.rank
+            sizes[tensor], ranks[tensor] = (first[0], second[1]), stored.rank
     parts = _lokr_parts(target, sizes, ranks)
-    values = given.values(parts)
+    values = stored.values(parts)
     first, second = (target.flip(size) for size in sizes.values())
     if (shape := (first[0] * second[0], first[1] * second[1])) != target.shape:
         raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {shape}")
     low = [
-        LowRank(given.rank, where=f"/.*@kronecker/{name}")
+        LowRank(stored.rank, where=f"/.*@kronecker/{name}")
         for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2"))
         if tensor in ranks
     ]
-    return Adapted((*low, Kronecker(first), Scale(given.alpha / given.rank), Delta()), values)
+    return Adapted((*low, Kronecker(first), Scale(stored.alpha / stored.rank), Delta()), values)
 
 
 def _write_lokr(node: StageNode) -> Written:
@@ -434,12 +433,12 @@ def _input_axis(target: Target) -> int:
     return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
 
 
-def _read_ia3(given: Given) -> Adapted:
+def _read_ia3(stored: StoredAdapter) -> Adapted:
     """Factors on outputs, including the bias, or on inputs."""
-    target = given.target
-    inputs = selects_module(target.module, given.config.get("feedforward_modules") or [])
+    target = stored.target
+    inputs = selects_module(target.module, stored.config.get("feedforward_modules") or [])
     axis = _input_axis(target) if inputs else target.out
-    return Adapted((Gain(axis=axis),), given.values(_ia3_parts(target, axis, inputs=inputs)))
+    return Adapted((Gain(axis=axis),), stored.values(_ia3_parts(target, axis, inputs=inputs)))
 
 
 def _write_ia3(node: StageNode) -> Written:
@@ -466,16 +465,16 @@ def selects_module(module: str, names: Any) -> bool:
     return any(module.endswith(name) for name in names)
 
 
-def _read_oft(given: Given) -> Adapted:
+def _read_oft(stored: StoredAdapter) -> Adapted:
     """Rotations of the inputs, block by block."""
-    target, config = given.target, given.config
+    target, config = stored.target, stored.config
     rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
-    free = given.tensors["oft_R.weight"]
+    free = stored.tensors["oft_R.weight"]
     if free.ndim != 2:
         raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
     size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
     blocks = rows // max(size, 1)
-    require(given.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
+    require(stored.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
     if config.get("coft"):  # PEFT moves it into a ball around zero for each block, before each use
         lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
         most = config["eps"] / math.sqrt(free.shape[0])

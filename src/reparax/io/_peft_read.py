@@ -27,7 +27,7 @@ from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, pattern_of, require_known, stack_parts
 from reparax.io._peft_methods import BIAS, METHODS, selects_module
-from reparax.io._peft_row import MERGE, Adapted, Given, Method, in_a_name, require
+from reparax.io._peft_row import MERGE, Adapted, Method, StoredAdapter, in_a_name, require
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
@@ -285,8 +285,7 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
         name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
         for name in first_layer.values
     }
-    count = len(first_index)
-    stages = list[Any](first_layer.stages)
+    count, stages = len(first_index), list[Any](first_layer.stages)
     axes = ((*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages)
     return Adapted(tuple(replace(stage, stacked=x) for stage, x in zip(stages, axes, strict=True)), values)
 
@@ -304,7 +303,7 @@ def _read_array(method: Method, target: Target, tensors: Tensors, config: Mappin
 
     rank = number("r", "rank_pattern") or 1
     alpha = number(method.alpha, "alpha_pattern") or 0
-    return method.read(Given(target, tensors, config, rank, float(alpha)))
+    return method.read(StoredAdapter(target, tensors, config, rank, float(alpha)))
 
 
 def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:

@@ -119,7 +119,7 @@ class Adapted:
 
 
 @dataclass(frozen=True)
-class Given:
+class StoredAdapter:
     """What a file says of one adapted array.
 
     Attributes:
@@ -250,7 +250,7 @@ class Method:
     name: str
     suffixes: tuple[str, ...]
     settings: Mapping[str, str]
-    read: Callable[[Given], Adapted]
+    read: Callable[[StoredAdapter], Adapted]
     write: Callable[[StageNode], Written]
     configure: Callable[[Mapping[str, Written]], dict[str, Any]] = _all_flags
     banks: tuple[str, ...] = ()

@@ -111,7 +111,7 @@ def _of_body(body: tuple[Jaxpr, list[Any]], inputs: Sequence[T], analysis: Analy
 
 def _of_outputs(eqn: JaxprEqn, operands: Sequence[T], analysis: Analysis[T]) -> Sequence[T]:
     """The elements of the outputs of an equation."""
-    if analysis.enters(eqn, operands):
+    if jaxprs.holds_body(eqn) and analysis.enters(eqn, operands):
         if jaxprs.is_scan(eqn):
             return _of_body(jaxprs.body(eqn), steady_inputs(eqn, operands, analysis), analysis)
         if jaxprs.is_cond(eqn):
@@ -154,7 +154,7 @@ class IsKnown(Analysis[bool]):
 
     def enters(self, eqn: JaxprEqn, operands: Sequence[bool]) -> bool:
         # Even if no input is known, a body may compute known values from its own literals.
-        return not all(operands) and bool(jaxprs.inner(eqn)) and not jaxprs.has_effects(eqn)
+        return not all(operands) and not jaxprs.has_effects(eqn)
 
 
 def known_variables(jaxpr: Jaxpr, known_inputs: Flags) -> Known:
@@ -235,14 +235,16 @@ def halves(jaxpr: Jaxpr, known_inputs: Flags) -> tuple[Jaxpr, Jaxpr]:
     An equation that mixes known and other inputs is late, and so is all that depends on its outputs.
     """
     early = list[JaxprEqn]()
-    early_vars = {v for v, is_known in zip(jaxpr.invars, known_inputs, strict=True) if is_known}
+    late = list[JaxprEqn]()
+    late_vars = {v for v, is_known in zip(jaxpr.invars, known_inputs, strict=True) if not is_known}
     for eqn in jaxpr.eqns:
-        if early_vars.issuperset(variables(eqn.invars)) and not jaxprs.has_effects(eqn):
+        if late_vars.isdisjoint(variables(eqn.invars)) and not jaxprs.has_effects(eqn):
             early.append(eqn)
-            early_vars.update(eqn.outvars)
-    early_ids = set(map(id, early))
-    late = part(jaxpr, [eqn for eqn in jaxpr.eqns if id(eqn) not in early_ids], jaxpr.outvars)
-    return part(jaxpr, early, [v for v in late.invars if v in early_vars and v not in jaxpr.invars]), late
+        else:
+            late.append(eqn)
+            late_vars.update(eqn.outvars)
+    late_half, outvars = part(jaxpr, late, jaxpr.outvars), {v for eqn in early for v in eqn.outvars}
+    return part(jaxpr, early, [v for v in late_half.invars if v in outvars]), late_half
 
 
 def recomputing_program(jaxpr: Jaxpr, outvars: Sequence[Var], is_known: Known) -> Jaxpr:

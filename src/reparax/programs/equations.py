@@ -685,8 +685,7 @@ def view_class_of(eqn: JaxprEqn) -> type[View]:
     """The class of the view of an equation; ``View`` itself if it has no other."""
     kind = KINDS.get(eqn.primitive.name, View)
     # Numbers seen as bytes have one more axis, so entries are not computed from the same entries.
-    view = kind(eqn)
-    return View if kind is Bitcast and view.operands[0].aval.shape != view.type.shape else kind
+    return View if kind is Bitcast and kind(eqn).operands[0].aval.shape != kind(eqn).type.shape else kind
 
 
 def view_of(eqn: JaxprEqn) -> View:

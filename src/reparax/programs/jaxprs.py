@@ -11,7 +11,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -21,7 +20,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core.primitives import jit_p
 from jax.interpreters import partial_eval
 from jax.sharding import AxisType, PartitionSpec
 
@@ -47,6 +47,8 @@ _CALLS = {
     *("jit", "remat2", "custom_jvp_call", "custom_vjp_call", "shard_map"),
     *("reparax_split", "reparax_linear"),
 }
+
+_BODIES = {*_CALLS, *equations.Scan.names, *equations.Cond.names}
 
 # JAX takes an equation with this parameter for a call, and so looks inside of our own.
 PROGRAM = "call_jaxpr"
@@ -113,7 +115,7 @@ def _jaxpr_of(program: Any) -> Jaxpr:
 
 def variables(atoms: Iterable[Any]) -> list[Var]:
     """The variables among ``atoms``, each once."""
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, Literal)))
+    return list(dict.fromkeys([v for v in atoms if not isinstance(v, Literal)]))
 
 
 def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
@@ -241,10 +243,10 @@ def evaluate(jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
     if not any(map(_is_linearized, args)) and equations.CustomJvp not in map(equations.view_class_of, jaxpr.eqns):
         return _as_function(jaxpr)(*args)
     env: Env = dict(zip(jaxpr.invars, args, strict=True))
-    last_reader = {v: eqn for eqn in jaxpr.eqns for v in variables(eqn.invars)}
+    reads = [variables(eqn.invars) for eqn in jaxpr.eqns]
+    last_reader = {v: eqn for eqn, invars in zip(jaxpr.eqns, reads, strict=True) for v in invars}
     outvars = set(variables(jaxpr.outvars))
-    for eqn in jaxpr.eqns:
-        invars = variables(eqn.invars)
+    for eqn, invars in zip(jaxpr.eqns, reads, strict=True):
         env.update(zip(eqn.outvars, _evaluate_equation(jaxpr, eqn, [env[v] for v in invars]), strict=True))
         for v in invars:
             if last_reader[v] is eqn and v not in outvars:
@@ -276,12 +278,12 @@ def _evaluate_equation(program: Jaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
     JAX works out the derivative of a primitive anew in each equation, but that of a function once. So equal equations
     are calls of one function, which leave no trace in the program.
     """
-    alone = _Alone.of(program, eqn)
-    if eqn.effects or not _is_worth_sharing(eqn, args) or not alone.has_hash:
-        return alone.function(*args)
+    function = _shared_function(program, eqn) if not eqn.effects and _is_worth_sharing(eqn, args) else None
+    if function is None:
+        return _as_function(part(program, [eqn], eqn.outvars))(*args)
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope):
-        return _shared_function(alone)(*args)
+        return function(*args)
 
 
 def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
@@ -294,54 +296,30 @@ def _is_worth_sharing(eqn: JaxprEqn, args: Sequence[Any]) -> bool:
     return (kind is equations.CustomJvp or (is_linearized and kind is equations.Checkpoint)) and _any_is_traced(args)
 
 
-@functools.lru_cache(maxsize=4096)
-def _shared_function(alone: "_Alone") -> Body:
-    """The outputs, from the values of operands, by one function for all equal equations."""
-    return inlined(alone.anywhere().function)
+def _shared_function(program: Jaxpr, eqn: JaxprEqn) -> Body | None:
+    """The outputs of an equation, by one function for all that are equal; None if they cannot be compared."""
+    names: dict[Any, int] = {}
+    atoms = [
+        (v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else names.setdefault(v, len(names)))
+        for v in eqn.invars
+    ]
+    key = (eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms)
+    try:
+        function = _SHARED.get(key)
+    except TypeError:
+        return None
+    if function is None:
+        # Without the lines that wrote it, and without the rest of the program.
+        alone = part(program, [eqn.replace(source_info=source_info_util.new_source_info())], eqn.outvars)
+        if len(_SHARED) == MOST_SHARED:
+            _SHARED.clear()
+        function = _SHARED[key] = inlined(_as_function(alone))
+    return function
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """One equation.
-
-    Attributes:
-      key: What is equal in equal equations.
-      eqn: The equation.
-      program: A program that contains it.
-    """
-
-    key: tuple[Any, ...]
-    eqn: JaxprEqn = field(compare=False)
-    program: Jaxpr = field(compare=False)
-
-    @classmethod
-    def of(cls, program: Jaxpr, eqn: JaxprEqn) -> "_Alone":
-        """An equation of a program."""
-        names: dict[Any, int] = {}
-        atoms = [
-            (v.aval, np.asarray(v.val).tobytes() if isinstance(v, Literal) else names.setdefault(v, len(names)))
-            for v in eqn.invars
-        ]
-        return cls((eqn.primitive, eqn.ctx, *eqn.params.items(), *atoms), eqn, program)
-
-    @property
-    def has_hash(self) -> bool:
-        """Whether it can be compared: not if a parameter has no hash."""
-        try:
-            hash(self)
-        except TypeError:
-            return False
-        return True
-
-    @property
-    def function(self) -> Body:
-        """The outputs, from the values of the variables that the equation reads."""
-        return _as_function(part(self.program, [self.eqn], self.eqn.outvars))
-
-    def anywhere(self) -> "_Alone":
-        """The same without the lines that wrote it, and without the rest of the program."""
-        eqn = self.eqn.replace(source_info=source_info_util.new_source_info())
-        return replace(self, eqn=eqn, program=part(self.program, [], []))
+_SHARED: dict[tuple[Any, ...], Body] = {}
+MOST_SHARED = 4096
+"""So many functions are remembered at most."""
 
 
 def residuals(linear: Any) -> tuple[list[Any], Any]:
@@ -363,6 +341,48 @@ def program_and_residuals(linear: Any, points: Sequence[Any], n_outs: int) -> tu
     if sizes != [(len(stored_values) + len(points), n_outs)]:
         return consts_first(jax.make_jaxpr(linear)(*points))
     return consts_first(candidates[0])[0], stored_values
+
+
+def transpose(jaxpr: Jaxpr, moving: Sequence[Var]) -> tuple[Jaxpr, list[Any]]:
+    """The program of the cotangents of ``moving``, from those of the outputs, if these are linear in ``moving``.
+
+    Its constants are its first inputs, and returned too. It reads the other inputs of ``jaxpr`` by their names there.
+    """
+    fixed = variables([*moving, *jaxpr.invars])[len(moving) :]
+    call = _call_of(jaxpr.replace(invars=[*fixed, *moving]))
+
+    def cotangents(*args: Any) -> tuple[Any, ...]:
+        linear = functools.partial(_STAGED.bind, *args[: len(fixed)], call=call)
+        return jax.linear_transpose(linear, *(v.aval for v in moving))(list(args[len(fixed) :]))
+
+    program, consts = consts_first(jax.make_jaxpr(cotangents)(*(v.aval for v in fixed), *types(jaxpr)))
+    program = substitute_inputs(program, dict(zip(program.invars[len(consts) :], fixed, strict=False)))
+    outermost = set(map(id, program.eqns))
+    opened = open_calls(program, lambda eqn: id(eqn) in outermost and is_jit(eqn))
+    assert opened is not None
+    return opened[0], [*opened[1], *consts]
+
+
+def _call_of(jaxpr: Jaxpr) -> dict[str, Any]:
+    """The parameters of a call of ``jax.jit`` that holds a program: those of another, for as many values."""
+    counts = {True: len(jaxpr.outvars), False: len(jaxpr.invars)}
+    with jax.disable_jit(disable=False):
+        (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).eqns
+    params = {k: v * counts[k.startswith("out_")] if isinstance(v, tuple) else v for k, v in eqn.params.items()}
+    return params | {"jaxpr": jaxpr if _Closed is Jaxpr else _Closed(jaxpr, [])}
+
+
+# JAX would trace a program to transpose it. This primitive becomes a call, whose program is transposed as it is.
+_STAGED = Primitive("reparax_staged")
+_STAGED.multiple_results = True
+
+
+def _stage_call(trace: Any, *tracers: Any, call: dict[str, Any]) -> Any:
+    """The outputs of a call, as one equation."""
+    return trace.default_process_primitive(jit_p, tracers, call)
+
+
+partial_eval.custom_partial_eval_rules[_STAGED] = _stage_call
 
 
 def type_of(v: Any) -> Any:
@@ -403,7 +423,7 @@ def has_refs(jaxpr: Jaxpr) -> bool:
 
 def _any_is_ref(variables: Iterable[Var]) -> bool:
     """Whether one of these variables is a mutable array."""
-    return "AbstractRef" in [type(v.aval).__name__ for v in variables]
+    return any(type(v.aval).__name__ == "AbstractRef" for v in variables)
 
 
 # ---- equations
@@ -482,6 +502,11 @@ def is_cond(eqn: JaxprEqn) -> bool:
 def is_call(eqn: JaxprEqn) -> bool:
     """Whether an equation runs its one program once, on its own operands."""
     return eqn.primitive.name in _CALLS
+
+
+def holds_body(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan, a cond or a call."""
+    return eqn.primitive.name in _BODIES
 
 
 def is_jit(eqn: JaxprEqn) -> bool:

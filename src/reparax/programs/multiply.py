@@ -376,10 +376,8 @@ def _cost_of_pair(a: CostKind, b: CostKind, loop_labels: Labels, result_labels: 
             return (1 + len(moving)) * (2 * rows * fourier_cost(label.size) + ENTRY * n_written)
     contracting = (a.labels & b.labels) - result_labels
     total = (2.0 * n if contracting else 0.0) + ENTRY * n_written
-    for factor in moving:
-        total += (2.0 * n if contracting or factor.labels != loop_labels else 0.0) + ENTRY * _entries_along(
-            factor.labels
-        )
+    for x in moving:
+        total += (2.0 * n if contracting or x.labels != loop_labels else 0.0) + ENTRY * _entries_along(x.labels)
     return total
 
 

@@ -291,8 +291,7 @@ def make_if_smaller(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) 
 
 def make_sum(eqn: JaxprEqn, args: Sequence[Any], facts: Sequence[Facts]) -> Sum | None:
     """The sum that an equation makes from known values; None if it must make an array."""
-    view = equations.view_of(eqn)
-    dtype = type_of(eqn.outvars[0]).dtype
+    view, dtype = equations.view_of(eqn), type_of(eqn.outvars[0]).dtype
     if equations.view_class_of(eqn) not in _MAKERS or not sums.holds_factors(dtype, args) or view.has_sharding:
         return None
     operands = [x if isinstance(x, Sum) else _as_sum(x, still=fact.still) for x, fact in zip(args, facts, strict=True)]

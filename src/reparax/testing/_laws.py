@@ -109,9 +109,8 @@ def types(case: Case) -> None:
     p, params = case.p, case.params
     key = case.key if p.stochastic else None  # a deterministic chain shares its program with fold
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
-        case.require(
-            evidence.array_paths(effective) == evidence.array_paths(params), "the effective tree has different paths"
-        )
+        same_paths = evidence.array_paths(effective) == evidence.array_paths(params)
+        case.require(same_paths, "the effective tree has different paths")
         for path, actual, want in evidence.paired(effective, params):
             same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
             case.require(same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}")
@@ -189,8 +188,7 @@ def value_semantics(case: Case) -> None:
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
     p, params, key = case.p, case.params, case.key
-    raw = p.init(params, key)
-    keys = jnp.stack([key, jax.random.fold_in(key, 1)])
+    raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
     mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
     apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     init_all = jax.vmap(p.init, in_axes=(0, None))
@@ -233,14 +231,9 @@ def transformations(case: Case) -> None:
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p, params = case.p, case.params
-    key = case.key
-    raw = case.raw
-    mean = case.p.deterministic
-    draw = evidence.compiled_apply(p, raw, key)
-    is_fixed = not mean.stochastic and evidence.equal(
-        evidence.compiled_fold(p, raw), evidence.compiled_apply(mean, raw, key)
-    )
+    p, params, raw, key = case.p, case.params, case.raw, case.key
+    draw, mean_draw = (evidence.compiled_apply(q, raw, key) for q in (p, p.deterministic))
+    is_fixed = not p.deterministic.stochastic and evidence.equal(evidence.compiled_fold(p, raw), mean_draw)
     case.require(is_fixed, "its deterministic chain is random")
     case.require(evidence.equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
     changes = not evidence.equal(evidence.compiled_apply(p, raw, jax.random.fold_in(key, 1)), draw)
@@ -250,9 +243,8 @@ def keys(case: Case) -> None:
         case.require_raises(lambda: p.apply(raw), "it draws without a key")
         _require_independent(case)
     if p.stochastic and isinstance(params, dict):
-        small, larger = (
-            p.init(tree, key) for tree in (params, {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}})
-        )
+        more_params = {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}
+        small, larger = p.init(params, key), p.init(more_params, key)
 
         def same(a: PyTree, b: PyTree) -> bool:
             return all(evidence.equal(a[name], b[name]) for name in params)
@@ -406,9 +398,8 @@ def update_base(case: Case) -> None:
 def transfer(case: Case) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
     actual = evidence.compiled_transfer(case.p, case.moved)
-    case.require(
-        evidence.array_paths(actual) == evidence.array_paths(case.moved), "`transfer(p, p, raw)` has different paths"
-    )
+    same_paths = evidence.array_paths(actual) == evidence.array_paths(case.moved)
+    case.require(same_paths, "`transfer(p, p, raw)` has different paths")
     for path, w, old in evidence.paired(actual, case.moved):
         case.require(evidence.equal(w, old), f"`transfer(p, p, raw)` changes {path!r}")
 

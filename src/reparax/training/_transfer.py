@@ -190,8 +190,7 @@ class _Old:
         for stage, bounds in provenance.bindings:
             before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
             for bound, name, place in _places(bounds):
-                path = _path_without_numbers(place)
-                array = self.effective.arrays[place]
+                path, array = _path_without_numbers(place), self.effective.arrays[place]
                 if bound.nodes:
                     values = {value: before[at] for value, at in bound.values[name].items()}
                     self._nodes[path] = _Node(bound.stage, array, values)

@@ -320,9 +320,7 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
     lookup = _RowLookup(view, _in_counting_dtype(args[1]))
 
     def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return sums.all_or_none(
-            change_axis_of_product(product, axis, lookup.count, change) for product in weight.products
-        )
+        return sums.all_or_none(change_axis_of_product(x, axis, lookup.count, change) for x in weight.products)
 
     products_of_types = products_of_rows(lookup.type_of_rows)
     if products_of_types is None:
@@ -432,11 +430,10 @@ def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
         return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
 
     def costs(kernel: Product, n: int, tail: Product | None) -> float:
+        if tail is None:
+            return dense(kernel, n)
         few = jax.ShapeDtypeStruct((places, n), weight.dtype)
-        mixing = (
-            0.0 if tail is None else cost(jax.eval_shape(functools.partial(_mix_channels, channel=1, tail=tail), few))
-        )
-        return dense(kernel, n) + mixing
+        return dense(kernel, n) + cost(jax.eval_shape(lambda few: _mix_channels(few, 1, tail), few))
 
     def convolve(kernel: Product, n: int, tail: Product | None) -> Any:
         shape = [n if i == to else size for i, size in enumerate(weight.shape)]

@@ -289,9 +289,7 @@ class Drawing:
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn = operation.eqn
-        args = operation.args
-        view = operation.view
+        eqn, args, view = operation.eqn, operation.args, operation.view
         if is_draw(eqn):
             (array,) = view.bind(*args)
             product = Product.of(array, still=True)

@@ -368,7 +368,9 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     early, late = dependence.halves(call.program, [i < n for i in range(len(args))])
     used_outputs = [i for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)]
     slopes = [cts[i] for i in used_outputs]
-    backward, consts = _transpose_late(late, call.program.invars[n:], used_outputs, slopes)
+    # Only what is linear is traced again.
+    late = late.replace(outvars=[late.outvars[i] for i in used_outputs])
+    backward, consts = jaxprs.transpose(late, call.program.invars[n:])
     const_vars, slope_vars = backward.invars[: len(consts)], backward.invars[len(consts) :]
     program = jaxprs.join_parts([early, backward], [*const_vars, *call.program.invars[:n], *slope_vars])
     known_inputs = [True for _ in consts] + call.known_inputs[:n] + [False for _ in slopes]
@@ -377,29 +379,6 @@ def _transpose_linear(call: RematCall, cts: Any, args: Any) -> list[Any]:
     pairs = zip(args[:n], call.program.invars, strict=False)
     weights = [lax.optimization_barrier(x) if v in copied else x for x, v in pairs]
     return [None] * n + run_delayed(jaxprs.without_dead_code(program), [*consts, *weights, *slopes], known_inputs)
-
-
-def _transpose_late(
-    late: Jaxpr, wrt: Sequence[Var], used_outputs: Sequence[int], slopes: Sequence[Any]
-) -> tuple[Jaxpr, list[Any]]:
-    """The transposed linear half, of constants and cotangents, with residuals under their names; and the constants.
-
-    Only what is linear is traced again.
-    """
-    residuals = [v for v in late.invars if v not in set(wrt)]
-
-    def transpose(*args: Any) -> list[Any]:
-        env = dict(zip(residuals, args, strict=False))
-
-        def function(*moving: Any) -> list[Any]:
-            outs = jaxprs.evaluate(late, jaxprs.values(env | dict(zip(wrt, moving, strict=True)), late.invars))
-            return [outs[i] for i in used_outputs]
-
-        return list(jax.linear_transpose(function, *(v.aval for v in wrt))(list(args[len(residuals) :])))
-
-    program, consts = jaxprs.consts_first(jax.make_jaxpr(transpose)(*(v.aval for v in residuals), *slopes))
-    names = dict(zip(program.invars[len(consts) :], residuals, strict=False))
-    return jaxprs.substitute_inputs(program, names), consts
 
 
 def _run_beside(tangents: Iterable[Any], call: RematCall, args: Sequence[Any]) -> list[Any]:

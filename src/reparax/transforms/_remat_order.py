@@ -6,7 +6,7 @@ So only one layer's weights are in memory at a time, in the forward pass and in 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from reparax.core.reports import size_in_bytes
 from reparax.numerics.tie import has_bits, store_whole, tie
@@ -63,7 +63,7 @@ class _DelayedRun:
 
     def _missing(self, atoms: Sequence[Any]) -> list[Var]:
         """The values among ``atoms`` that are not computed yet."""
-        return [v for v in variables(atoms) if v in self._makers and v not in self._env]
+        return [v for v in atoms if not isinstance(v, Literal) and v in self._makers and v not in self._env]
 
     def _make(self, atoms: Sequence[Any], operands: Sequence[Any]) -> None:
         """Computes the missing values and all that they need, not before the unknown ``operands`` are ready."""
@@ -88,8 +88,7 @@ class _DelayedRun:
 
         What these equations read is counted off first: it decides what is still read.
         """
-        for eqn in eqns:
-            self._reads.subtract(variables(eqn.invars))
+        self._reads.subtract(v for eqn in eqns for v in variables(eqn.invars))
         outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
         program = jaxprs.part(self._jaxpr, eqns, outvars)
         args = values(self._env, program.invars)
@@ -160,8 +159,7 @@ def barrier_inputs(program: Jaxpr) -> set[Var]:
         return set()
     size = max(map(_bytes_of, targets)) / SMALL
     chosen = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting = set(chosen)
-    smallest = {v: v for v in program.invars}
+    waiting, smallest = set(chosen), {v: v for v in program.invars}
 
     def wait(v: Var) -> None:
         if v not in waiting and v in smallest:
@@ -219,13 +217,16 @@ def _views(program: Jaxpr) -> set[Var]:
     free = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
-        # A broadcast that makes no more entries adds axes of size 1.
-        is_view = _is(eqn, _IN_PLACE) or (
-            view_class_of(eqn) is equations.Broadcast and _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
-        )
-        if not operands or (is_view and free.issuperset(operands)):
+        if not operands or (free.issuperset(operands) and _is_view(eqn)):
             free.update(eqn.outvars)
     return free
+
+
+def _is_view(eqn: JaxprEqn) -> bool:
+    """Whether compilers read an output in place of the operand. A broadcast to as many entries adds axes of size 1."""
+    if view_class_of(eqn) is equations.Broadcast:
+        return _bytes_of(eqn.outvars[0]) == _bytes_of(eqn.invars[0])
+    return _is(eqn, _IN_PLACE)
 
 
 def _count(eqn: JaxprEqn) -> int:

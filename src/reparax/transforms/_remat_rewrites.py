@@ -50,9 +50,11 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
     is_known = dependence.known_variables(jaxpr, known_inputs)
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
-        known = dependence.are_known(is_known, eqn.invars)
         run_with_body = jaxprs.runner_of(eqn)
-        if run_with_body is None or all(known) or not any(known):
+        if run_with_body is None:
+            return None
+        known = dependence.are_known(is_known, eqn.invars)
+        if all(known) or not any(known):
             return None
         body, consts = jaxprs.body(eqn)
         if jaxprs.is_scan(eqn):

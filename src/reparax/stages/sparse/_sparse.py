@@ -416,9 +416,8 @@ def _slice_scores(w: Array, axis: Axes, order: float) -> Array:
         return x
     if order == math.inf:
         return jnp.max(x, axis=axes.other_axes(axis, w), keepdims=True)
-    return jnp.sum(
-        (x / scale(x, axes.count_from_front(None, x))) ** order, axis=axes.other_axes(axis, w), keepdims=True
-    )
+    x = x / scale(x, axes.count_from_front(None, x))
+    return jnp.sum(x**order, axis=axes.other_axes(axis, w), keepdims=True)
 
 
 _FRACTION = number_that(lambda share: 0 <= share <= 1, "takes a share of the weights from 0 to 1.")
