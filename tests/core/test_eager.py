@@ -125,12 +125,11 @@ def test_a_start_is_one_program_for_all_arrays_of_a_type():
     np.testing.assert_allclose(raw[0]["w"]["@weight_norm"]["g"], np.full((1, 3), 2 * 7**0.5), rtol=1e-6)
 
 
-def test_more_large_arrays_are_no_more_programs():
+def test_large_arrays_of_one_type_draw_by_one_program():
     p, noise = rpx.WeightDropout(0.5, where=".*"), []
-    few, many = ({f"w{i}": jnp.ones((2**14 + extra,)) for i in range(n)} for n, extra in [(2, 1), (6, 2)])
-    assert programs_of(lambda: p.apply(few, KEY)) >= programs_of(lambda: noise.append(p.apply(many, KEY)))
-    jitted = jax.jit(p.apply)(many, KEY)
-    jax.tree.map(np.testing.assert_array_equal, noise[0], jitted)
+    params = {f"w{i}": jnp.ones((2**14 + 1,)) for i in range(12)}
+    assert programs_of(lambda: noise.append(p.apply(params, KEY))) < len(params)
+    jax.tree.map(np.testing.assert_array_equal, noise[0], jax.jit(p.apply)(params, KEY))
 
 
 class AboveLow(rpx.Reparametrization):

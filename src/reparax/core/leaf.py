@@ -170,26 +170,14 @@ class Reparametrization(Leafwise):
     """Whether ``apply_leaf`` tells its terms, which the class declares beside it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Remembers what the formulas of a new class take, and requires that they can be called."""
         super().__init_subclass__(**kwargs)
         if "terms_leaf" in vars(cls) and cls.apply_leaf is Reparametrization.apply_leaf:
             cls.apply_leaf = _apply_terms
-        formula, terms = (_class_that_writes(cls, name) for name in ("apply_leaf", "terms_leaf"))
-        # If a subclass redefines apply_leaf only, the inherited terms do not fit it.
-        terms_are_stale = terms is Reparametrization or not issubclass(terms, formula)
-        cls._declares_terms = not terms_are_stale and formula.apply_leaf is not _apply_terms
+        cls._declares_terms = _declares_terms(cls)
         cls.update_reads = _arguments_of_update(cls)
-        if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
-            raise TypeError(
-                f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
-                f"`stochastic = True` in the class, and define mean_leaf(values)."
-            )
         cls._init_takes_key = "key" in inspect.signature(cls.init_leaf).parameters
-        start: Any = cls.__dict__.get("init_leaf")
-        if inspect.isfunction(start) and len(_required_arguments(start)) > 2 + cls._init_takes_key:
-            raise TypeError(
-                f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(start))}, but is called with (self, "
-                f"w), or with (self, w, key) if it takes a `key`, as a random start does."
-            )
+        _require_arguments(cls)
 
     def init_leaf(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         """The raw values whose effective array is ``w``, or the nearest one to it.
@@ -446,6 +434,30 @@ def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
             f"Rename the arguments."
         )
     return tuple(name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key"))
+
+
+def _require_arguments(cls: type[Any]) -> None:
+    """Requires that ``apply_leaf`` and ``init_leaf`` take what they are called with."""
+    if (further := _arguments_after_values(cls, "apply_leaf")) and not cls.stochastic:
+        raise TypeError(
+            f"{cls.__name__}.apply_leaf takes {', '.join(further)} after the values. If the array is random, set "
+            f"`stochastic = True` in the class, and define mean_leaf(values)."
+        )
+    init_leaf: Any = cls.__dict__.get("init_leaf")
+    if inspect.isfunction(init_leaf) and len(_required_arguments(init_leaf)) > 2 + cls._init_takes_key:
+        raise TypeError(
+            f"{cls.__name__}.init_leaf takes {', '.join(_required_arguments(init_leaf))}, but is called with (self, "
+            f"w), or with (self, w, key) if it takes a `key`, as a random start does."
+        )
+
+
+def _declares_terms(cls: type[Any]) -> bool:
+    """Whether a class has terms beside an ``apply_leaf`` of its own; a subclass that rewrites this one has none."""
+    class_of_terms = _class_that_writes(cls, "terms_leaf")
+    class_of_formula = _class_that_writes(cls, "apply_leaf")
+    if class_of_terms is Reparametrization or class_of_formula.apply_leaf is _apply_terms:
+        return False
+    return issubclass(class_of_terms, class_of_formula)
 
 
 def _class_that_writes(cls: type[Any], method: str) -> type[Any]:

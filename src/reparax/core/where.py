@@ -273,8 +273,10 @@ def choose(
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
         return _ask_predicate(who, where, leaf.path, look(leaf))
 
-    if isinstance(where, Selected | AllBut):
-        _require_known(who, where, leaves)
+    if leaves and isinstance(where, Selected):
+        _require_paths(who, where, _known_paths(leaves))
+    if leaves and isinstance(where, AllBut):
+        _require_matches(who, where, _known_paths(leaves))
     return [leaf for leaf in leaves if _is_seen(where, leaf) and is_chosen(leaf)]
 
 
@@ -305,31 +307,30 @@ def _is_seen(where: Where, leaf: Leaf) -> bool:
     return leaf.visible and leaf.is_there and (not leaf.added or _is_by_place(where))
 
 
-def _require_known(who: object, where: Selected | AllBut, leaves: Sequence[Leaf]) -> None:
-    """Requires that the tree has what a tree of booleans or :func:`all_but` names; what is unknown is misspelt.
-
-    A place without a value of its own, such as a tied one, is known: the model has an array there.
-
-    Raises:
-      ValueError: If an expression of :func:`all_but` matches no path, or if there is no path that is True.
-    """
-    if not leaves:
-        return
+def _known_paths(leaves: Sequence[Leaf]) -> list[str]:
+    """The paths of the leaves of a tree, and of arrays without values of their own, such as tied ones."""
     tree = leaves[0].tree
     empty = () if tree is None else empty_nodes(nest(tree))
-    known_paths = [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
-    if isinstance(where, AllBut):
-        for pattern in where.patterns:
-            if not any(re.fullmatch(pattern, path) for path in known_paths):
-                raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, known_paths)}")
-        return
-    names_of_paths = [path.split("/") for path in known_paths]
-    places = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
-    for path_named in where.paths:
-        if path_named not in places:
+    return [*(leaf.path for leaf in leaves), *map(parameter_path, empty)]
+
+
+def _require_matches(who: object, where: AllBut, paths: Sequence[str]) -> None:
+    """Requires that each expression of :func:`all_but` matches a path: one that does not is misspelt."""
+    for pattern in where.patterns:
+        if not any(re.fullmatch(pattern, path) for path in paths):
+            raise ValueError(f"{who} leaves nothing out by {pattern!r}: {why_nothing(pattern, paths)}")
+
+
+def _require_paths(who: object, where: Selected, paths: Sequence[str]) -> None:
+    """Requires that what is True in a tree of booleans is in the model, as an array or as what holds arrays."""
+    names_of_paths = [path.split("/") for path in paths]
+    inner_paths = {"/".join(names[:n]) for names in names_of_paths for n in range(len(names) + 1)}
+    for selected_path in where.paths:
+        if selected_path not in inner_paths:
             raise ValueError(
-                f"{who} got True at {path_named!r} in a tree of booleans, but the tree has no such path. The nearest "
-                f"are {nearest(path_named, dict.fromkeys(known_paths))}. Make the booleans from the same parameters."
+                f"{who} got True at {selected_path!r} in a tree of booleans, but the tree has no such path. The "
+                f"nearest are {nearest(selected_path, dict.fromkeys(paths))}. Make the booleans from the same "
+                f"parameters."
             )
 
 

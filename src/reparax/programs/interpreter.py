@@ -377,26 +377,32 @@ def _enter_cond(operation: Operation) -> list[Any]:
 
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
-    """The body on each shard, which sums enter as parts of their factors, or formed."""
-    args = operation.args
+    """The body on each shard: a sum enters as its factors, if their shards are known, and else as an array."""
     view = ShardMap(operation.eqn)
-    operands, specs = list(args), list(view.in_specs)
-    pairs = zip(operation.facts, specs, strict=True)
+    pairs = zip(operation.facts, view.in_specs, strict=True)
     body = _body(operation, [replace(facts, differs=frozenset(_mesh_axes(spec))) for facts, spec in pairs])
-    for i, x in enumerate(args):
-        factor_specs = _specs_of_factors(x, specs[i], view.mesh_shape) if isinstance(x, Sum) else None
+    operands: list[Any] = []
+    operand_specs: list[Any] = []
+    for x, spec in zip(operation.args, view.in_specs, strict=True):
+        factor_specs = _specs_of_factors(x, spec, view.mesh_shape) if isinstance(x, Sum) else None
         if factor_specs is not None:
-            operands[i] = [factor.dense for product in x.products for factor in product.factors]
-            specs[i] = factor_specs
+            operands.append([factor.dense for product in x.products for factor in product.factors])
+            operand_specs.append(factor_specs)
         else:
-            operands[i] = operation.interpreter.array(x, operation.eqn)
+            operands.append(operation.interpreter.array(x, operation.eqn))
+            operand_specs.append(spec)
 
-    def body_on_shard(*values: Any) -> list[Any]:
-        return body(*(_sum_on_shard(args[i], x, specs[i]) if isinstance(x, list) else x for i, x in enumerate(values)))
+    def body_on_shard(*shards: Any) -> list[Any]:
+        """``body`` on arrays, and on sums of the factors in lists."""
+        triples = zip(operation.args, shards, operand_specs, strict=True)
+        return body(
+            *(_sum_on_shard(x, shard, specs) if isinstance(shard, list) else shard for x, shard, specs in triples)
+        )
 
-    return operation.interpreter.threaded(
-        lambda body, state: jaxprs.run_sharded(operation.eqn, body, specs, state, operands), body_on_shard
-    )
+    def run(body: Callable[..., Any], state: Any) -> Any:
+        return jaxprs.run_sharded(operation.eqn, body, operand_specs, state, operands)
+
+    return operation.interpreter.threaded(run, body_on_shard)
 
 
 def _mesh_axes(spec: Any) -> list[str]:

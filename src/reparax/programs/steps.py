@@ -52,10 +52,10 @@ class StepPlan:
         return [env[part] for part in self.outputs]
 
 
-def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPlan:
+def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
     """Follows wanted parts back through a program, as far as parts can be computed from parts.
 
-    ``moves`` says whether they may be differentiated.
+    ``differentiable`` says whether they may be differentiated.
     """
     needed_axes: dict[Var, list[Axis]] = {}
     for v, axis in outputs:
@@ -65,7 +65,7 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPl
     for eqn in reversed(jaxpr.eqns):
         pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed_axes.get(v, ())]
         for i, v, axis in pairs:
-            if jaxprs.has_effects(eqn) or (rule := _rule_of_part(eqn, i, axis, moves=moves)) is None:
+            if jaxprs.has_effects(eqn) or (rule := _rule_of_part(eqn, i, axis, differentiable=differentiable)) is None:
                 continue
             steps.append(((v, axis), eqn, rule))
             parts_made.add((v, axis))
@@ -76,7 +76,7 @@ def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, moves: bool = True) -> StepPl
     return StepPlan([part for part in parts if part not in parts_made], outputs, steps[::-1])
 
 
-def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule | None:
+def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
     """How the part of the ``i``-th output is computed; None if it is read from the value."""
     view = equations.view_of(eqn)
     if any(map(_is_sharded, eqn.outvars)):
@@ -88,10 +88,10 @@ def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, moves: bool) -> PartRule
         case equations.SplitAxis():
             run = _same_equation(view)
             return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
-        case equations.CustomJvp() if moves:
+        case equations.CustomJvp() if differentiable:
             return _part_of_custom_jvp(eqn, axis)
         case equations.Jit() | equations.CustomJvp():
-            return _part_of_call(eqn, i, axis, moves=moves)
+            return _part_of_call(eqn, i, axis, differentiable=differentiable)
         case equations.Iota() if view.dimension == axis:
             shape = _with_one(view.shape, axis)
             return [], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape)
@@ -175,10 +175,10 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
             return {}
 
 
-def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule | None:
+def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
     """The part of an output of a call, by parts of its operands through the whole body; else None."""
     jaxpr, consts = jaxprs.body(eqn)
-    axes_and_run = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), moves=moves)
+    axes_and_run = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
     if axes_and_run is None:
         return None
     axes, run = axes_and_run
@@ -188,7 +188,7 @@ def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, moves: bool) -> PartRule 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
     """The part of a function with a derivative of its own: the same function of parts."""
     names = jaxprs.variables(eqn.invars)
-    value = _part_of_call(eqn, 0, axis, moves=False)
+    value = _part_of_call(eqn, 0, axis, differentiable=False)
     own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
     if (
         value is None
@@ -203,30 +203,30 @@ def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(jvp)(types, types))
 
-    def slope(*, moves: bool) -> Any:
-        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(consts), moves=moves)
+    def slope(*, differentiable: bool) -> Any:
+        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(consts), differentiable=differentiable)
 
     axes, run = value
     # A derivative may call its own function, so it is followed further only where it is needed.
-    unmoved_slope = slope(moves=False)
+    unmoved_slope = slope(differentiable=False)
     if unmoved_slope is None or unmoved_slope[0] != axes * 2:
         return None
 
     def function(i: Any, *operands: Any) -> Any:
         of_parts = jax.custom_jvp(lambda *parts: run(i, *parts))
-        of_parts.defjvp(lambda primals, tangents: tuple(slope(moves=True)[1](i, *consts, *primals, *tangents)))
+        of_parts.defjvp(lambda primals, tangents: tuple(slope(differentiable=True)[1](i, *consts, *primals, *tangents)))
         return of_parts(*operands)
 
     return axes, function
 
 
 def _parts_in_body(
-    jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, moves: bool
+    jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool
 ) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
     """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
-    body_plan = plan(jaxpr, outputs, moves=moves)
+    body_plan = plan(jaxpr, outputs, differentiable=differentiable)
     axes = dict[Var, Axis]()
     whole_values = list[Var]()
     for v, axis in body_plan.parts:

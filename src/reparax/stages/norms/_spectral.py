@@ -142,6 +142,9 @@ class Convolution:
 
 _OF_A_CONVOLUTION = {"strides": 1, "padding": "SAME", "kernel_dilation": 1, "feature_group_count": 1}
 
+STEPS_TO_PROJECT = 500
+"""Of power iteration on a convolution, whose exact norm nobody computes."""
+
 
 class SpectralNorm(MatrixAxes, Constraint):
     r"""A matrix with largest singular value 1: :math:`w = W / \sigma(W)` with :math:`\sigma = u^H W v`.
@@ -270,14 +273,17 @@ class SpectralNorm(MatrixAxes, Constraint):
 
     def project_leaf(self, w: Array) -> Array:
         x = widened(jnp.asarray(w))
-        matrix = self._matrix(x)
+        sigma = self._largest_singular_value(self._matrix(x))
+        divisor = jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)
+        return (x / divisor).astype(w.dtype)
+
+    def _largest_singular_value(self, matrix: Array) -> Array:
+        """That of a matrix, or of a convolution by power iteration until it changes no more."""
         if self._convolution is None:
-            sigma = jnp.linalg.norm(matrix, 2)
-        else:
-            start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
-            u, v = _iterate(matrix, _as_unit(start), 500, self._convolution)
-            sigma = jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
-        return (x / jnp.where(sigma == 0, jnp.ones_like(sigma), sigma).astype(x.dtype)).astype(w.dtype)
+            return jnp.linalg.norm(matrix, 2)
+        start = jax.random.normal(jax.random.key(0), self._convolution.start(matrix).shape, matrix.dtype)
+        u, v = _iterate(matrix, _as_unit(start), STEPS_TO_PROJECT, self._convolution)
+        return jnp.vdot(u, _times_matrix(matrix, v, self._convolution), precision="highest").real
 
     def update_leaf(self, values: dict[str, Array]) -> dict[str, Array]:
         u, v = _iterate(self._matrix(values["w"]), values["v"], self.n_steps, self._convolution)
