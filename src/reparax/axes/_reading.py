@@ -63,30 +63,38 @@ class Reading:
         self._mixed: dict[Origin, list[Labelled]] = {}
         self._across: list[tuple[list[Origins], list[Labelled]]] = []
         self._lines = lines_by_origin(traced.program)
-        constants = len(traced.inputs) - len(arguments.places)
+        n_constants = len(traced.inputs) - len(arguments.places)
+        triples = list(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True))
         # Without any data but keys among the arguments, they are closed over.
-        data = (x for x, chosen in zip(arguments.arrays, arguments.is_chosen, strict=True) if not chosen)
-        closed = Source.DATA if all(map(is_keys, data)) else Source.CONSTANT
-        values = [self._fixed_value(x.shape, "an axis of a constant", closed) for x in traced.inputs[:constants]]
-        for i, (x, path, chosen) in enumerate(zip(arguments.arrays, arguments.paths, arguments.is_chosen, strict=True)):
-            name = path.partition("/")[2]
-            if chosen and jnp.issubdtype(x.dtype, jnp.inexact):
-                labels = tuple(self.labels.new() for _ in x.shape)
-                self.parameters[i] = LabelledArray(name, x.shape, labels)
-                self.members.add_parameter({(i, k): label for k, label in enumerate(labels)})
-                axes = tuple(Axis(label, frozenset([(i, k)])) for k, label in enumerate(labels))
-                zero = tuple(frozenset([axis.of]) for axis in axes)
-                values.append(Labelled(axes, Source.WEIGHT, vanishing=zero))
-            else:  # noise on weights is no data
-                kind = Source.CONSTANT if chosen or is_keys(x) else Source.DATA
-                what = f"{name!r}, which has no floating numbers" if chosen else f"{path!r}, which is data"
-                values.append(self._fixed_value(x.shape, f"an axis of {what}", kind))
-        for value in self._read_program(traced.program, values):
+        no_data = all(is_keys(x) for x, _, is_parameter in triples if not is_parameter)
+        kind = Source.DATA if no_data else Source.CONSTANT
+        constants = [self._fixed_value(x.shape, "an axis of a constant", kind) for x in traced.inputs[:n_constants]]
+        values = [self._argument(i, x, path, is_parameter=chosen) for i, (x, path, chosen) in enumerate(triples)]
+        for value in self._read_program(traced.program, constants + values):
             for axis in value.axes:
                 self.labels.freeze(axis.label, "an axis of the result")
-        # Where the arrays of several steps meet, or change their places, outside of the scan, all have one order.
-        for value in (value for origin in self.steps for value in self._mixed.get(origin, ())):
-            self._share_axes(value)
+        self._share_axes_of_steps()
+
+    def _argument(self, number: int, x: Any, path: str, *, is_parameter: bool) -> Labelled:
+        """The value of an argument; the axes of a parameter get labels of their own."""
+        name = path.partition("/")[2]
+        if not is_parameter:  # noise on weights is no data
+            kind = Source.CONSTANT if is_keys(x) else Source.DATA
+            return self._fixed_value(x.shape, f"an axis of {path!r}, which is data", kind)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            why = f"an axis of {name!r}, which has no floating numbers"
+            return self._fixed_value(x.shape, why, Source.CONSTANT)
+        labels = tuple(self.labels.new() for _ in x.shape)
+        self.parameters[number] = LabelledArray(name, x.shape, labels)
+        self.members.add_parameter({(number, k): label for k, label in enumerate(labels)})
+        axes = tuple(Axis(label, frozenset([(number, k)])) for k, label in enumerate(labels))
+        return Labelled(axes, Source.WEIGHT, vanishing=tuple(frozenset([axis.of]) for axis in axes))
+
+    def _share_axes_of_steps(self) -> None:
+        """Gives one order to arrays of several steps that meet, or change their places, outside of the scan."""
+        for origin in self.steps:
+            for value in self._mixed.get(origin, ()):
+                self._share_axes(value)
         for places, values in self._across:
             if _are_several(self.steps & of for of in places):
                 for value in values:
