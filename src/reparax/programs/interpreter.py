@@ -7,7 +7,8 @@ calls, loops, conds and shards as their factors.
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from reparax.programs.dependence import NUMBER, Analysis, Facts, is_apply
 from reparax.programs.equations import Checkpoint, Cond, Jit, Scan, ShardMap, StopGradient, View, view_class_of, view_of
 from reparax.programs.jaxprs import type_of
 from reparax.programs.rules import map_factors
-from reparax.programs.sums import Factor, Label, Product, Sum, count_entries
+from reparax.programs.sums import Factor, Label, Merged, Product, Sum, all_or_none, count_entries
 
 Outs = list[Any] | None
 """The outputs of an equation, arrays or sums; None if it must be evaluated unchanged."""
@@ -125,18 +126,20 @@ class Interpreter:
 
     def threaded(self, run: Callable[..., Any], *bodies: Callable[..., Any]) -> list[Any]:
         """What ``run`` makes of bodies that take the state too, and return it after their outputs."""
-        rules = self.rules
-
-        def with_state(body: Callable[..., Any]) -> Callable[..., Any]:
-            def body_with_state(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
-                rules.state = list(state)
-                outs = body(*args)
-                return outs, rules.state
-
-            return body_with_state
-
-        outs, rules.state = run(*map(with_state, bodies), state=rules.state)
+        with_state = [_with_state(self.rules, body) for body in bodies]
+        outs, self.rules.state = run(*with_state, state=self.rules.state)
         return list(outs)
+
+
+def _with_state(rules: Rules, body: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the state and of the inputs of a body: its outputs, and the state behind it."""
+
+    def body_with_state(state: list[Any], *args: Any) -> tuple[Any, list[Any]]:
+        rules.state = list(state)
+        outs = body(*args)
+        return outs, rules.state
+
+    return body_with_state
 
 
 class _Evaluation:
@@ -151,6 +154,7 @@ class _Evaluation:
         self._formed: dict[Any, Any] = {}
 
     def outs(self) -> list[Any]:
+        """The outputs, arrays or sums."""
         for eqn in self._jaxpr.eqns:
             self._read_equation(eqn)
         self._evaluate_waiting()
@@ -176,21 +180,24 @@ class _Evaluation:
 
     def _keep_factors(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
         """The outputs of an equation that keeps sums in factors, or passes operands on; None for other equations."""
-        rules = self._interpreter.rules
-        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
-        reads_sum = any(isinstance(self._env.get(v), Sum) for v in eqn.invars if not isinstance(v, Literal))
-        if reads_sum or rules.may_start(eqn, facts, out_facts):
-            self._evaluate_waiting()
-            args = list(map(self._value_of, eqn.invars))
-            only_first_read = not any(map(self._reads.get, eqn.outvars[1:]))
-            outs = rules.outputs(Operation(self._interpreter, eqn, args, facts, out_facts, only_first_read))
-            if outs is not None:
-                return outs
-        passed_on = _operands_passed_on(eqn, facts)
+        outs = self._outputs_by_rules(eqn, facts)
+        passed_on = _operands_passed_on(eqn, facts) if outs is None else None
         if passed_on is None:
-            return None
+            return outs
         self._evaluate_waiting()
         return list(map(self._value_of, passed_on))
+
+    def _outputs_by_rules(self, eqn: JaxprEqn, facts: Sequence[Facts]) -> Outs:
+        """What the rules make of an equation that reads sums, or in which weights may start; None for others."""
+        rules = self._interpreter.rules
+        out_facts = self._facts[eqn.outvars[0]] if eqn.outvars else NUMBER
+        reads_sum = any(isinstance(self._env.get(v), Sum) for v in jaxprs.variables(eqn.invars))
+        if not reads_sum and not rules.may_start(eqn, facts, out_facts):
+            return None
+        self._evaluate_waiting()
+        args = list(map(self._value_of, eqn.invars))
+        only_first_read = not any(map(self._reads.get, eqn.outvars[1:]))
+        return rules.outputs(Operation(self._interpreter, eqn, args, facts, out_facts, only_first_read))
 
     def _evaluate_waiting(self) -> None:
         """Evaluates the equations that wait as one program; sums that they read are formed."""
@@ -199,15 +206,15 @@ class _Evaluation:
             return
         for eqn in eqns:
             self._reads.subtract(jaxprs.variables(eqn.invars))
-        if not self._interpreter.computes:
+        if self._interpreter.computes:
+            outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
+            program = jaxprs.part(self._jaxpr, eqns, outvars)
+            args = [self._array_of(v, eqns) for v in program.invars]
+            self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
+        else:  # the rules are asked to form the sums all the same
             for v in jaxprs.read_by(eqns):
                 if v in self._env:
                     self._array_of(v, eqns)
-            return
-        outvars = [v for eqn in eqns for v in eqn.outvars if self._reads[v] > 0]
-        program = jaxprs.part(self._jaxpr, eqns, outvars)
-        args = [self._array_of(v, eqns) for v in program.invars]
-        self._env.update(zip(outvars, jaxprs.evaluate(program, args), strict=True))
 
     def _array_of(self, v: Any, eqns: Sequence[JaxprEqn]) -> Any:
         """The value of a variable as an array, formed once, for the first of ``eqns`` that reads it."""
@@ -261,7 +268,7 @@ def _body(
 
 
 def _enter_jit(operation: Operation) -> Outs:
-    """In place. With shardings, under ``jit`` again; None if a sum would enter it."""
+    """The outputs of a call: in place, or with shardings under ``jit`` again; None if a sum would enter that."""
     if not jaxprs.has_sharding(operation.eqn):
         return _body(operation, operation.facts, in_arrays=False)(*operation.args)
     if any(isinstance(x, Sum) for x in operation.args):
@@ -270,7 +277,7 @@ def _enter_jit(operation: Operation) -> Outs:
 
 
 def _enter_checkpoint(operation: Operation) -> list[Any]:
-    """Under ``jax.checkpoint`` again; if nothing is computed, in place."""
+    """The outputs of a body, under ``jax.checkpoint`` again; if nothing is computed, in place."""
     body = _body(operation, operation.facts, in_arrays=False)
     view = Checkpoint(operation.eqn)
     if not operation.interpreter.computes:
@@ -282,26 +289,51 @@ def _enter_checkpoint(operation: Operation) -> list[Any]:
     return operation.interpreter.threaded(run_checkpoint, body)
 
 
+class _ScanInput(NamedTuple):
+    """An operand of a scan.
+
+    Attributes:
+      value: What the scan takes: an array, a sum, or a list of the arrays of a sum that it slices.
+      facts: What is known of it at every step.
+      shell: The sum that each step makes of its slices of such a list.
+    """
+
+    value: Any
+    facts: Facts
+    shell: Sum | None = None
+
+
 def _enter_scan(operation: Operation) -> Outs:
-    """A scan, which sums enter: constant ones as they are, others in slices, or formed."""
+    """The outputs of a scan, which sums enter: constant ones as they are, carried ones formed, others in slices."""
     eqn, interpreter = operation.eqn, operation.interpreter
     (n_consts, n_carry), (jaxpr, consts) = jaxprs.scan_counts(eqn), jaxprs.body(eqn)
+    n_steady = n_consts + n_carry
     facts = dependence.steady_inputs(eqn, operation.facts, interpreter.rules.analysis)
-    operands, shells = list(operation.args), list[Any](operation.args)
-    for i, (x, v) in enumerate(zip(operation.args, jaxpr.invars[len(consts) :], strict=True)):
-        if isinstance(x, Sum) and i >= n_consts:
-            parts = _unstack(x) if i >= n_consts + n_carry else None
-            operands[i], shells[i] = (interpreter.array(x, eqn), None) if parts is None else parts
-        elif i >= n_consts + n_carry and _gradient_stops(jaxpr, v):
-            operands[i] = jax.lax.stop_gradient(x)
-            facts[i] = replace(facts[i], still=True)
-    body = _body(operation, facts, times=count_entries([Scan(eqn).length]))
+    operands = list(map(_ScanInput, operation.args, facts))
+    inputs = operands[:n_consts]
+    inputs += [operand._replace(value=interpreter.array(operand.value, eqn)) for operand in operands[n_consts:n_steady]]
+    pairs = zip(operands[n_steady:], jaxpr.invars[len(consts) + n_steady :], strict=True)
+    inputs += [_sliced_input(operation, operand, jaxpr, v) for operand, v in pairs]
+    body = _body(operation, [each.facts for each in inputs], times=count_entries([Scan(eqn).length]))
 
     def body_of_factors(*values: Any) -> list[Any]:
-        pairs = zip(shells, values, strict=True)
-        return body(*(_fill_factors(shell, x) if isinstance(x, list) else x for shell, x in pairs))
+        pairs = zip(inputs, values, strict=True)
+        return body(*(x if each.shell is None else _fill_factors(each.shell, x) for each, x in pairs))
 
-    return _run_with_body(operation, body_of_factors, operands)
+    return _run_with_body(operation, body_of_factors, [each.value for each in inputs])
+
+
+def _sliced_input(operation: Operation, operand: _ScanInput, jaxpr: Jaxpr, v: Any) -> _ScanInput:
+    """An operand of which a scan slices the value, for the input ``v`` of its body."""
+    if isinstance(operand.value, Sum):
+        parts = _unstack(operand.value)
+        if parts is None:
+            return operand._replace(value=operation.interpreter.array(operand.value, operation.eqn))
+        arrays, shell = parts
+        return operand._replace(value=arrays, shell=shell)
+    if not _gradient_stops(jaxpr, v):
+        return operand
+    return operand._replace(value=jax.lax.stop_gradient(operand.value), facts=replace(operand.facts, still=True))
 
 
 def _gradient_stops(jaxpr: Jaxpr, v: Any) -> bool:
@@ -344,29 +376,41 @@ def _unstack(x: Sum) -> tuple[list[Any], Sum] | None:
 
     None if the first axis is merged or belongs to a diagonal.
     """
-    arrays: list[Any] = []
-    products: list[Product] = []
-    for product in x.products:
-        group, *other_axes = product.axes
-        factors = list(product.factors)
-        if not group:  # an axis of one index has no label
-            arrays += [factor.dense[None] for factor in factors]
-            products.append(Product(tuple(replace(factor, array=None) for factor in factors), tuple(other_axes)))
-            continue
-        if len(group) != 1 or any(group[0] in label_left for label_left in other_axes):
-            return None
-        (label,) = group
-        for i, factor in enumerate(factors):
-            if label in factor.labels:
-                arrays.append(jnp.moveaxis(factor.dense, factor.labels.index(label), 0))
-                labels = tuple(label_left for label_left in factor.labels if label_left is not label)
-                factors[i] = replace(factor, array=None, labels=labels)
-        products.append(Product(tuple(factors), tuple(other_axes)))
-    return arrays, replace(x, products=tuple(products), shape=x.shape[1:])
+    parts = all_or_none(map(_unstack_product, x.products))
+    if parts is None:
+        return None
+    arrays = [array for arrays_of_product, _ in parts for array in arrays_of_product]
+    return arrays, replace(x, products=tuple(shell for _, shell in parts), shape=x.shape[1:])
+
+
+def _unstack_product(product: Product) -> tuple[list[Any], Product] | None:
+    """What :func:`_unstack` returns, for one product of the sum."""
+    first_axis, *other_axes = product.axes
+    if len(first_axis) > 1 or any(label in axis for axis in other_axes for label in first_axis):
+        return None
+    arrays = list[Any]()
+    shells = list[Factor]()
+    for factor in product.factors:
+        array = _with_axis_first(factor, first_axis)
+        if array is None:
+            shells.append(factor)
+        else:
+            arrays.append(array)
+            other_labels = tuple(label for label in factor.labels if label not in first_axis)
+            shells.append(replace(factor, array=None, labels=other_labels))
+    return arrays, Product(tuple(shells), tuple(other_axes))
+
+
+def _with_axis_first(factor: Factor, axis: Merged) -> Any:
+    """The array of a factor with an axis of its product first; None if it does not vary along this axis."""
+    if not axis:  # an axis of one index has no label
+        return factor.dense[None]
+    (label,) = axis
+    return jnp.moveaxis(factor.dense, factor.labels.index(label), 0) if label in factor.labels else None
 
 
 def _enter_cond(operation: Operation) -> list[Any]:
-    """Each branch of a cond, which sums enter as they are."""
+    """The outputs of a cond, whose branches sums enter as they are."""
     index, *operands = operation.args
     n = len(jaxprs.inner(operation.eqn))
 
@@ -377,20 +421,12 @@ def _enter_cond(operation: Operation) -> list[Any]:
 
 
 def _enter_shard_map(operation: Operation) -> list[Any]:
-    """The body on each shard: a sum enters as its factors, if their shards are known, and else as an array."""
-    view = ShardMap(operation.eqn)
-    pairs = zip(operation.facts, view.in_specs, strict=True)
+    """The outputs of a body on each shard: a sum enters as its factors, if their shards are known, else as an array."""
+    in_specs = ShardMap(operation.eqn).in_specs
+    pairs = zip(operation.facts, in_specs, strict=True)
     body = _body(operation, [replace(facts, differs=frozenset(_mesh_axes(spec))) for facts, spec in pairs])
-    operands: list[Any] = []
-    operand_specs: list[Any] = []
-    for x, spec in zip(operation.args, view.in_specs, strict=True):
-        factor_specs = _specs_of_factors(x, spec, view.mesh_shape) if isinstance(x, Sum) else None
-        if factor_specs is not None:
-            operands.append([factor.dense for product in x.products for factor in product.factors])
-            operand_specs.append(factor_specs)
-        else:
-            operands.append(operation.interpreter.array(x, operation.eqn))
-            operand_specs.append(spec)
+    inputs = [_shard_input(operation, x, spec) for x, spec in zip(operation.args, in_specs, strict=True)]
+    operands, operand_specs = [operand for operand, _ in inputs], [spec for _, spec in inputs]
 
     def body_on_shard(*shards: Any) -> list[Any]:
         """``body`` on arrays, and on sums of the factors in lists."""
@@ -405,6 +441,14 @@ def _enter_shard_map(operation: Operation) -> list[Any]:
     return operation.interpreter.threaded(run, body_on_shard)
 
 
+def _shard_input(operation: Operation, x: Any, spec: Any) -> tuple[Any, Any]:
+    """What enters a shard for an operand, and its partition spec; for a sum in factors lists of these."""
+    specs = _specs_of_factors(x, spec, ShardMap(operation.eqn).mesh_shape) if isinstance(x, Sum) else None
+    if specs is None:
+        return operation.interpreter.array(x, operation.eqn), spec
+    return [factor.dense for product in x.products for factor in product.factors], specs
+
+
 def _mesh_axes(spec: Any) -> list[str]:
     """The mesh axes of a partition spec."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
@@ -413,40 +457,44 @@ def _mesh_axes(spec: Any) -> list[str]:
 
 def _specs_of_factors(x: Sum, spec: Any, mesh: Mapping[str, int]) -> list[Any] | None:
     """The partition spec of each factor's array, for a sum with ``spec``; None if there is none."""
-    specs: list[Any] = []
-    for product in x.products:
-        places: dict[Label, Any] = {}
-        labels = [label for group in product.axes for label in group]
-        for group, entry in zip(product.axes, spec, strict=False):
-            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            n = math.prod(mesh[name] for name in names)
-            if not names:
-                continue
-            if not group or group[0].size % n or labels.count(group[0]) > 1 or group[0] not in product.labels:
-                return None
-            places[group[0]] = entry
-        specs += [PartitionSpec(*(places.get(label) for label in factor.labels)) for factor in product.factors]
-    return specs
+    entries = all_or_none(_entries_of_labels(product, spec, mesh) for product in x.products)
+    if entries is None:
+        return None
+    return [
+        PartitionSpec(*map(entry_of_label.get, factor.labels))
+        for product, entry_of_label in zip(x.products, entries, strict=True)
+        for factor in product.factors
+    ]
+
+
+def _entries_of_labels(product: Product, spec: Any, mesh: Mapping[str, int]) -> dict[Label, Any] | None:
+    """The entry of a partition spec for each label that it splits; None if it cannot split one of them."""
+    labels = [label for group in product.axes for label in group]
+    split_axes = [(group, entry) for group, entry in zip(product.axes, spec, strict=False) if _mesh_axes([entry])]
+    for group, entry in split_axes:
+        n = math.prod(mesh[name] for name in _mesh_axes([entry]))
+        if not group or group[0].size % n or labels.count(group[0]) > 1 or group[0] not in product.labels:
+            return None
+    return {group[0]: entry for group, entry in split_axes}
 
 
 def _sum_on_shard(x: Sum, arrays: Sequence[Any], specs: Sequence[Any]) -> Sum:
-    """The sum on one shard, from the factors' parts on this shard."""
-    parts = iter(zip(arrays, specs, strict=True))
-    products: list[Product] = []
-    for product in x.products:
-        shard_labels: dict[Label, Label] = {}
-        factors: list[Factor] = []
-        for factor in product.factors:
-            array, spec = next(parts)
-            for label, n, names in zip(factor.labels, array.shape, spec, strict=True):
-                shard_labels.setdefault(label, label if names is None else Label(n))
-            labels = [shard_labels[label] for label in factor.labels]
-            factors.append(replace(factor, array=array, labels=tuple(labels)))
-        groups = [[shard_labels.get(label, label) for label in group] for group in product.axes]
-        axes = tuple(tuple(label for label in group if label.size != 1) for group in groups)
-        products.append(Product(tuple(factors), axes))
+    """The sum on one shard, from the factors' parts on this shard and their partition specs."""
+    parts = zip(arrays, specs, strict=True)
+    products = tuple(_product_on_shard(product, list(islice(parts, len(product.factors)))) for product in x.products)
     shape = tuple(math.prod(label.size for label in group) for group in products[0].axes)
-    return replace(x, products=tuple(products), shape=shape)
+    return replace(x, products=products, shape=shape)
+
+
+def _product_on_shard(product: Product, parts: Sequence[tuple[Any, Any]]) -> Product:
+    """The product with the array of each factor on one shard; an axis that its spec splits gets a new label."""
+    shard_labels: dict[Label, Label] = {}
+    for factor, (array, spec) in zip(product.factors, parts, strict=True):
+        for label, n, names in zip(factor.labels, array.shape, spec, strict=True):
+            shard_labels.setdefault(label, label if names is None else Label(n))
+    renamed = product.rename_labels(shard_labels)
+    factors = tuple(replace(factor, array=array) for factor, (array, _) in zip(renamed.factors, parts, strict=True))
+    return Product(factors, tuple(tuple(label for label in group if label.size != 1) for group in renamed.axes))
 
 
 _BODIES: dict[type[View], Callable[[Operation], Outs]] = {

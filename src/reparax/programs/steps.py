@@ -7,7 +7,7 @@ operands; where entries along the axis mix, the value is needed whole.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -23,8 +23,26 @@ LARGE = 2**16
 Axis = int | None
 Part = tuple[Var, Axis]
 """A value, and the axis along which one step's part of it is read; None for the whole value."""
-PartRule = tuple[list[Axis], Callable[..., Any]]
-"""The axes of the operands, and a function of the step's number and of these parts."""
+
+
+class PartRule(NamedTuple):
+    """How parts of outputs are computed from parts of operands.
+
+    Attributes:
+      axes: For each operand the axis of its part.
+      function: What computes them, a function of the step's number and of these parts.
+    """
+
+    axes: list[Axis]
+    function: Callable[..., Any]
+
+
+class PartStep(NamedTuple):
+    """An equation, and how a part of one of its outputs is computed."""
+
+    part: Part
+    eqn: JaxprEqn
+    rule: PartRule
 
 
 @dataclass(frozen=True)
@@ -34,70 +52,77 @@ class StepPlan:
     Attributes:
       parts: What is read: parts of inputs, and of values that cannot be computed by parts.
       outputs: What is computed.
-      steps: The parts to compute in this order, each with the equation and its operands' axes and function.
+      steps: The parts to compute, in this order.
     """
 
     parts: list[Part]
     outputs: Sequence[Part]
-    steps: list[tuple[Part, JaxprEqn, PartRule]]
+    steps: list[PartStep]
 
     def run(self, i: Any, values: Sequence[Any]) -> list[Any]:
         """The parts ``outputs`` at step ``i``, from the parts that are read."""
         env: dict[Part, Any] = dict(zip(self.parts, values, strict=True))
-        for part, eqn, (axes, function) in self.steps:
-            pairs = zip(eqn.invars, axes, strict=True)
+        for part, eqn, rule in self.steps:
+            pairs = zip(eqn.invars, rule.axes, strict=True)
             operands = [v.val if isinstance(v, Literal) else env[v, axis] for v, axis in pairs]
             with jaxprs.as_written_by(eqn):
-                env[part] = function(i, *operands)
+                env[part] = rule.function(i, *operands)
         return [env[part] for part in self.outputs]
 
 
 def plan(jaxpr: Jaxpr, outputs: Sequence[Part], *, differentiable: bool = True) -> StepPlan:
-    """Follows wanted parts back through a program, as far as parts can be computed from parts.
+    """How to compute parts of a program's values, followed back as far as parts can be computed from parts.
 
     ``differentiable`` says whether they may be differentiated.
     """
     needed_axes: dict[Var, list[Axis]] = {}
+    steps: list[PartStep] = []
+
+    def need(v: Any, axis: Axis) -> None:
+        if not isinstance(v, Literal) and axis not in needed_axes.setdefault(v, []):
+            needed_axes[v].append(axis)
+
     for v, axis in outputs:
-        needed_axes.setdefault(v, []).append(axis)
-    steps: list[tuple[Part, JaxprEqn, PartRule]] = []
-    parts_made = set[Part]()
+        need(v, axis)
     for eqn in reversed(jaxpr.eqns):
-        pairs = [(i, v, axis) for i, v in enumerate(eqn.outvars) for axis in needed_axes.get(v, ())]
-        for i, v, axis in pairs:
-            if jaxprs.has_effects(eqn) or (rule := _rule_of_part(eqn, i, axis, differentiable=differentiable)) is None:
-                continue
-            steps.append(((v, axis), eqn, rule))
-            parts_made.add((v, axis))
-            for operand, operand_axis in zip(eqn.invars, rule[0], strict=True):
-                if not isinstance(operand, Literal) and operand_axis not in needed_axes.setdefault(operand, []):
-                    needed_axes[operand].append(operand_axis)
+        for i, axis in [(i, axis) for i, v in enumerate(eqn.outvars) for axis in needed_axes.get(v, ())]:
+            rule = _rule_of_part(eqn, i, axis, differentiable=differentiable)
+            if rule is not None:
+                steps.append(PartStep((eqn.outvars[i], axis), eqn, rule))
+                for operand, operand_axis in zip(eqn.invars, rule.axes, strict=True):
+                    need(operand, operand_axis)
+    computed_parts = {step.part for step in steps}
     parts = [(v, axis) for v, axes in needed_axes.items() for axis in axes]
-    return StepPlan([part for part in parts if part not in parts_made], outputs, steps[::-1])
+    return StepPlan([part for part in parts if part not in computed_parts], outputs, steps[::-1])
 
 
 def _rule_of_part(eqn: JaxprEqn, i: int, axis: Axis, *, differentiable: bool) -> PartRule | None:
     """How the part of the ``i``-th output is computed; None if it is read from the value."""
     view = equations.view_of(eqn)
-    if any(map(_is_sharded, eqn.outvars)):
+    if jaxprs.has_effects(eqn) or any(map(_is_sharded, eqn.outvars)):
         return None
     if axis is None:  # repeated numbers cost nothing
         is_repeated = isinstance(view, equations.Broadcast | equations.Iota)
-        return ([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
+        return PartRule([None for _ in eqn.invars], _same_equation(view)) if is_repeated else None
     match view:
         case equations.SplitAxis():
-            run = _same_equation(view)
-            return None if view.axis == axis else ([axis], lambda *args: run(*args)[i])
+            split = _same_equation(view)
+            return None if view.axis == axis else PartRule([axis], lambda *args: split(*args)[i])
         case equations.CustomJvp() if differentiable:
             return _part_of_custom_jvp(eqn, axis)
         case equations.Jit() | equations.CustomJvp():
             return _part_of_call(eqn, i, axis, differentiable=differentiable)
         case equations.Iota() if view.dimension == axis:
-            shape = _with_one(view.shape, axis)
-            return [], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape)
+            return _part_of_iota(view, axis)
         case _:
             axes = _axes_of_operands(view, axis)
-            return None if axes is None else (axes, _same_equation(view, **_params_of_part(view, axis)))
+            return None if axes is None else PartRule(axes, _same_equation(view, **_params_of_part(view, axis)))
+
+
+def _part_of_iota(view: equations.Iota, axis: int) -> PartRule:
+    """The part along the axis of which the entries count: the step's number everywhere."""
+    shape = _with_one(view.shape, axis)
+    return PartRule([], lambda i: lax.broadcast(lax.convert_element_type(i, view.type.dtype), shape))
 
 
 def _is_sharded(v: Any) -> bool:
@@ -131,18 +156,16 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
             # What has one entry along the axis is read whole.
             return [axis if sizes and sizes[axis] == shape[axis] else None for sizes in shapes]
         case equations.Broadcast() if len(shapes) == 1:
-            places = enumerate(view.broadcast_dimensions)
-            return [next((i for i, place in places if place == axis and shapes[0][i] != 1), None)]
+            axis_at = dict(zip(view.broadcast_dimensions, range(len(shapes[0])), strict=True))
+            return [axis_at[axis] if axis in axis_at and shapes[0][axis_at[axis]] != 1 else None]
         case equations.Iota():
             return []
         case equations.Reshape() if len(shapes) == 1 and view.dimensions is None:
-            before = math.prod(shape[:axis])
-            same = [i for i, n in enumerate(shapes[0]) if n == shape[axis] and math.prod(shapes[0][:i]) == before]
-            return [same[0]] if same else None  # else it splits or merges the axis
+            return _axes_before_reshape(shapes[0], shape, axis)
         case equations.Squeeze():
-            return [[i for i in range(len(shapes[0])) if i not in view.dimensions][axis]]
+            return [_axes_left(shapes[0], view.dimensions)[axis]]
         case equations.Reduce() if type(view) in (equations.Reduce, equations.ReduceSum):
-            return [[i for i in range(len(shapes[0])) if i not in view.axes][axis]]
+            return [_axes_left(shapes[0], view.axes)[axis]]
         case equations.Transpose():
             return [view.permutation[axis]]
         case equations.Slice() if shape[axis] == shapes[0][axis]:
@@ -151,15 +174,32 @@ def _axes_of_operands(view: equations.View, axis: int) -> list[Axis] | None:
             return [axis for _ in shapes]
         case equations.Stack() if view.axis != axis:
             return [axis - (axis > view.axis) for _ in shapes]
-        case equations.Gather() if view.dimension_numbers.operand_batching_dims:
-            return None
-        case equations.Gather() if axis in view.dimension_numbers.offset_dims:
-            return None  # of a table only what is the same at each step can be read
         case equations.Dot() | equations.Gather():
-            contraction = contraction_of(view)
-            return None if contraction is None else contraction.sources(axis)
+            return _axes_before_contraction(view, axis)
         case _:
             return None
+
+
+def _axes_left(shape: Sequence[int], removed_axes: Sequence[int]) -> list[int]:
+    """The axes of an operand that its output still has."""
+    return [i for i in range(len(shape)) if i not in removed_axes]
+
+
+def _axes_before_reshape(old_shape: Sequence[int], shape: Sequence[int], axis: int) -> list[Axis] | None:
+    """The axis of the operand that is an axis of the output; None if a reshape splits or merges this one."""
+    n_before = math.prod(shape[:axis])
+    same = [i for i, n in enumerate(old_shape) if n == shape[axis] and math.prod(old_shape[:i]) == n_before]
+    return [same[0]] if same else None
+
+
+def _axes_before_contraction(view: equations.Dot | equations.Gather, axis: int) -> list[Axis] | None:
+    """For each operand the axis that is an axis of the output; None if parts of a table would be needed."""
+    if isinstance(view, equations.Gather):
+        numbers = view.dimension_numbers
+        if numbers.operand_batching_dims or axis in numbers.offset_dims:
+            return None  # of a table only what is the same at each step can be read
+    contraction = contraction_of(view)
+    return None if contraction is None else contraction.sources(axis)
 
 
 def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
@@ -178,71 +218,69 @@ def _params_of_part(view: equations.View, axis: int) -> dict[str, Any]:
 def _part_of_call(eqn: JaxprEqn, i: int, axis: int, *, differentiable: bool) -> PartRule | None:
     """The part of an output of a call, by parts of its operands through the whole body; else None."""
     jaxpr, consts = jaxprs.body(eqn)
-    axes_and_run = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
-    if axes_and_run is None:
-        return None
-    axes, run = axes_and_run
-    return axes, lambda i, *operands: run(i, *consts, *operands)[0]
+    rule = _parts_in_body(jaxpr, [(jaxpr.outvars[i], axis)], len(consts), differentiable=differentiable)
+    return rule and PartRule(rule.axes, lambda i, *operands: rule.function(i, *consts, *operands)[0])
 
 
 def _part_of_custom_jvp(eqn: JaxprEqn, axis: int) -> PartRule | None:
-    """The part of a function with a derivative of its own: the same function of parts."""
-    names = jaxprs.variables(eqn.invars)
-    value = _part_of_call(eqn, 0, axis, differentiable=False)
-    own_program = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
-    if (
-        value is None
-        or own_program.invars != eqn.invars
-        or not all(map(dependence.has_tangent, (*names, *eqn.outvars)))
-    ):
+    """The part of a function with a derivative of its own: the same function of parts, if both go by parts."""
+    rule = _part_of_call(eqn, 0, axis, differentiable=False)
+    call = jaxprs.part(jaxprs.inner(eqn)[0], [eqn], eqn.outvars)
+    if rule is None or call.invars != eqn.invars or not all(map(dependence.has_tangent, (*eqn.invars, *eqn.outvars))):
         return None
-    types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in names]
+    jvp, consts = _program_of_jvp(call)
+
+    def jvp_rule(*, differentiable: bool) -> Any:
+        return _parts_in_body(jvp, [(v, axis) for v in jvp.outvars], len(consts), differentiable=differentiable)
+
+    # A derivative may call its own function, so it is followed further only where it is needed.
+    first_jvp_rule = jvp_rule(differentiable=False)
+    if first_jvp_rule is None or first_jvp_rule.axes != rule.axes * 2:
+        return None
+
+    def run(i: Any, *operands: Any) -> Any:
+        function = jax.custom_jvp(lambda *parts: rule.function(i, *parts))
+        function.defjvp(
+            lambda primals, tangents: tuple(jvp_rule(differentiable=True).function(i, *consts, *primals, *tangents))
+        )
+        return function(*operands)
+
+    return PartRule(rule.axes, run)
+
+
+def _program_of_jvp(program: Jaxpr) -> tuple[Jaxpr, list[Any]]:
+    """The derivative of a program along tangents of all inputs, with its constants as first inputs, and these."""
+    types = [jax.ShapeDtypeStruct(_shape_of(v), jaxprs.type_of(v).dtype) for v in program.invars]
 
     def jvp(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(lambda *args: jaxprs.evaluate(own_program, args), primals, tangents)
+        return jax.jvp(lambda *args: jaxprs.evaluate(program, args), primals, tangents)
 
-    program, consts = jaxprs.consts_first(jax.make_jaxpr(jvp)(types, types))
-
-    def slope(*, differentiable: bool) -> Any:
-        return _parts_in_body(program, [(v, axis) for v in program.outvars], len(consts), differentiable=differentiable)
-
-    axes, run = value
-    # A derivative may call its own function, so it is followed further only where it is needed.
-    unmoved_slope = slope(differentiable=False)
-    if unmoved_slope is None or unmoved_slope[0] != axes * 2:
-        return None
-
-    def function(i: Any, *operands: Any) -> Any:
-        of_parts = jax.custom_jvp(lambda *parts: run(i, *parts))
-        of_parts.defjvp(lambda primals, tangents: tuple(slope(differentiable=True)[1](i, *consts, *primals, *tangents)))
-        return of_parts(*operands)
-
-    return axes, function
+    return jaxprs.consts_first(jax.make_jaxpr(jvp)(types, types))
 
 
-def _parts_in_body(
-    jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool
-) -> tuple[list[Axis], Callable[..., list[Any]]] | None:
-    """The axes of a program's inputs after its constants, and wanted parts from a step's number and all inputs."""
+def _parts_in_body(jaxpr: Jaxpr, outputs: Sequence[Any], n_consts: int, *, differentiable: bool) -> PartRule | None:
+    """How all these parts follow from the inputs of a program; its function takes constants too, its axes do not.
+
+    None if an input would be read along two axes, or if a value inside is large, or needed in part, but known as a
+    whole only.
+    """
     if any(isinstance(v, Literal) for v, _ in outputs):
         return None
     body_plan = plan(jaxpr, outputs, differentiable=differentiable)
-    axes = dict[Var, Axis]()
-    whole_values = list[Var]()
-    for v, axis in body_plan.parts:
-        if v not in jaxpr.invars:
-            whole_values.append(v)
-        elif axes.setdefault(v, axis) != axis:
-            return None
-    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in body_plan.parts if v in whole_values):
+    inner_parts = [(v, axis) for v, axis in body_plan.parts if v not in jaxpr.invars]
+    if any(axis is not None or size_in_bytes(v.aval) > LARGE for v, axis in inner_parts):
         return None
-    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, whole_values), [True for _ in whole_values])[0]
-    if any(axes.setdefault(v, None) is not None for v in (*jaxpr.invars[:n_consts], *prefix.invars)):
+    inner_values = [v for v, _ in inner_parts]
+    prefix = jaxprs.keep_used(jaxprs.part(jaxpr, jaxpr.eqns, inner_values), [True for _ in inner_values])[0]
+    input_parts = [(v, axis) for v, axis in body_plan.parts if v in jaxpr.invars]
+    input_parts += [(v, None) for v in (*jaxpr.invars[:n_consts], *prefix.invars)]
+    axes = dict(input_parts)
+    if any(axes[v] != axis for v, axis in input_parts):
         return None
 
     def run(i: Any, *inputs: Any) -> list[Any]:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
-        env |= dict(zip(whole_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
+        env |= dict(zip(inner_values, jaxprs.evaluate(prefix, jaxprs.values(env, prefix.invars)), strict=True))
         return body_plan.run(i, jaxprs.values(env, [v for v, _ in body_plan.parts]))
 
-    return [axes.get(v) for v in jaxpr.invars[n_consts:]], run
+    return PartRule([axes.get(v) for v in jaxpr.invars[n_consts:]], run)
