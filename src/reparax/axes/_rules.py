@@ -65,7 +65,7 @@ class Operands:
             return self.ordered(axis)
         blocks, inside = self.labels.divided(axis.label, (n // size, size))
         self.labels.freeze(blocks, self.line)
-        return Axis(inside, axis.of, in_place=False)
+        return Axis(inside, axis.origins, in_place=False)
 
     def partly(self, kept: Iterable[bool]) -> Axes:
         """The first operand's axes; those that are not kept lose indices, or get others."""
@@ -222,7 +222,7 @@ def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
             return of_table[index] if index in of_table else operands.ordered(table[-1 - index])
         if index in of_table:
             operands.joined((of_table[index], of_places[index]))
-        return Axis(of_places[index].label, of_table[index].of if index in of_table else chosen, in_place=False)
+        return Axis(of_places[index].label, of_table[index].origins if index in of_table else chosen, in_place=False)
 
     return tuple(map(axis, contraction.output))
 
@@ -256,9 +256,9 @@ def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], n
     if len(new) == 1:
         return [Axis(operands.labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
-        return [Axis(label, axes[0].of, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
+        return [Axis(label, axes[0].origins, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
     frozen = operands.ordered(*axes)
-    return [Axis(operands.labels.new(operands.line), frozen.of, in_place=False) for _ in new]
+    return [Axis(operands.labels.new(operands.line), frozen.origins, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
@@ -283,7 +283,7 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axe
     else:
         inside = operands.joined(parts)
         label = operands.labels.merged([operands.ordered().label, inside.label], [len(parts), sizes[0]])
-        axis = Axis(label, inside.of, in_place=False)
+        axis = Axis(label, inside.origins, in_place=False)
     across = enumerate(zip(*operands.axes, strict=True))
     return tuple(axis if i == along else operands.joined(axes) for i, axes in across)
 
