@@ -83,29 +83,34 @@ def require_made_by(p: Parametrization, raw: PyTree) -> PyTree:
 
 
 def find_attribute(
-    owner: Any, held: Any, name: str, own: Callable[[str], Any], read: Callable[[str], Any], run: Callable[..., Any]
+    owner: Any,
+    raw: Any,
+    name: str,
+    read_instance: Callable[[str], Any],
+    read_effective: Callable[[str], Any],
+    call_method: Callable[..., Any],
 ) -> Any:
-    """What ``owner.name`` is, where ``owner`` has no such name of its own, and ``held`` is the raw model.
+    """What ``owner.name`` is, where ``owner`` has no such name of its own.
 
     Args:
       owner: The wrapped model.
-      held: The raw one; None before there is one.
+      raw: The raw model; None before there is one.
       name: The name.
-      own: Gives an attribute that ``held`` has itself.
-      read: Gives a property of the effective model.
-      run: Calls the method of a name, with its arguments.
+      read_instance: Gives an attribute that the raw model has itself.
+      read_effective: Gives a property of the effective model.
+      call_method: Calls the method of a name, with its arguments.
     """
-    attributes = {} if held is None else vars(held)
-    shared = getattr(type(held), name, None)
-    if name.startswith("_") or (name not in attributes and shared is None):
+    attributes = {} if raw is None else vars(raw)
+    of_class = getattr(type(raw), name, None)
+    if name.startswith("_") or (name not in attributes and of_class is None):
         raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}", name=name, obj=owner)
     if name in attributes:
-        return own(name)
-    if isinstance(inspect.getattr_static(type(held), name), staticmethod | classmethod):
-        return shared  # reads no arrays, so it needs no draw
-    if isinstance(shared, property):
-        return read(name)
-    return functools.partial(run, name) if callable(shared) else shared
+        return read_instance(name)
+    if isinstance(inspect.getattr_static(type(raw), name), staticmethod | classmethod):
+        return of_class  # reads no arrays, so it needs no draw
+    if isinstance(of_class, property):
+        return read_effective(name)
+    return functools.partial(call_method, name) if callable(of_class) else of_class
 
 
 class Functions:
@@ -132,13 +137,14 @@ class Functions:
     deterministic: Any
     """The same model without noise, to evaluate."""
 
-    def _key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
-        """Variables, and the key behind them."""
-        return arguments[: self._count], (*arguments[self._count :], key)[0]
+    def _split_key(self, arguments: tuple[Any, ...], key: Any) -> tuple[tuple[Any, ...], Any]:
+        """The variables, and the key, which may follow them."""
+        variables, further = arguments[: self._count], arguments[self._count :]
+        return variables, further[0] if further else key
 
     def start(self, *arguments: Any, key: Any = None) -> Any:
         """Variables of the plain model as raw variables."""
-        variables, key = self._key(arguments, key)
+        variables, key = self._split_key(arguments, key)
         return self._set(self.p.init(self._get(*variables), start_key(self.p, key, self._start)), *variables)
 
     def raw(self, *variables: Any) -> PyTree:
@@ -152,17 +158,17 @@ class Functions:
 
     def effective(self, *arguments: Any, key: Any = None) -> Any:
         """Variables of the plain model, of one draw."""
-        variables, key = self._key(arguments, key)
+        variables, key = self._split_key(arguments, key)
         raw, key = self._get(*variables), needed_key(self.p, key)
         try:
             return self._set_plain(self.p.apply(raw, key), *variables)
         except ValueError as error:
-            fixed = any(value.fixed for stage in self.p for value in stage.raw_values.values())
-            if self._has_fixed(*variables) or not fixed:
+            needs_fixed = any(value.fixed for stage in self.p for value in stage.raw_values.values())
+            if self._has_fixed(*variables) or not needs_fixed:
                 raise
-            got, place, remedy = self._fixed_missing
+            found, missing, remedy = self._fixed_missing
             raise ValueError(
-                f"{CallName(self.p, 'apply')} cannot read {got} alone: there is no {place}, where values that do "
+                f"{CallName(self.p, 'apply')} cannot read {found} alone: there is no {missing}, where values that do "
                 f"not train are. {remedy}"
             ) from error
 
@@ -172,7 +178,7 @@ class Functions:
 
     def update(self, *arguments: Any, key: Any = None, grads: PyTree = None) -> Any:
         """These variables with fixed values advanced by one training step."""
-        variables, key = self._key(arguments, key)
+        variables, key = self._split_key(arguments, key)
         return self._set(self.p.update(self._get(*variables), key, grads), *variables)
 
 

@@ -110,16 +110,16 @@ class Parametrized(eqx.Module):
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the model, or a method that makes the effective tree when it is called."""
-        held = vars(self).get("values")
+        raw_model = vars(self).get("values")
 
-        def read(name: str) -> Any:
+        def read_effective(name: str) -> Any:
             return getattr(self.effective(), name)
 
-        def own(name: str) -> Any:
-            value = vars(held)[name]
-            return read(name) if any(map(is_array, jax.tree.leaves(value))) else value
+        def read_instance(name: str) -> Any:
+            value = vars(raw_model)[name]
+            return read_effective(name) if any(map(is_array, jax.tree.leaves(value))) else value
 
-        return base.find_attribute(self, held, name, own, read, self._call_method)
+        return base.find_attribute(self, raw_model, name, read_instance, read_effective, self._call_method)
 
     def effective(self, key: Array | None = None) -> Any:
         """The model of one draw, to call it several times with the same noise.
@@ -149,8 +149,8 @@ class Parametrized(eqx.Module):
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the effective model."""
-        key, passed = _key_of(inspect.signature(getattr(self.values, name)), args, kwargs)
-        return getattr(self.effective(key), name)(*args, **passed)
+        key, model_kwargs = _split_key(inspect.signature(getattr(self.values, name)), args, kwargs)
+        return getattr(self.effective(key), name)(*args, **model_kwargs)
 
 
 def _put_into_model(model: PyTree, raw: PyTree) -> PyTree:
@@ -201,22 +201,23 @@ def _is_bits(x: object) -> bool:
 def _hide_fixed(raw: PyTree) -> PyTree:
     """The raw tree with integers in the place of floating values that do not train."""
 
-    def hidden(x: Any, label: str) -> Any:
+    def hide(x: Any, label: str) -> Any:
         if label == "free" or not is_array(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
         parts = jnp.stack([x.real, x.imag], axis=-1) if jnp.iscomplexobj(x) else x
         return _Bits(jax.lax.bitcast_convert_type(parts, _unsigned(parts.dtype)), jnp.dtype(x.dtype))
 
-    return jax.tree.map(hidden, raw, param_labels(raw))
+    return jax.tree.map(hide, raw, param_labels(raw))
 
 
-def _key_of(like: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _split_key(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """The key of a call, by name or by position, and the named arguments that the model takes."""
-    parameters = like.parameters.values()
-    takes = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in parameters)
-    passed = kwargs if takes else {name: x for name, x in kwargs.items() if name != "key"}
+    takes_key = any(x.name == "key" or x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
+    model_kwargs = kwargs if takes_key else {name: x for name, x in kwargs.items() if name != "key"}
     try:
-        bound = like.bind_partial(*args, **passed).arguments
+        arguments = signature.bind_partial(*args, **model_kwargs).arguments
     except TypeError:  # the call itself says which arguments the model takes
-        bound = {}
-    return {**bound, **kwargs}.get("key"), passed
+        arguments = {}
+    return {**arguments, **kwargs}.get("key"), model_kwargs

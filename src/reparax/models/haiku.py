@@ -114,8 +114,8 @@ class _Pair(base.Functions):
 
     def _init(self, rng: Any, *args: Any, **kwargs: Any) -> Any:
         """``init`` of the pair: raw variables."""
-        made = self.network.init(rng, *args, **kwargs)
-        return self.start(*(made if self._count == 2 else (made,)), rng if self.p.random_init else None)
+        plain = self.network.init(rng, *args, **kwargs)
+        return self.start(*(plain if self._count == 2 else (plain,)), rng if self.p.random_init else None)
 
     def _call(self, variables: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """``apply`` of the network with the effective parameters."""
@@ -164,8 +164,8 @@ class _WithState(_Pair, hk.TransformedWithState):
 
     def _set(self, raw: PyTree, *variables: Any) -> Any:
         free, fixed = base.split_collections(raw)
-        free, own = self._set_plain(free, *variables)
-        return free, own | ({_FIXED: fixed} if fixed else {})
+        params, plain_state = self._set_plain(free, *variables)
+        return params, plain_state | ({_FIXED: fixed} if fixed else {})
 
     def _set_plain(self, params: PyTree, *variables: Any) -> Any:
         return params, {name: x for name, x in variables[1].items() if name != _FIXED}
@@ -178,5 +178,5 @@ class _WithState(_Pair, hk.TransformedWithState):
         state = state or {}  # haiku's own gives None
         if self.advances:
             params, state = self._set(base.advanced(self.p, self.raw(params, state)), params, state)
-        out, own = self._call((params, state), *args, **kwargs)
-        return out, {**own, **{name: x for name, x in state.items() if name == _FIXED}}
+        output, new_state = self._call((params, state), *args, **kwargs)
+        return output, {**new_state, **{name: x for name, x in state.items() if name == _FIXED}}

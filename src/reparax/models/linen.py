@@ -75,8 +75,8 @@ def parametrized(
     """
     base.check_arguments(_WHO, module, p, nn.Module, "nn.Module")
     base.check_updates(_WHO, p, updates, "module.update(variables)")
-    made = _make_class(type(module))
-    return made(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
+    wrapper = _make_class(type(module))
+    return wrapper(module=module.clone(parent=None, name=None), p=p, updates=updates, name=name)
 
 
 def roles(module: Any, *args: Any, **kwargs: Any) -> PyTree:
@@ -129,8 +129,8 @@ class _Parametrized(base.Functions, nn.Module):
 
     def _get(self, *variables: Any) -> PyTree:
         """Both collections in one tree."""
-        both = _checked(variables[0])
-        return base.join_collections(both.get("params", {}), both.get("fixed", {}))
+        collections = _checked(variables[0])
+        return base.join_collections(collections.get("params", {}), collections.get("fixed", {}))
 
     def _set(self, raw: PyTree, *variables: Any) -> dict[str, Any]:
         """The raw tree in both collections."""
@@ -183,25 +183,31 @@ class _Parametrized(base.Functions, nn.Module):
                 f"{_WHO} cannot call {method!r} of {type(self.module).__name__} without variables. "
                 "Write `module.apply(variables, x)` or `module.bind(variables)(x)`."
             )
-        rngs = self._rngs()
-        plain = self.module.clone(parent=None)
-        mutable = self.scope.mutable
-        if self.is_initializing():
-            result, made = plain.init_with_output(rngs, *args, **kwargs, method=method, mutable=mutable)
-            earlier = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
-            if not made.get("params", {}).keys() <= earlier:
-                self._put_variables(self.start(made, rngs["params"] if self.p.random_init else None))
-            return result
+        run = self._initialize if self.is_initializing() else self._evaluate
+        return run(self.module.clone(parent=None), self._rngs(), *args, method=method, **kwargs)
+
+    @nn.nowrap
+    def _initialize(self, plain: Any, rngs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The output of the plain module in ``init``, whose variables become raw variables of this one."""
+        output, variables = plain.init_with_output(rngs, *args, **kwargs, mutable=self.scope.mutable)
+        known_names = {name for kind in ("params", "fixed") for name in self.variables.get(kind, {})}
+        if not variables.get("params", {}).keys() <= known_names:
+            self._put_variables(self.start(variables, rngs["params"] if self.p.random_init else None))
+        return output
+
+    @nn.nowrap
+    def _evaluate(self, plain: Any, rngs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The output of the plain module on the effective tree; keeps what it changes in other collections."""
         if self.p.stochastic and "noise" not in rngs:
             give = 'module.apply(variables, x, rngs={"noise": key})'
             raise base.needs_stream_error(self.p, "no stream 'noise'", give, "`module.deterministic`")
         if self.updates is None and self.p.has_update:
             self._advance()
         effective = self.effective(self.variables, rngs["noise"] if self.p.stochastic else None)
-        mutable = scopes.subtract_filters(mutable, ["params", "fixed"])
-        result, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, method=method, mutable=mutable)
+        mutable = scopes.subtract_filters(self.scope.mutable, ["params", "fixed"])
+        output, changed = plain.apply(effective, *args, **kwargs, rngs=rngs, mutable=mutable)
         self._put_variables(changed)
-        return result
+        return output
 
     @nn.nowrap
     def _advance(self) -> None:

@@ -33,8 +33,8 @@ _HIDDEN = object()
 
 Outputs = dict[Any, tuple[Any, Any]]
 """The parameters of a module and what was made of each, by identity; places that share variables are one."""
-Done = dict[int, tuple[Any, Any]]
-"""The nodes of a graph and what was made of each, by identity; they are held, so that no other gets it."""
+Copies = dict[int, tuple[Any, Any]]
+"""The nodes of a graph, each with its copy, by identity; they are held, so that no other gets it."""
 
 
 class Fixed(nnx.Variable):
@@ -117,18 +117,20 @@ class Parametrized(nnx.Module):
         """Wraps ``model``, with the raw tree of ``p`` in the place of its variables."""
         self.p = base.check_arguments(_WHO, model, p, nnx.Module, "nnx.Module")
         self._advances = base.check_updates(_WHO, p, updates, "model.update()")
-        _check_model(model, variable, raw)
+        _require_pytrees(model)
+        _require_param_class(variable)
         start, noise = _find_stream(rngs, "params"), _find_stream(rngs, "noise")
         if raw is None:
             key = base.start_key(p, start and start() if p.random_init else None, _WITH_RNGS)
             replacements = _outputs(lambda tree: _with_types_by_training(p.init(tree, key), variable), model)
         else:
+            _require_same_class(model, raw)
             stored = _outputs(lambda tree: _with_types_by_training(base.require_made_by(p, tree), variable), raw)
-            replacements = _moved_to(model, raw, stored)
+            replacements = _match_by_path(model, raw, stored)
         self.rngs: Any = noise.fork() if noise is not None and (p.stochastic or p.has_update) else nnx.data(None)
         self.deterministic = deterministic
         # Last, as attributes that are set afterwards are the model's.
-        self.raw = nnx.data(_rebuilt(model, replacements, {}, anew=True))
+        self.raw = nnx.data(_copy_graph(model, replacements, {}, anew=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model."""
@@ -144,11 +146,11 @@ class Parametrized(nnx.Module):
         Raises:
           ValueError: If it is or would be a part with parameters, as the chain starts them.
         """
-        held = vars(self).get("raw")
-        if held is None or name in vars(self):
+        raw = vars(self).get("raw")
+        if raw is None or name in vars(self):
             super().__setattr__(name, value)
         else:
-            _set_attribute(held, name, value)
+            _set_attribute(raw, name, value)
 
     def effective(self) -> Any:
         """The model of one draw, to call it several times with the same noise.
@@ -159,11 +161,11 @@ class Parametrized(nnx.Module):
         Raises:
           ValueError: If the chain draws random numbers, and there is neither a stream nor ``deterministic``.
         """
-        return self._rebuilt_effective({}, lambda variable: variable)
+        return self._copy_effective({}, lambda variable: variable)
 
     def fold(self) -> Any:
         """The plain model, without noise; it shares no variables with this one."""
-        return nnx.clone(_rebuilt(self.raw, _outputs(self.p.fold, self.raw), {}))
+        return nnx.clone(_copy_graph(self.raw, _outputs(self.p.fold, self.raw), {}))
 
     def update(self, grads: PyTree = None) -> None:
         """Advances the fixed values by one training step, as :meth:`Parametrization.update`.
@@ -182,60 +184,64 @@ class Parametrized(nnx.Module):
 
     def _set_variables(self, verb: Callable[[PyTree], PyTree], kind: type[Any]) -> None:
         """Gives the variables of a kind the values of ``verb`` of the raw tree."""
-        for node, out in _outputs(verb, self.raw).values():
-            for variable, value in zip(_variables_of(node), _variables_of(out), strict=True):
-                if isinstance(variable, kind) and jax.tree.leaves(value):
-                    variable[...] = value[...]
+        for node, output in _outputs(verb, self.raw).values():
+            for variable, new_variable in zip(_variables_of(node), _variables_of(output), strict=True):
+                if isinstance(variable, kind) and jax.tree.leaves(new_variable):
+                    variable[...] = new_variable[...]
 
-    def _rebuilt_effective(self, done: Done, shown: Callable[[Any], Any]) -> Any:
-        """The model of one draw, with its variables as ``shown``; ``done`` takes what was made of each node."""
+    def _copy_effective(self, copies: Copies, convert: Callable[[Any], Any]) -> Any:
+        """The model of one draw, with ``convert`` of its variables; ``copies`` takes that of each node."""
         p = self.p.deterministic if self.deterministic else self.p
         if p.stochastic and self.rngs is None:
             raise base.needs_stream_error(p, "none", _WITH_RNGS, "`model.deterministic = True`")
         key = self.rngs() if p.stochastic else None
         outputs = _outputs(lambda tree: p.apply(tree, key), self.raw)
-        return _rebuilt(self.raw, {i: (old, shown(new)) for i, (old, new) in outputs.items()}, done)
+        return _copy_graph(self.raw, {i: (node, convert(new)) for i, (node, new) in outputs.items()}, copies)
 
-    def _attribute(self, owner: Any, held: Any, name: str) -> Any:
-        """An attribute of a module ``held`` of the raw model, for ``owner``."""
+    def _attribute(self, owner: Any, module: Any, name: str) -> Any:
+        """An attribute of a module of the raw model, for ``owner``."""
 
-        def own(name: str) -> Any:
-            value = vars(held)[name]
+        def read_instance(name: str) -> Any:
+            value = vars(module)[name]
             if not _holds_parameters(value):
                 return value
-            return _Part(self, value) if isinstance(value, nnx.Pytree) else read(name)
+            return _Part(self, value) if isinstance(value, nnx.Pytree) else read_effective(name)
 
-        def read(name: str) -> Any:
-            return self._run(held, lambda module: getattr(module, name))
+        def read_effective(name: str) -> Any:
+            return self._run(module, lambda effective: getattr(effective, name))
 
-        if held is not None and hasattr(nnx.Module, name) and getattr(type(held), name) is getattr(nnx.Module, name):
-            return getattr(held, name)  # such as `eval`, which reads no parameters
-        return base.find_attribute(owner, held, name, own, read, functools.partial(self._call_method, held))
+        plain = getattr(nnx.Module, name, None)
+        if module is not None and plain is not None and getattr(type(module), name) is plain:
+            return getattr(module, name)  # such as `eval`, which reads no parameters
+        call_method = functools.partial(self._call_method, module)
+        return base.find_attribute(owner, module, name, read_instance, read_effective, call_method)
 
-    def _call_method(self, held: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of a module ``held`` of the raw model, in training after a step of the fixed values."""
+    def _call_method(self, module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of a module of the raw model, in training after a step of the fixed values."""
         if self._advances and not self.deterministic:
             # Not a model of another trace, such as the discriminator in the loss of a generator.
             with contextlib.suppress(errors.TraceContextError):
                 self._set_variables(lambda raw: base.advanced(self.p, raw), Fixed)
-        return self._run(held, lambda module: getattr(module, name)(*args, **kwargs))
+        return self._run(module, lambda effective: getattr(effective, name)(*args, **kwargs))
 
-    def _run(self, held: Any, fun: Callable[[Any], Any]) -> Any:
-        """``fun`` of the effective module of ``held``, where the raw model keeps what it sets."""
-        done: Done = {}
-        self._rebuilt_effective(done, _for_reading)
-        result = fun(done[id(held)][1])
-        _keep_changes(done)
-        shown = {id(new): old for old, new in done.values() if new is not old}
+    def _run(self, module: Any, fun: Callable[[Any], Any]) -> Any:
+        """``fun`` of the effective copy of a module of the raw model, which keeps what ``fun`` sets."""
+        copies: Copies = {}
+        self._copy_effective(copies, _for_reading)
+        result = fun(copies[id(module)][1])
+        _keep_changes(copies)
+        return self._with_parts(result, {id(copy): node for node, copy in copies.values() if copy is not node})
 
-        def show(x: Any) -> Any:
-            if id(x) not in shown or not (isinstance(x, nnx.Pytree) or _is_variable(x)):
-                return x
-            return _Part(self, shown[id(x)]) if isinstance(x, nnx.Pytree) else x
-
+    def _with_parts(self, result: Any, raw_nodes: dict[int, Any]) -> Any:
+        """A result with parts of this model for effective modules, whose raw nodes are given by identity."""
         result = list(result) if isinstance(result, ItemsView | ValuesView) else result
-        parts = jax.tree.leaves(result, is_leaf=_is_node)
-        return jax.tree.map(show, result, is_leaf=_is_node) if any(id(x) in shown for x in parts) else result
+        if not any(id(x) in raw_nodes for x in jax.tree.leaves(result, is_leaf=_is_node)):
+            return result
+
+        def as_part(x: Any) -> Any:
+            return _Part(self, raw_nodes[id(x)]) if id(x) in raw_nodes and isinstance(x, nnx.Pytree) else x
+
+        return jax.tree.map(as_part, result, is_leaf=_is_node)
 
 
 class _Part:
@@ -312,16 +318,24 @@ def _type_for_reading(kind: type[Any]) -> type[Any]:
         )
 
     def set_attribute(variable: Any, name: str, value: Any) -> None:
-        frame = inspect.currentframe()
-        frame = frame and frame.f_back
-        while frame and (module := frame.f_globals["__name__"]).startswith(("flax.", "jax.")):
-            if module.startswith("flax.nnx.transforms."):
-                set_plain: Any = kind.__setattr__
-                return set_plain(variable, name, value)
-            frame = frame.f_back
-        return refuse(variable)
+        set_plain: Any = kind.__setattr__ if _is_called_by_transform() else refuse
+        set_plain(variable, name, value)
 
     return type(kind.__name__, (kind,), {"__setattr__": set_attribute, "copy_from": refuse})
+
+
+def _is_called_by_transform() -> bool:
+    """Whether a transform of nnx calls the caller of this function, with only flax and JAX in between."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    while frame:
+        module = frame.f_globals["__name__"]
+        if module.startswith("flax.nnx.transforms."):
+            return True
+        if not module.startswith(("flax.", "jax.")):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _set_attribute(module: Any, name: str, value: Any) -> None:
@@ -331,8 +345,8 @@ def _set_attribute(module: Any, name: str, value: Any) -> None:
     setattr(module, name, value)
 
 
-def _check_model(model: Any, variable: Any, raw: Any) -> None:
-    """Refuses modules in which JAX sees no parameters, types of other variables, and raw models of another class."""
+def _require_pytrees(model: Any) -> None:
+    """Refuses modules in which JAX sees no parameters."""
     for names, leaf in items(model, is_leaf=_is_variable):
         if isinstance(leaf, nnx.Module):
             name = type(leaf).__name__
@@ -341,13 +355,21 @@ def _check_model(model: Any, variable: Any, raw: Any) -> None:
                 f"{_WHO} takes modules that are pytrees, but got {name}{where}, whose class has `pytree=False`. Write "
                 f"`class {name}(nnx.Module)`."
             )
+
+
+def _require_param_class(variable: Any) -> None:
+    """Refuses what is no class of parameters."""
     if not (isinstance(variable, type) and issubclass(variable, nnx.Param)):
         raise TypeError(
             f"{_WHO} takes a subclass of `nnx.Param` as `variable`, but got "
             f"{getattr(variable, '__name__', repr(variable))}. Write `variable=nnx.LoRAParam`, or a class of your own, "
             "`class Mine(nnx.Param)`."
         )
-    if raw is not None and type(raw) is not type(model):
+
+
+def _require_same_class(model: Any, raw: Any) -> None:
+    """Refuses a raw model of another class."""
+    if type(raw) is not type(model):
         raise TypeError(
             f"{_WHO} takes a raw tree that is a {type(model).__name__}, as `p.init(model)` gives it, but got "
             f"{type(raw).__name__}. To replace only values, use `nnx.update(model.raw, nnx.to_pure_dict(raw))`."
@@ -404,96 +426,118 @@ def _identity(node: Any) -> Any:
 def _outputs(fun: Callable[[PyTree], PyTree], module: Any) -> Outputs:
     """The parameters of a module, each at its first path, with what ``fun`` of the whole tree gives for them."""
     nodes, treedef = jax.tree.flatten(module, is_leaf=_is_place)
-    first: dict[Any, int] = {}
+    first_index: dict[Any, int] = {}
     for i, node in enumerate(nodes):
         if not _is_variable(node) or _is_parameter(node):
-            first.setdefault(_identity(node), i)
-    places = set(first.values())
-    tree = treedef.unflatten([x if i in places else _HIDDEN for i, x in enumerate(nodes)])
-    outs = treedef.flatten_up_to(fun(_to_model_types(tree)))
-    return {identity: (nodes[i], outs[i]) for identity, i in first.items()}
+            first_index.setdefault(_identity(node), i)
+    indices = set(first_index.values())
+    tree = treedef.unflatten([node if i in indices else _HIDDEN for i, node in enumerate(nodes)])
+    outputs = treedef.flatten_up_to(fun(_to_model_types(tree)))
+    return {identity: (nodes[i], outputs[i]) for identity, i in first_index.items()}
 
 
-def _rebuilt(node: Any, replacements: Outputs, done: Done, *, anew: bool = False) -> Any:
+def _copy_graph(node: Any, replacements: Outputs, copies: Copies, *, anew: bool = False) -> Any:
     """The graph with other leaves, where one object stays one.
 
     Args:
       node: Its root.
       replacements: What stands in place of leaves, by their identity.
-      done: Takes what was made of each node.
+      copies: Takes the copy of each node, and gives those that it has already.
       anew: Whether modules without any of these leaves are copied too.
     """
-    if id(node) not in done:
+    if id(node) not in copies:
         children, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
         if _is_place(node) or jax.tree_util.treedef_is_leaf(treedef):
             copy = replacements.get(_identity(node), (node, node))[1]
         else:
-            parts = [_rebuilt(x, replacements, done, anew=anew) for x in children]
-            same = not anew and all(x is y for x, y in zip(parts, children, strict=True))
-            copy = node if same else treedef.unflatten(parts)
-        done[id(node)] = node, copy
-    return done[id(node)][1]
+            parts = [_copy_graph(child, replacements, copies, anew=anew) for child in children]
+            is_same = all(part is child for part, child in zip(parts, children, strict=True))
+            copy = node if is_same and not anew else treedef.unflatten(parts)
+        copies[id(node)] = node, copy
+    return copies[id(node)][1]
 
 
-def _moved_to(model: Any, raw: Any, replacements: Outputs) -> Outputs:
+def _match_by_path(model: Any, raw: Any, replacements: Outputs) -> Outputs:
     """The parameters of a model, with what was made of those of a raw model at the same paths."""
-    places, stored = (
-        {path_text(names): x for names, x in items(tree, _is_place) if _is_parameter(x) or holds_markers(x)}
-        for tree in (model, raw)
-    )
-    if different := sorted(places.keys() ^ stored.keys()):
+    nodes, raw_nodes = _parameters_by_path(model), _parameters_by_path(raw)
+    if different := sorted(nodes.keys() ^ raw_nodes.keys()):
         raise ValueError(
             f"{_WHO} takes a raw tree of this model, as `p.init(model)` gives it, but only one of both has a parameter "
             f"at {different[0]!r}."
         )
-    return {_identity(x): (x, replacements[_identity(stored[path])][1]) for path, x in places.items()}
+    return {_identity(node): (node, replacements[_identity(raw_nodes[path])][1]) for path, node in nodes.items()}
 
 
-def _keep_changes(done: Done) -> None:
-    """Gives raw modules what a call has set in the effective ones: a cache, what ``sow`` records, a flag.
+def _parameters_by_path(tree: PyTree) -> dict[str, Any]:
+    """The parameters of a model or of a raw model, and the places of those that are computed of others."""
+    places = ((path_text(names), node) for names, node in items(tree, _is_place))
+    return {path: node for path, node in places if _is_parameter(node) or holds_markers(node)}
+
+
+def _keep_changes(copies: Copies) -> None:
+    """Gives raw modules what a call has set in their copies: a cache, what ``sow`` records, a flag.
 
     Raises:
       ValueError: If it has set parameters.
     """
-    back: Done = {id(new): (new, old) for old, new in done.values() if _is_node(new)}
-    for old, new in list(done.values()):
-        if old is new or not isinstance(new, nnx.Pytree):
+    originals: Copies = {id(copy): (copy, node) for node, copy in copies.values() if _is_node(copy)}
+    for module, copy in copies.values():
+        if copy is not module and isinstance(copy, nnx.Pytree):
+            _set_changed(module, copy, _changed_attributes(module, copy, copies), originals)
+
+
+def _changed_attributes(module: Any, copy: Any, copies: Copies) -> dict[str, Any]:
+    """The attributes of a copy that are not those of its module, by name; _HIDDEN for one that is deleted.
+
+    Raises:
+      ValueError: If one of them holds parameters, or did.
+    """
+    changed: dict[str, Any] = {}
+    for name in [name for name in {**vars(module), **vars(copy)} if not name.startswith("_pytree__")]:
+        value, raw_value = (vars(node).get(name, _HIDDEN) for node in (copy, module))
+        value_before = copies[id(raw_value)][1] if id(raw_value) in copies else raw_value
+        if _is_same(value, value_before):
             continue
-        for name in [name for name in {**vars(old), **vars(new)} if not name.startswith("_pytree__")]:
-            before, after = vars(old).get(name, _HIDDEN), vars(new).get(name, _HIDDEN)
-            shown = done[id(before)][1] if id(before) in done else before
-            if _is_same(after, shown):
-                continue
-            if _holds_parameters([shown, after]):
-                _refuse_parameters(name, after)
-            if after is _HIDDEN:
-                delattr(old, name)
-            else:
-                is_data = any(names[0] == name for names, _ in items(new, lambda x, new=new: x is not new))
-                setattr(old, name, (nnx.data if is_data else nnx.static)(_rebuilt(after, {}, back)))
+        if _holds_parameters([value_before, value]):
+            _refuse_parameters(name, value)
+        changed[name] = value
+    return changed
 
 
-def _is_same(value: Any, before: Any) -> bool:
+def _set_changed(module: Any, copy: Any, attributes: dict[str, Any], originals: Copies) -> None:
+    """Sets attributes of a copy in its raw module, with raw nodes in the place of their copies."""
+    data_names = {names[0] for names, _ in items(copy, lambda x: x is not copy)} if attributes else set()
+    for name, value in attributes.items():
+        if value is _HIDDEN:
+            delattr(module, name)
+        else:
+            mark = nnx.data if name in data_names else nnx.static
+            setattr(module, name, mark(_copy_graph(value, {}, originals)))
+
+
+def _is_same(value: Any, value_before: Any) -> bool:
     """Whether an attribute is what it was: the same variables, or equal numbers and texts."""
-    if value is before:
+    if value is value_before:
         return True
-    (nodes, treedef), (old, olddef) = (jax.tree.flatten(x, is_leaf=_is_variable) for x in (value, before))
+    nodes, treedef = jax.tree.flatten(value, is_leaf=_is_variable)
+    nodes_before, treedef_before = jax.tree.flatten(value_before, is_leaf=_is_variable)
     plain = bool | int | float | complex | str | bytes
-    return treedef == olddef and all(
-        x is y or (isinstance(x, plain) and type(x) is type(y) and x == y) for x, y in zip(nodes, old, strict=True)
+    return treedef == treedef_before and all(
+        x is y or (isinstance(x, plain) and type(x) is type(y) and x == y)
+        for x, y in zip(nodes, nodes_before, strict=True)
     )
 
 
 def _with_types_by_training(raw: PyTree, variable: type[Any]) -> PyTree:
     """A raw tree whose variables have types that say which of them train; :func:`_to_model_types` is the inverse."""
 
-    def typed(node: Any, label: Any) -> Any:
+    def by_training(node: Any, label: Any) -> Any:
         if not _is_variable(node):
             return node
         kind = variable if "free" in jax.tree.leaves(label) else Fixed
         return kind.from_metadata(value_in(node), {**node.get_metadata(), _PLAIN: type(node)})
 
-    return jax.tree.map(typed, raw, param_labels(raw), is_leaf=_is_variable)
+    return jax.tree.map(by_training, raw, param_labels(raw), is_leaf=_is_variable)
 
 
 def _to_model_types(raw: PyTree) -> PyTree:
@@ -503,7 +547,7 @@ def _to_model_types(raw: PyTree) -> PyTree:
         if not _is_variable(node):
             return node
         metadata = dict(node.get_metadata())
-        own = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
-        return metadata.pop(_PLAIN, own).from_metadata(value_in(node), metadata)
+        default = nnx.Param if isinstance(node, Fixed) else type(node)  # as `nnx.update` forgets metadata
+        return metadata.pop(_PLAIN, default).from_metadata(value_in(node), metadata)
 
     return jax.tree.map(plain, raw, is_leaf=_is_variable)

@@ -99,11 +99,8 @@ class _Value:
     @property
     def order(self) -> list[int]:
         """For each axis in the array, its place in the value; axes of equal name are matched in order."""
-        pairs_left = list(enumerate(self.axes))
-        pairs = [
-            pairs_left.pop(next(i for i, (_, name) in enumerate(pairs_left) if name == axis)) for axis in self.standing
-        ]
-        return [place for place, _ in pairs]
+        places = {name: [place for place, axis in enumerate(self.axes) if axis == name] for name in self.axes}
+        return [places[name].pop(0) for name in self.standing]
 
 
 @functools.cache
@@ -162,21 +159,27 @@ def _merged_sizes(groups: Iterable[Axis], sizes: Sizes) -> list[int]:
 
 def _solve_size(terms: Sequence[Axis], total: int, sizes: Sizes) -> None:
     """Requires ``total`` to be the sum of products of sizes; adds the one that is unknown to ``sizes``."""
-    missing = [[name for name in term if not _is_known(name, sizes)] for term in terms]
-    letters = sorted({_letter(name) for term in missing for name in term})
-    if len(letters) > 1 or any(len(term) > 1 for term in missing):
-        raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
-    products = _merged_sizes(terms, sizes)
-    remaining = total - sum(product for product, term in zip(products, missing, strict=True) if not term)
-    factor = sum(product for product, term in zip(products, missing, strict=True) if term)
+    unknown = _unknown_size(terms, sizes)
+    known_terms = [term for term in terms if all(_is_known(name, sizes) for name in term)]
+    factor = sum(_merged_sizes([term for term in terms if term not in known_terms], sizes))
+    remaining = total - sum(_merged_sizes(known_terms, sizes))
     if remaining < 0 or (remaining % factor if factor else remaining):
         sum_text = " + ".join(" ".join(term) or "1" for term in terms)
         known_text = " with " + ", ".join(f"{name} = {size}" for name, size in sizes.items()) if sizes else ""
         raise ValueError(
             f"expected an axis of size {sum_text}{known_text}, got {total}. Correct the block or the array."
         )
-    if letters:
-        sizes[letters[0]] = remaining // max(factor, 1)
+    if unknown:
+        sizes[unknown] = remaining // max(factor, 1)
+
+
+def _unknown_size(terms: Sequence[Axis], sizes: Sizes) -> str | None:
+    """The letter of the size that is unknown in some of the products, or None; raises an error for several."""
+    unknown_names = [[name for name in term if not _is_known(name, sizes)] for term in terms]
+    letters = sorted({_letter(name) for names in unknown_names for name in names})
+    if len(letters) > 1 or any(len(names) > 1 for names in unknown_names):
+        raise ValueError(f"its shape does not determine {', '.join(letters)}. Give some of them in `sizes`.")
+    return letters[0] if letters else None
 
 
 def _require_axes(name: str, groups: Sequence[Axis], array: Any, sizes: Sizes) -> None:
@@ -280,10 +283,10 @@ def gates(source: str, order: str, *, out_first: bool = False) -> Block:
             f"gates takes one of {', '.join(_SHAPES)} and an order such as 'ifgo', but got {source!r} and {order!r}."
         )
     shape = _SHAPES[source]
-    kernel = " " in shape
-    shape_out_first = f" -> {' '.join(reversed(shape.split()))}" if kernel and out_first else ""
-    parts = tuple(f"{source}_{gate}: {shape}{shape_out_first}" for gate in order.replace("c", "g"))
-    return parts[0] if len(parts) == 1 else Concat(parts, axis=int(kernel and not out_first))
+    is_kernel = " " in shape
+    shape_in_array = f" -> {' '.join(reversed(shape.split()))}" if is_kernel and out_first else ""
+    parts = tuple(f"{source}_{gate}: {shape}{shape_in_array}" for gate in order.replace("c", "g"))
+    return parts[0] if len(parts) == 1 else Concat(parts, axis=int(is_kernel and not out_first))
 
 
 def _each_gate(path: str, source: str, order: str) -> dict[str, Block]:
@@ -458,15 +461,20 @@ def convert(tree: PyTree, source: str | Blocks, target: str | Blocks, **sizes: i
     """
     arrays = {path_text(path).replace(".", "/"): x for path, x in items(tree) if is_array(x)}
     with locate_errors(f"convert from {source!r} to {target!r}"):
-        old, new = blocks_of(source), blocks_of(target)
-        if strange := [path for path in arrays if path not in old]:
+        source_blocks, target_blocks = blocks_of(source), blocks_of(target)
+        if strange := [path for path in arrays if path not in source_blocks]:
             raise ValueError(f"{strange[0]!r} is not an array of that layout. Pass the parameters of one cell.")
-        values = _add_to_values(read_values(old, arrays, dict(sizes)), _added_by_cell(source))
-        names = [name for block in new.values() for name in value_names(block)]
+        values = _add_to_values(read_values(source_blocks, arrays, dict(sizes)), _added_by_cell(source))
+        names = [name for block in target_blocks.values() for name in value_names(block)]
         offsets = {name: -number for name, number in _added_by_cell(target).items()}
-        new_arrays = write_arrays(new, _add_to_values(_match_biases(values, names), offsets), dict(sizes))
+        values = _add_to_values(_match_biases(values, names), offsets)
+        return _nest_arrays(write_arrays(target_blocks, values, dict(sizes)))
+
+
+def _nest_arrays(arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The arrays in nested dicts, by the names of their paths."""
     nested: dict[str, Any] = {}
-    for path, array in new_arrays.items():
+    for path, array in arrays.items():
         *parents, name = path.split("/")
         node = nested
         for parent in parents:
@@ -490,16 +498,21 @@ def _add_to_values(values: dict[str, Array], by: Mapping[str, float]) -> dict[st
 
 
 def _match_biases(values: dict[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    """The wanted values: second biases are added to the first ones, or created as zeros, if the two cells differ."""
+    """The values by these names, where a cell has two biases ``x`` and ``hidden_x`` and the other one their sum ``x``.
+
+    Second biases that ``names`` lacks are added to the first ones, and those that ``values`` lack are zeros.
+    """
     matched = {name: value for name, value in values.items() if name in names}
-    for name in [name for name in values if name not in matched]:
+    for name in [name for name in values if name not in names]:
         first_bias = name.removeprefix("hidden_")
-        if name != first_bias != "bias_n" and first_bias in matched:  # in a GRU, the reset gate scales n's hidden bias
+        if first_bias in matched and first_bias != "bias_n":  # in a GRU, the reset gate scales n's hidden bias
             matched[first_bias] = matched[first_bias] + values[name]
-        elif "bias" not in name or isinstance(values[name], Tracer) or jnp.any(values[name] != 0):
+        elif not _is_zero_bias(name, values[name]):
             raise ValueError(f"the other layout has no {name!r}, so its cell cannot compute the same function.")
-    for name in names:
-        first_bias = name.removeprefix("hidden_")
-        if name not in matched and first_bias in matched:
-            matched[name] = jnp.zeros_like(matched[first_bias])
-    return matched
+    first_biases = {name: matched.get(name.removeprefix("hidden_")) for name in names if name not in matched}
+    return matched | {name: jnp.zeros_like(bias) for name, bias in first_biases.items() if bias is not None}
+
+
+def _is_zero_bias(name: str, value: Array) -> bool:
+    """Whether a value is known to be a bias of zeros, without which a cell computes the same function."""
+    return "bias" in name and not isinstance(value, Tracer) and not jnp.any(value != 0)

@@ -59,13 +59,13 @@ class _Rearranged(Parametrization):
             raise TypeError(
                 f"{type(self).__name__} takes a path or a regular expression as `where`, but got {where!r}."
             )
-        blocks_of_both = (self._model, self._stored)
-        model, raw = ([name for block in blocks.values() for name in value_names(block)] for blocks in blocks_of_both)
-        require_unique(model, type(self).__name__)
+        model_names = [name for block in self._model.values() for name in value_names(block)]
+        stored_names = [name for block in self._stored.values() for name in value_names(block)]
+        require_unique(model_names, type(self).__name__)
         require_unique([_label(path) for path in self._stored], type(self).__name__)
-        if lacking := sorted(set(model) ^ set(raw)):
+        if unshared := sorted(set(model_names) ^ set(stored_names)):
             raise ValueError(
-                f"{type(self).__name__} got two layouts, but only one of them holds {lacking[0]!r}. Choose two that "
+                f"{type(self).__name__} got two layouts, but only one of them holds {unshared[0]!r}. Choose two that "
                 f"hold the same values, or change the model's parameters with `convert` first."
             )
 
@@ -78,21 +78,22 @@ class _Rearranged(Parametrization):
         return f"{type(self).__name__}({', '.join([layout, *(f'{name}={text(x)}' for name, x in arguments.items())])})"
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        """The stage bound to the arrays of each cell: the model's in ``init``, else the nodes at their places."""
         who = CallName(self, method)
-        nodes = {} if method == "init" else tree.nodes(self.kind)
-        if method != "init" and not nodes:
+        if method == "init":
+            cells = self._cells(who, [leaf for leaf in tree.leaves() if leaf.visible and leaf.is_there])
+            return [bound_to(self, who.at(cell) if cell else who, arrays) for cell, arrays in cells.items()]
+        nodes = tree.nodes(self.kind)
+        if not nodes:
             raise no_own_node_error(str(who), self.kind, nest(tree))
         leaves = [leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.visible and leaf.is_there]
         bounds: list[Bound] = []
-        for cell, arrays in self._cells(who, [x for x in leaves if not nodes or isinstance(x.content, Node)]).items():
+        for cell, arrays in self._cells(who, [leaf for leaf in leaves if isinstance(leaf.content, Node)]).items():
             who_here = who.at(cell) if cell else who
             with locate_errors(who_here):
-                for node in [leaf.content for leaf in arrays.values()] if nodes else ():
-                    # Some formats store an empty node as None.
-                    if node.values or tree.arrays[node.inside[0]] is not None:
-                        tree.values_of(node)
-            copies = {_path_below(cell, path): _path_below(cell, at) for path, at in self._copies.items()}
-            bounds.append(bound_to(self, who_here, arrays, copies=copies if nodes else {}))
+                _require_values(tree, [leaf.content for leaf in arrays.values()])
+            copies = {_path_below(cell, path): _path_below(cell, raw_path) for path, raw_path in self._copies.items()}
+            bounds.append(bound_to(self, who_here, arrays, copies=copies))
         return bounds
 
     def _cells(self, who: CallName, leaves: Sequence[Leaf]) -> dict[str, dict[str, Leaf]]:
@@ -101,11 +102,15 @@ class _Rearranged(Parametrization):
         selected = {match[0] for match in matches(self.where, [cell for cell, _, _ in candidates if cell is not None])}
         cells: dict[str, dict[str, Leaf]] = {}
         for cell, path, leaf in candidates:
-            if cell in selected and cells.setdefault(cell, {}).setdefault(path, leaf) is not leaf:
+            if cell not in selected:
+                continue
+            arrays = cells.setdefault(cell, {})
+            if path in arrays:
                 raise ValueError(
                     f"{who.at(cell) if cell else who}: {path!r} holds several values, so it cannot be "
                     f"part of a block. Put the stage that replaces it earlier in the chain."
                 )
+            arrays[path] = leaf
         if not cells:
             path_of_first = _path_below(self.where, next(iter(self._model)))
             raise ValueError(
@@ -141,18 +146,8 @@ class _Rearranged(Parametrization):
 
     def _effective(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
         """The arrays of the model, from the values under the markers at their places."""
-        paths = {_label(path): path for path in self._stored}
-        raw_arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
-        for name, x in raw_arrays.items():
-            if name not in paths:
-                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
-        for name, path in paths.items():
-            if name not in raw_arrays and not is_optional(self._stored[path]):
-                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
         sizes = dict(self.sizes)
-        effective = write_arrays(
-            self._model, read_values(self._stored, {paths[name]: x for name, x in raw_arrays.items()}, sizes), sizes
-        )
+        effective = write_arrays(self._model, read_values(self._stored, self._raw_arrays(nodes), sizes), sizes)
         if lacking := sorted(effective.keys() ^ nodes.keys()):
             raise ValueError(
                 f"found nothing at {lacking[0]!r}, where `init` leaves an empty node. Flattened formats lose empty "
@@ -160,10 +155,29 @@ class _Rearranged(Parametrization):
             )
         return effective
 
+    def _raw_arrays(self, nodes: Mapping[str, Any]) -> dict[str, Array]:
+        """The raw arrays by their paths in the layout; raises an error for one that is unexpected or missing."""
+        paths = {_label(path): path for path in self._stored}
+        arrays = {name: x for node in nodes.values() if node is not None for name, x in node.items()}
+        for name, x in arrays.items():
+            if name not in paths:
+                raise ValueError(f"{name!r} holds {describe(x)}: {OTHER_CHAIN}")
+        for name, path in paths.items():
+            if name not in arrays and not is_optional(self._stored[path]):
+                raise ValueError(f"{name!r} is missing: {OTHER_CHAIN}")
+        return {paths[name]: x for name, x in arrays.items()}
+
     def _home(self, raw_path: str) -> str:
         """The array of the model at whose place a raw array is stored."""
         first_value = value_names(self._stored[raw_path])[0]
         return next(path for path, block in self._model.items() if first_value in value_names(block))
+
+
+def _require_values(tree: Flat, nodes: Sequence[Node]) -> None:
+    """Raises an error if the tree lacks a value of a node; one that is empty may be stored as None."""
+    for node in nodes:
+        if node.values or tree.arrays[node.inside[0]] is not None:
+            tree.values_of(node)
 
 
 def _path_below(cell: str, path: str) -> str:
@@ -346,11 +360,13 @@ class CudnnLSTM(Reparametrization):
 
     def init_leaf(self, w: Array) -> dict[str, Array]:
         values = cut_values(self._block, w, self._sizes)
-        bias = {name: value for name, value in values.items() if name.startswith("bias")}
+        if self.biases == 2:
+            return values
         kernels = {name: value for name, value in values.items() if "bias" not in name}
-        if self.biases == 1:
-            return kernels | {name: value + values[f"hidden_{name}"] for name, value in bias.items()}
-        return values if self.biases else kernels
+        if self.biases == 0:
+            return kernels
+        first_biases = {name: value for name, value in values.items() if name.startswith("bias")}
+        return kernels | {name: value + values[f"hidden_{name}"] for name, value in first_biases.items()}
 
     def apply_leaf(self, values: dict[str, Array]) -> Array:
         biases = [name for name in value_names(self._block) if "bias" in name]
@@ -375,13 +391,13 @@ class CudnnLSTM(Reparametrization):
         directions = ("", "_reverse") if self.bidirectional else ("",)
         ends = [f"l{layer}{direction}" for layer in range(self.num_layers) for direction in directions]
 
-        def gates(source: str, end: str, axes: str) -> list[str]:
-            return [f"{source}_{gate}_{end}: {axes}" for gate in "ifgo"]
+        def gates(source: str, end: str, shape: str) -> list[str]:
+            return [f"{source}_{gate}_{end}: {shape}" for gate in "ifgo"]
 
-        parts: list[str] = []
+        kernels: list[str] = []
+        biases: list[str] = []
         for end in ends:
-            n = "n" if end.startswith("l0") else "m"
-            parts += gates("input", end, f"{n} h -> (h {n})") + gates("hidden", end, "h' h -> (h h')")
-        for end in ends:
-            parts += gates("bias", end, "h") + gates("hidden_bias", end, "h")
-        return Concat(tuple(parts))
+            inputs = "n" if end.startswith("l0") else "m"
+            kernels += gates("input", end, f"{inputs} h -> (h {inputs})") + gates("hidden", end, "h' h -> (h h')")
+            biases += gates("bias", end, "h") + gates("hidden_bias", end, "h")
+        return Concat((*kernels, *biases))

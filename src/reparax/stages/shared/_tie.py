@@ -88,48 +88,37 @@ class Tie(Parametrization):
         return f"Tie({{{ties}}}{'' if self.unequal == 'raise' else f', unequal={self.unequal!r}'})"
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        """The stage bound to each tied array, after its source; requires equal values in ``init``, else empty nodes."""
         who = CallName(self, method)
         nodes = {place: node for place, node in tree.nodes(self.kind).items() if not node.values}
         leaves = {leaf.place: leaf for leaf in tree.with_nodes(nodes).leaves() if leaf.is_there}
-        for target, _, _ in self.ties if method != "init" else ():
-            if not matches(target, [leaf.path for leaf in leaves.values()]):
-                raise ValueError(
-                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
-                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
-                )
+        if method != "init":
+            self._require_targets(who, [leaf.path for leaf in leaves.values()])
         sources = self._sources(who, leaves)
         for target, (source, transform) in sources.items():
             if method == "init":
                 self._require_equal(leaves[target], leaves[source], transform)
-            elif target not in nodes:
-                raise ValueError(
-                    f"{who} got a tree that never went through init: {leaves[target].draw_path!r} holds a value of its "
-                    f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
-                )
-            elif tree.arrays[nodes[target].inside[0]] is not None:  # some formats store an empty node so
-                with locate_errors(who.at(leaves[target].path)):
-                    tree.values_of(nodes[target])
-        bounds: dict[Names, Bound] = {}
-
-        def add(target: Names) -> None:
-            """Adds a tied array, after its source."""
-            if target not in sources or target in bounds:
-                return
+            else:
+                _require_empty_node(who, tree, leaves[target], nodes.get(target))
+        bounds: list[Bound] = []
+        for target in _sources_first({target: source for target, (source, _) in sources.items()}):
             source, transform = sources[target]
-            add(source)
             path = leaves[target].path
-            bounds[target] = bound_to(
-                self,
-                who.at(path),
-                {"w": leaves[target]},
-                reads={"source": source},
-                copies={path: leaves[source].path},
-                formula=transform,
+            copies = {path: leaves[source].path}
+            reads = {"source": source}
+            bounds.append(
+                bound_to(self, who.at(path), {"w": leaves[target]}, reads=reads, copies=copies, formula=transform)
             )
+        return bounds
 
-        for target in sources:
-            add(target)
-        return list(bounds.values())
+    def _require_targets(self, who: CallName, paths: Sequence[str]) -> None:
+        """Raises an error if a target has no place in a raw tree with these paths."""
+        for target, _, _ in self.ties:
+            if not matches(target, paths):
+                raise ValueError(
+                    f"{who} found nothing at {target!r}, where `init` leaves an empty node. Flattened "
+                    f"formats lose empty nodes: restore into the structure of `jax.eval_shape(p.init, params)`."
+                )
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
         del bound, key
@@ -167,15 +156,16 @@ class Tie(Parametrization):
         for place, leaf in leaves.items():
             places_of_path.setdefault(leaf.path, {})[leaf.draw_path] = place
         for target, source, transform in self._resolved(who, list(places_of_path)):
-            for draw, place in places_of_path[target].items():
-                is_single = len(places_of_path[target]) == len(places_of_path[source]) == 1
-                image = next(iter(places_of_path[source])) if is_single else source + draw.removeprefix(target)
-                if image not in places_of_path[source]:
+            target_places, source_places = places_of_path[target], places_of_path[source]
+            are_single = len(target_places) == 1 and len(source_places) == 1
+            for target_draw, place in target_places.items():
+                source_draw = next(iter(source_places)) if are_single else source + target_draw.removeprefix(target)
+                if source_draw not in source_places:
                     raise ValueError(
-                        f"{who}: {target!r} and {source!r} hold different raw values; {draw!r} has no "
-                        f"counterpart {image!r}. To share effective arrays, put the tie last in the chain."
+                        f"{who}: {target!r} and {source!r} hold different raw values; {target_draw!r} has no "
+                        f"counterpart {source_draw!r}. To share effective arrays, put the tie last in the chain."
                     )
-                sources[place] = (places_of_path[source][image], transform or _identity)
+                sources[place] = (source_places[source_draw], transform or _identity)
         return sources
 
     def _resolved(self, who: CallName, paths: Sequence[str]) -> list[Tied]:
@@ -185,12 +175,39 @@ class Tie(Parametrization):
             pairs = [(match[0], _expand_source(who, match, source, paths)) for match in matches(target, paths)]
             missing = [path for _, path in pairs if path not in paths] if pairs else [target]
             if missing:
-                near = nearest(missing[0], paths)
-                raise ValueError(f"{who} found no array at {missing[0]!r}; the nearest paths are {near}.")
+                raise ValueError(
+                    f"{who} found no array at {missing[0]!r}; the nearest paths are {nearest(missing[0], paths)}."
+                )
             resolved_ties += [(target_path, owner, transform) for target_path, owner in pairs if target_path != owner]
         _require_one_source(who, resolved_ties)
         _require_no_loop(who, {target: source for target, source, _ in resolved_ties})
         return resolved_ties
+
+
+def _require_empty_node(who: CallName, tree: Flat, target: Leaf, node: Node | None) -> None:
+    """Raises an error if a tied place of a raw tree has no empty node, which some formats store as None."""
+    if node is None:
+        raise ValueError(
+            f"{who} got a tree that never went through init: {target.draw_path!r} holds a value of its "
+            f"own. Call `raw = p.init(params)` once, with the whole chain, and pass `raw`."
+        )
+    if tree.arrays[node.inside[0]] is not None:
+        with locate_errors(who.at(target.path)):
+            tree.values_of(node)
+
+
+def _sources_first(sources: Mapping[Names, Names]) -> list[Names]:
+    """The tied places, each after its source if that is tied too."""
+    ordered: dict[Names, None] = {}
+
+    def add(place: Names) -> None:
+        if place in sources and place not in ordered:
+            add(sources[place])
+            ordered[place] = None
+
+    for place in sources:
+        add(place)
+    return list(ordered)
 
 
 def _expand_source(who: object, match: re.Match[str], source: str, paths: Sequence[str]) -> str:
@@ -205,18 +222,20 @@ def _expand_source(who: object, match: re.Match[str], source: str, paths: Sequen
 
 def _parse_ties(ties: Any) -> tuple[Tied, ...]:
     """The ties as target, source and transform; raises an error for other forms, and for none."""
-    pairs = isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties)
-    if not isinstance(ties, Mapping) and not pairs:
+    if isinstance(ties, Mapping):
+        pairs = list(ties.items())
+    elif isinstance(ties, tuple | list) and all(isinstance(tie, tuple | list) and len(tie) > 1 for tie in ties):
+        pairs = [(tie[0], tie[1] if len(tie) == 2 else tie[1:]) for tie in ties]
+    else:
         raise TypeError(
             f"Tie takes a dict of target paths and their sources, but got {ties!r} of type {type(ties).__name__}. "
             f"Write `rpx.Tie({{target: source}})`."
         )
-    items = ties.items() if isinstance(ties, Mapping) else [(t[0], t[1] if len(t) == 2 else t[1:]) for t in ties]
-    entries = tuple(_parse_tie(target, value) for target, value in items)
-    if not entries:
+    parsed = tuple(_parse_tie(target, value) for target, value in pairs)
+    if not parsed:
         raise ValueError("Tie got no ties. Name at least one target and its source.")
-    _require_one_source("Tie", entries)
-    return entries
+    _require_one_source("Tie", parsed)
+    return parsed
 
 
 def _require_one_source(who: object, ties: Iterable[Tied]) -> None:
@@ -272,7 +291,7 @@ def _differ(target: Any, source: Any, transform: Transform) -> bool:
     if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (target, source)):
         return False
     with jax.ensure_compile_time_eval():  # known arrays are compared also if `init` is called under `jax.jit`
-        a, b = (_as_numpy(x) for x in (jnp.asarray(target), transform(jnp.asarray(source))))
-    eps = float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0.0
-    wide = np.result_type(np.float64, a.dtype) if a.dtype.kind != "V" else np.float64
-    return not np.allclose(a.astype(wide), b.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)
+        found, expected = _as_numpy(jnp.asarray(target)), _as_numpy(transform(jnp.asarray(source)))
+    eps = float(jnp.finfo(found.dtype).eps) if jnp.issubdtype(found.dtype, jnp.inexact) else 0.0
+    wide = np.result_type(np.float64, found.dtype) if found.dtype.kind != "V" else np.float64
+    return not np.allclose(found.astype(wide), expected.astype(wide), rtol=4 * eps, atol=0, equal_nan=True)
