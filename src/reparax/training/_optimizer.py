@@ -8,7 +8,8 @@ correct step costs nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,8 +90,8 @@ def optimizer(tx: T) -> T:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         raw = updates if params is None else params
-        extra_of_free = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
-        new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **extra_of_free)
+        free_extra = {name: _take_free(value, *partition(raw)) for name, value in extra.items()}
+        new_updates, state = inner.update(partition(updates)[0], state, partition(params)[0], **free_extra)
         return combine(new_updates, jax.tree.map(_neutral_update, partition(raw)[1])), state
 
     return type(inner)(init, explain_errors(init, update))
@@ -99,14 +100,19 @@ def optimizer(tx: T) -> T:
 def _take_free(value: Any, free: PyTree, fixed: PyTree) -> Any:
     """An extra argument for ``tx``: without fixed values; a function of raw trees becomes one of the free part."""
     if callable(value) and jax.tree_util.all_leaves([value]):
+        return _function_of_free(value, free, fixed)
+    if jax.tree.structure(value, is_leaf=is_none) != jax.tree.structure(free, is_leaf=is_none):
+        return value
+    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=is_none)
 
-        def of_free(*args: Any, **kwargs: Any) -> Any:
-            raw_args = (combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x for x in args)
-            return value(*raw_args, **kwargs)
 
-        return of_free
-    is_tree = jax.tree.structure(value, is_leaf=is_none) == jax.tree.structure(free, is_leaf=is_none)
-    return jax.tree.map(lambda w, x: None if w is None else x, free, value, is_leaf=is_none) if is_tree else value
+def _function_of_free(function: Callable[..., Any], free: PyTree, fixed: PyTree) -> Callable[..., Any]:
+    """A function of the free part, which it completes by fixed values to the raw tree that ``function`` takes."""
+
+    def complete(x: Any) -> Any:
+        return combine(x, fixed) if jax.tree.structure(x) == jax.tree.structure(free) else x
+
+    return lambda *args, **kwargs: function(*map(complete, args), **kwargs)
 
 
 def _neutral_update(x: Any) -> Any:
@@ -158,16 +164,16 @@ def projected(p: Parametrization) -> Transformation:
                 f"`tx.update(grads, state, params)`."
             )
         require_no_raw(CallName(p, "projected"), params, INSTEAD)
-        if jax.tree.structure(updates) != jax.tree.structure(params) and (
-            difference := first_difference(updates, params)
-        ):
+        has_one_structure = jax.tree.structure(updates) == jax.tree.structure(params)
+        difference = None if has_one_structure else first_difference(updates, params)
+        if difference is not None:
             raise ValueError(
                 f"{CallName(p, 'projected')} takes updates and parameters of one structure: {difference}. Call "
                 f"`tx.update(grads, state, params)`."
             )
         updated = jax.tree.map(lambda w, u: w + u.astype(w.dtype), params, updates)
-        back = p.fold(with_any_key(p.deterministic.init)(updated))
-        return jax.tree.map(lambda b, w, u: (b - w).astype(u.dtype), back, params, updates), state
+        nearest = p.fold(with_any_key(p.deterministic.init)(updated))
+        return jax.tree.map(lambda new, w, u: (new - w).astype(u.dtype), nearest, params, updates), state
 
     return Transformation(init, update)
 
@@ -205,22 +211,33 @@ def reset_moments(state: T, before: PyTree, after: PyTree) -> T:
       >>> rpx.training.reset_moments(state, before, after)[0].trace["w"]["@rigl"]["w"]
       Array([[1., 1., 0., 1.]], dtype=float32)
     """
-    grown = _activated_by_mask(before, after)
-    free = {path for path, x in items(after) if is_array(x) and FIXED not in path}
+    activated = _activated_by_mask(before, after)
     paths, leaves, treedef = flatten_with_names(state)
-    # A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
-    fits = Counter(path[:i] for path in paths for i in range(len(path) + 1) if path[i:] in free)
+    raw_paths = _raw_paths(paths, {path for path, x in items(after) if is_array(x) and FIXED not in path})
 
-    def reset(path: Names, x: Any) -> Any:
-        starts = [i for i in range(len(path) + 1) if path[i:] in free]
-        raw_path = path[max(starts, key=lambda i: fits[path[:i]]) :] if starts else ()
-        for node, flags in grown.items():
-            below = raw_path[: len(node)] == node and is_aligned(raw_path)
-            if starts and below and is_array(x) and _covers(flags, x):
+    def reset(x: Any, raw_path: Names | None) -> Any:
+        if raw_path is None or not is_array(x) or not is_aligned(raw_path):
+            return x
+        for node, flags in activated.items():
+            if raw_path[: len(node)] == node and _covers(flags, x):
                 x = jnp.where(flags, jnp.zeros_like(x), x)
         return x
 
-    return treedef.unflatten([reset(path, x) for x, path in zip(leaves, paths, strict=True)])
+    return treedef.unflatten(list(map(reset, leaves, raw_paths)))
+
+
+def _raw_paths(state_paths: Sequence[Names], free_paths: AbstractSet[Names]) -> list[Names | None]:
+    """For each path in a state the raw path with which it ends; None if it ends with none, as that of a counter.
+
+    A name in a state may be a field or a parameter: a raw tree begins where the most raw paths fit.
+    """
+    starts_of_paths = [[i for i in range(len(path) + 1) if path[i:] in free_paths] for path in state_paths]
+    counts = Counter(path[:i] for path, starts in zip(state_paths, starts_of_paths, strict=True) for i in starts)
+
+    def raw_path(path: Names, starts: Sequence[int]) -> Names | None:
+        return path[max(starts, key=lambda i: counts[path[:i]]) :] if starts else None
+
+    return list(map(raw_path, state_paths, starts_of_paths))
 
 
 def _activated_by_mask(old_raw: PyTree, new_raw: PyTree) -> dict[Names, Array]:
@@ -253,27 +270,27 @@ def explain_errors(init: Callable[[PyTree], PyTree], update: Update) -> Update:
     """``update`` of an optimizer, with errors that name what is wrong with its arguments."""
 
     def update_or_explain(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
-        result, failure = (None, None), None
+        def require_fitting(failure: Exception | None) -> None:
+            reason = _explain_arguments(init, partial(update, **extra), updates, state, params)
+            if reason is not None:
+                raise ValueError(f"optimizer.update takes {reason}") from failure
+
         try:
-            result = update(updates, state, params, **extra)
+            new_updates, new_state = update(updates, state, params, **extra)
         except Exception as error:  # any type: a transformation may fail in any way on another tree
-            failure = error
-        if failure is not None or _has_other_shapes(state, result[1]) or _has_other_shapes(params, result[0]):
-            why = _explain_arguments(init, partial(update, **extra), updates, state, params)
-            if why is not None:
-                raise ValueError(f"optimizer.update takes {why}") from failure
-        if failure is not None:
-            raise failure
-        return result
+            require_fitting(error)
+            raise
+        if _has_other_shapes(state, new_state) or _has_other_shapes(params, new_updates):
+            require_fitting(None)
+        return new_updates, new_state
 
     return update_or_explain
 
 
 def _has_other_shapes(old: PyTree, new: PyTree) -> bool:
     """Whether arrays of two trees of one structure have other shapes."""
-    same_structure = jax.tree.structure(old) == jax.tree.structure(new)
     shapes, new_shapes = ([x.shape if is_array(x) else None for x in jax.tree.leaves(tree)] for tree in (old, new))
-    return same_structure and shapes != new_shapes
+    return shapes != new_shapes and jax.tree.structure(old) == jax.tree.structure(new)
 
 
 def _explain_arguments(
@@ -282,35 +299,65 @@ def _explain_arguments(
     """What is wrong with the arguments of a step, and what to do; None if they fit each other."""
     if params is None:
         return _explain_state(init, state, updates)
+    return (
+        _explain_tuples(updates, params)
+        or _explain_gradients(update, updates, state, params)
+        or _explain_state(init, state, params)
+    )
+
+
+def _explain_tuples(updates: PyTree, params: PyTree) -> str | None:
+    """What to do about a tuple in place of gradients or of a raw tree; None if there is none."""
     if type(updates) is tuple and type(params) is not tuple:
         value_too = "`jax.value_and_grad` returns the value too: `value, grads = ...`."
         return f"gradients first, but got a tuple. {CALL} {value_too}"
     if type(params) is tuple and type(updates) is not tuple:
         return f"the raw tree last, but got a tuple. {CALL}"
-    if (difference := first_difference(partition(updates)[0], partition(params)[0])) is not None:
-        # Some transformations take gradients unlike their parameters: the step must succeed with what is advised.
-        right = updates if difference.of == A_RAW_TREE else params
-        try:
-            jax.eval_shape(lambda: update(right, state, right))
-        except Exception:
-            pass
-        else:
-            return _explain_gradients(difference)
-    return _explain_state(init, state, params)
+    return None
 
 
-def _explain_gradients(difference: Difference) -> str:
-    """What is wrong with gradients that differ from the raw tree, and what to do."""
-    if difference.of == A_RAW_TREE:
-        return f"the raw tree as params, but got the model's own parameters: {difference.swapped}. {CALL}"
-    whose, advice = {
-        THE_MODEL: (
-            "the model's own parameters",
-            "Differentiate with respect to the raw tree: `jax.grad(lambda raw: loss(p.apply(raw)))(raw)`.",
-        ),
-        OTHER_SHAPES: ("other shapes", "Differentiate one number, such as the mean of the loss over a batch."),
-    }.get(difference.of, (difference.of, "Differentiate with respect to `raw`."))
-    return f"gradients of the raw tree, but got those of {whose}: {difference}. {advice}"
+# What a tree belongs to instead of what is expected. That of the model has arrays where a raw tree has markers.
+THE_MODEL, A_RAW_TREE = "the model", "a raw tree"
+ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
+FIXED_VALUES = "fixed values too"
+
+_GRADIENTS = "gradients of the raw tree, but got those of"
+_WRONG_GRADIENTS = {
+    A_RAW_TREE: f"the raw tree as params, but got the model's own parameters: {{swapped}}. {CALL}",
+    THE_MODEL: f"{_GRADIENTS} the model's own parameters: {{difference}}. Differentiate with respect to the raw tree: "
+    f"`jax.grad(lambda raw: loss(p.apply(raw)))(raw)`.",
+    ANOTHER_CHAIN: f"{_GRADIENTS} another chain: {{difference}}. Differentiate with respect to `raw`.",
+    ANOTHER_MODEL: f"{_GRADIENTS} another model: {{difference}}. Differentiate with respect to `raw`.",
+    OTHER_SHAPES: f"{_GRADIENTS} other shapes: {{difference}}. Differentiate one number, such as the mean of the loss "
+    f"over a batch.",
+}
+_STATE = "the state of the raw tree, but got"
+_REMAKE = "Make it with the same `tx`, `tx.init(raw)`."
+_WRONG_STATE = {
+    A_RAW_TREE: "gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
+    "{swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`.",
+    THE_MODEL: f"{_STATE} that of the model's own parameters: {{difference}}. Make it from the raw tree, "
+    f"`tx.init(raw)`.",
+    ANOTHER_CHAIN: f"{_STATE} that of another chain: {{difference}}. Make a new one, `tx.init(raw)`, or convert it, "
+    f"`rpx.transfer(old, new, state, like=old_raw)`.",
+    ANOTHER_MODEL: f"{_STATE} that of another optimizer or model: {{difference}}. {_REMAKE}",
+    OTHER_SHAPES: f"{_STATE} one of other shapes: {{difference}}. {_REMAKE}",
+    FIXED_VALUES: f"{_STATE} one with values for what is fixed: {{difference}}. {_REMAKE}",
+}
+
+
+def _explain_gradients(update: Update, updates: PyTree, state: PyTree, params: PyTree) -> str | None:
+    """What is wrong with gradients that differ from the raw tree, and what to do; None if they do not."""
+    difference = first_difference(partition(updates)[0], partition(params)[0])
+    if difference is None:
+        return None
+    # Some transformations take gradients unlike their parameters: the step must succeed with what is advised.
+    right = updates if difference.source == A_RAW_TREE else params
+    try:
+        jax.eval_shape(lambda: update(right, state, right))
+    except Exception:
+        return None
+    return difference.explain(_WRONG_GRADIENTS)
 
 
 def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree) -> str | None:
@@ -319,77 +366,85 @@ def _explain_state(init: Callable[[PyTree], PyTree], state: PyTree, raw: PyTree)
         expected = jax.eval_shape(init, raw)
     except Exception:  # then it is not the state that is wrong
         return None
-    if (difference := first_difference(state, expected)) is None:
+    difference = first_difference(state, expected)
+    if difference is None:
         return None
     if first_difference(state, raw) is None or first_difference(state, partition(raw)[0]) is None:
         return f"a state second, but got a raw tree. {CALL}"
-    if difference.of == A_RAW_TREE:
-        return (
-            f"gradients and parameters of the raw tree that its state belongs to, but got those of the model: "
-            f"{difference.swapped}. Differentiate with respect to `raw`, and call `tx.update(grads, state, raw)`."
-        )
-    of_fixed = "@fixed" in difference.path and difference.wanted == "nothing"
-    whose, advice = {
-        THE_MODEL: ("that of the model's own parameters", "Make it from the raw tree, `tx.init(raw)`."),
-        ANOTHER_CHAIN: (
-            "that of another chain",
-            "Make a new one, `tx.init(raw)`, or convert it, `rpx.transfer(old, new, state, like=old_raw)`.",
-        ),
-        ANOTHER_MODEL: (
-            "one with values for what is fixed" if of_fixed else "that of another optimizer or model",
-            "Make it with the same `tx`, `tx.init(raw)`.",
-        ),
-    }.get(difference.of, (f"one of {difference.of}", "Make it with the same `tx`, `tx.init(raw)`."))
-    return f"the state of the raw tree, but got {whose}: {difference}. {advice}"
-
-
-THE_MODEL = "the model"
-"""It has arrays where a raw tree has markers."""
-A_RAW_TREE = "a raw tree"
-"""It has markers where the model has arrays."""
-ANOTHER_CHAIN, ANOTHER_MODEL, OTHER_SHAPES = "another chain", "another model", "other shapes"
+    if difference.source == ANOTHER_MODEL and FIXED in difference.path and difference.expected == "nothing":
+        difference = difference._replace(source=FIXED_VALUES)
+    return difference.explain(_WRONG_STATE)
 
 
 class Difference(NamedTuple):
-    """Where a tree differs from the one that is wanted: the path, what should be there and what is, in words.
+    """Where a tree differs from the one that is expected.
 
-    ``of`` says what the tree belongs to instead.
+    Attributes:
+      path: The path.
+      expected: What should be there, in words.
+      found: What is there, in words.
+      source: What the tree belongs to instead.
     """
 
     path: str
-    wanted: str
-    got: str
-    of: str
+    expected: str
+    found: str
+    source: str
 
-    @property
-    def swapped(self) -> Difference:
-        """The same, if it is the other tree that is wrong."""
-        return self._replace(wanted=self.got, got=self.wanted)
+    def explain(self, texts: Mapping[str, str]) -> str:
+        """The text for this source, in which ``swapped`` is the difference if it is the other tree that is wrong."""
+        swapped = self._replace(expected=self.found, found=self.expected)
+        return texts[self.source].format(difference=self, swapped=swapped)
 
     def __str__(self) -> str:
-        return f"expected {self.wanted} at {self.path!r}, got {self.got}"
+        return f"expected {self.expected} at {self.path!r}, got {self.found}"
 
 
 def first_difference(actual: PyTree, like: PyTree) -> Difference | None:
     """The first difference between the arrays of two trees; another stage comes before all others."""
-    shapes, expected_shapes = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
-    for path in [path for path in expected_shapes if path in shapes]:
-        mark, wanted = (next(iter(values[path])).split("/")[0] for values in (shapes, expected_shapes))
-        if mark != wanted:
-            of = ANOTHER_CHAIN if mark and wanted else THE_MODEL if wanted else A_RAW_TREE
-            return Difference(path, repr(wanted) if wanted else "an array", repr(mark) if mark else "an array", of)
-    for path in dict.fromkeys([*expected_shapes, *shapes]):
-        found, expected = shapes.get(path, {}), expected_shapes.get(path, {})
-        for below in dict.fromkeys([*expected, *found]):
-            if found.get(below) != expected.get(below):
-                in_both = below in found and below in expected
-                wanted, got = (
-                    f"shape {x[below]}" if in_both else "an array" if below in x else "nothing"
-                    for x in (expected, found)
-                )
-                of = OTHER_SHAPES if in_both else ANOTHER_MODEL
-                return Difference(f"{path}/{below}".strip("/"), wanted, got, of)
-    return None
+    found, expected = (by_parameter(tree, lambda x: tuple(x.shape), empty=False) for tree in (actual, like))
+    paths = dict.fromkeys([*expected, *found])
+    differences = (
+        difference_at(path, found.get(path, {}), expected.get(path, {}))
+        for difference_at in (_difference_of_stages, _difference_of_arrays)
+        for path in paths
+    )
+    return next((difference for difference in differences if difference is not None), None)
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of the raw values of a parameter, by their paths in it."""
+
+
+def _difference_of_stages(path: str, found: Shapes, expected: Shapes) -> Difference | None:
+    """The difference between the first markers of two parameters, if both exist; an array has an empty one."""
+    if not found or not expected:
+        return None
+    marker, expected_marker = (next(iter(shapes)).split("/")[0] for shapes in (found, expected))
+    if marker == expected_marker:
+        return None
+    source = ANOTHER_CHAIN if expected_marker else A_RAW_TREE
+    return Difference(
+        path,
+        expected=repr(expected_marker) if expected_marker else "an array",
+        found=repr(marker) if marker else "an array",
+        source=source if marker else THE_MODEL,
+    )
+
+
+def _difference_of_arrays(path: str, found: Shapes, expected: Shapes) -> Difference | None:
+    """The first difference between the shapes of two parameters."""
+    name = next((name for name in {**expected, **found} if found.get(name) != expected.get(name)), None)
+    if name is None:
+        return None
+    is_in_both = name in found and name in expected
+
+    def describe(shapes: Shapes) -> str:
+        array = f"shape {shapes[name]}" if is_in_both else "an array"
+        return array if name in shapes else "nothing"
+
+    source = OTHER_SHAPES if is_in_both else ANOTHER_MODEL
+    return Difference(f"{path}/{name}".strip("/"), describe(expected), describe(found), source)
 
 
 def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
@@ -421,14 +476,14 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
     sharding_of = {path: x for path, x in items(shardings) if isinstance(x, NamedSharding)}
     if any(isinstance(x, PartitionSpec) for _, x in items(shardings)):
         raise ValueError("state_shardings takes the result of `p.shardings`, but got a tree with a PartitionSpec.")
-    if lacking := sorted(shapes.keys() - sharding_of.keys()):
+    if missing := sorted(shapes.keys() - sharding_of.keys()):
         raise ValueError(
-            f"state_shardings: there is no sharding for {path_text(lacking[0])!r} of the raw tree. Pass the raw tree, "
+            f"state_shardings: there is no sharding for {path_text(missing[0])!r} of the raw tree. Pass the raw tree, "
             f"and the result of `p.shardings` for it."
         )
     replicated = NamedSharding(next(iter(sharding_of.values())).mesh, PartitionSpec())
 
-    def of(path: Names, x: Any) -> NamedSharding | None:
+    def sharding(path: Names, x: Any) -> NamedSharding | None:
         if not is_array(x):
             return None
         ends = (path[i:] for i in range(len(path) + 1))
@@ -436,4 +491,4 @@ def state_shardings(state: PyTree, raw: PyTree, shardings: PyTree) -> PyTree:
         return replicated if raw_path is None or shapes[raw_path] != x.shape else sharding_of[raw_path]
 
     paths, leaves, treedef = flatten_with_names(state)
-    return treedef.unflatten([of(path, x) for path, x in zip(paths, leaves, strict=True)])
+    return treedef.unflatten(list(map(sharding, paths, leaves)))

@@ -30,8 +30,8 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import Any, ParamSpec, TypeVar
+from itertools import compress, islice
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,11 @@ class SumRead:
     cost_in_factors: float | None = None
     cost_as_array: float = 0.0
 
+    @property
+    def needs_array(self) -> bool:
+        """Whether factors are of no use to it."""
+        return self.cost_in_factors is None
+
 
 @dataclass
 class Record:
@@ -82,8 +87,7 @@ class Record:
 
     Attributes:
       eqn: The equation that made it.
-      shape: Its shape.
-      dtype: Its dtype.
+      type: Its shape and dtype.
       origins: The arguments on which it depends.
       parents: The sums from which it is made.
       cost_to_form: The cost to form it and its parents.
@@ -94,8 +98,7 @@ class Record:
     """
 
     eqn: JaxprEqn
-    shape: tuple[int, ...]
-    dtype: Any
+    type: jax.ShapeDtypeStruct
     origins: frozenset[int]
     parents: Sequence[Hashable]
     cost_to_form: float
@@ -103,6 +106,14 @@ class Record:
     reads: list[SumRead] = field(default_factory=list)
     is_formed: bool = False
     read_if_formed: SumRead | None = None
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """The cost of all reads of the sum if it stays in factors, and if it is formed."""
+        rebuilds = max((read.times / max(self.times, 1) for read in self.reads if read.needs_array), default=0.0)
+        in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in self.reads)
+        as_array = sum(read.times * read.cost_as_array for read in self.reads)
+        return in_factors + rebuilds * self.cost_to_form, self.cost_to_form + as_array
 
 
 class SumPlan:
@@ -128,72 +139,84 @@ class SumPlan:
 
     def decide(self) -> None:
         """Decides for each sum, the last first, because a sum in factors needs its parents in factors too."""
-        needed = set[Hashable]()
+        needed_in_factors = set[Hashable]()
         for maker, record in reversed(self.records.items()):
-            cost_in_factors, cost_formed = self.costs(maker)
-            arrays = [read for read in record.reads if read.cost_in_factors is None]
-            if maker not in needed and (cost_formed < cost_in_factors or (arrays and cost_formed == cost_in_factors)):
-                record.is_formed = True
+            record.is_formed = maker not in needed_in_factors and self._is_cheaper_formed(record)
+            if record.is_formed:
+                read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
                 for parent in record.parents:
-                    read = record.read_if_formed or SumRead(record.eqn, record.times, in_formula=True)
                     self.records[parent].reads.append(read)
-            elif maker in needed or record.reads:
-                needed.update(record.parents)
+            elif maker in needed_in_factors or record.reads:
+                needed_in_factors.update(record.parents)
         self.is_decided = True
 
-    def costs(self, maker: Hashable) -> tuple[float, float]:
-        """The cost of all reads of a sum if it stays in factors, and if it is formed."""
-        record = self.records[maker]
-        of_arrays = [read for read in record.reads if read.cost_in_factors is None]
-        rebuilds = max((read.times / max(record.times, 1) for read in of_arrays), default=0.0)
-        in_factors = sum(read.times * (read.cost_in_factors or 0.0) for read in record.reads)
-        as_array = sum(read.times * read.cost_as_array for read in record.reads)
-        return in_factors + rebuilds * record.cost_to_form, record.cost_to_form + as_array
+    def _is_cheaper_formed(self, record: Record) -> bool:
+        """Whether a sum costs less if it is formed, or no more and something needs the array."""
+        cost_in_factors, cost_formed = record.costs
+        is_array_needed = any(read.needs_array for read in record.reads)
+        return cost_formed < cost_in_factors or (is_array_needed and cost_formed == cost_in_factors)
 
     def weights(self, paths: Mapping[int, str], lines: Mapping[int, str]) -> Iterator[Weight]:
         """Each sum that the network reads, not only other formulas, with the reason why it is formed or not."""
-        for maker, record in self.records.items():
-            if reads := [read for read in record.reads if not read.in_formula]:
-                type = describe(jax.ShapeDtypeStruct(record.shape, record.dtype))
-                reason = "; ".join(self._reasons(maker, reads, lines))
-                yield Weight(common_path(record.origins, paths), type, not record.is_formed, reason)
+        for record in self.records.values():
+            network_reads = [read for read in record.reads if not read.in_formula]
+            if network_reads:
+                path, reason = common_path(record.origins, paths), "; ".join(_reasons(record, network_reads, lines))
+                yield Weight(path, describe(record.type), not record.is_formed, reason)
 
-    def _reasons(self, maker: Hashable, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
-        """The share of the operations with factors, if products read the sum, and what needs the array."""
-        if n := sum(read.cost_in_factors is not None for read in reads):
-            in_factors, formed = self.costs(maker)
-            share = f"{in_factors / formed if formed else 1.0:.2f} of the operations"
-            yield f"{n} product{'s' if n > 1 else ''}, {'in factors, ' if self.records[maker].is_formed else ''}{share}"
-        of_arrays = [read for read in reads if read.cost_in_factors is None]
-        yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in of_arrays)
+
+def _reasons(record: Record, reads: Sequence[SumRead], lines: Mapping[int, str]) -> Iterator[str]:
+    """The share of the operations with factors, if some of the reads are products, and what needs the array."""
+    n_products = sum(not read.needs_array for read in reads)
+    if n_products:
+        cost_in_factors, cost_formed = record.costs
+        share = cost_in_factors / cost_formed if cost_formed else 1.0
+        how = "in factors, " if record.is_formed else ""
+        yield f"{n_products} product{'s' if n_products > 1 else ''}, {how}{share:.2f} of the operations"
+    yield from dict.fromkeys(describe_read(read.eqn, "needs the array", lines) for read in reads if read.needs_array)
 
 
 # ---- weights whose stage declares their terms
 
 
-def declares(eqn: JaxprEqn) -> bool:
+def declares_terms(eqn: JaxprEqn) -> bool:
     """Whether an equation declares the terms of its first output; the other outputs are the arrays of the terms."""
     view = view_of(eqn)
     return isinstance(view, Jit) and specs_of(view.name) is not None
 
 
 def declared_sum(operation: Operation) -> Sum | None:
-    """The sum; None if a derivative added outputs, or several nested batches, which cannot be told apart."""
+    """The sum whose terms an equation declares; None if it declares none, or if it depends on data.
+
+    Also None if more than the array is read, or if a derivative added outputs, or several nested batches, which cannot
+    be told apart.
+    """
+    if not (operation.out_facts.known and operation.only_first_read and declares_terms(operation.eqn)):
+        return None
     specs = specs_of(Jit(operation.eqn).name) or []
     n_arrays = sum(len(spec.letters) for spec in specs)
     outvars = operation.eqn.outvars
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
-    arrays = _declared_arrays(operation, n_arrays)
+    arrays = iter(_declared_arrays(operation, n_arrays))
     if not sums.holds_factors(output.dtype, array_types):
         return None
-    products = sums.all_or_none(_declared_product(spec, output, arrays) for spec in specs)
+    products = sums.all_or_none(
+        _declared_product(spec, output, list(islice(arrays, len(spec.letters)))) for spec in specs
+    )
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
-def _declared_arrays(operation: Operation, n_arrays: int) -> Iterator[tuple[Any, bool]]:
-    """The arrays of the terms that an equation declares, and whether each is still."""
+class _DeclaredArray(NamedTuple):
+    """An array of a term, and whether it gets no gradient."""
+
+    array: Any
+    still: bool
+
+
+def _declared_arrays(operation: Operation, n_arrays: int) -> list[_DeclaredArray]:
+    """The arrays of the terms that an equation declares."""
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
@@ -201,24 +224,28 @@ def _declared_arrays(operation: Operation, n_arrays: int) -> Iterator[tuple[Any,
     facts = list(compress([*(NUMBER for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    return iter([(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)])
+    return [_DeclaredArray(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
 
 
-def _declared_product(spec: Spec, output: Any, arrays: Iterator[tuple[Any, bool]]) -> Product | None:
-    """The product that a term declares of the next arrays; None if only some axes of a batch are theirs."""
+def _declared_product(spec: Spec, output: Any, inputs: Sequence[_DeclaredArray]) -> Product | None:
+    """The product that a term declares of its arrays; None if one has only some axes of a batch."""
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
-    factors: list[Factor] = []
-    for letters, is_circulant, (array, still) in zip(spec.letters, spec.circles, arrays, strict=False):
-        array = sums.cast_factor(array, output.dtype)
-        array = Circle(array) if is_circulant else array
+    arrays = [sums.cast_factor(x.array, output.dtype) for x in inputs]
+    arrays = [Circle(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
+
+    def factor(array: Any, letters: str, source: _DeclaredArray) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
         if n_batch not in (0, len(batch)):
             return None
-        sizes = array.shape[n_batch:]
-        labels = [label_of.setdefault(letter, Label(size)) for letter, size in zip(letters, sizes, strict=True)]
-        factors.append(Factor(array, (*batch[:n_batch], *labels), still))
-    axes = [*((label,) for label in batch), *(tuple(map(label_of.__getitem__, axis)) for axis in spec.axes)]
+        sizes = zip(letters, array.shape[n_batch:], strict=True)
+        labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
+        return Factor(array, (*batch[:n_batch], *labels), source.still)
+
+    factors = sums.all_or_none(map(factor, arrays, spec.letters, inputs))
+    if factors is None:
+        return None
+    axes = [*((label,) for label in batch), *([label_of[letter] for letter in axis] for axis in spec.axes)]
     return Product(tuple(factors), tuple(tuple(label for label in axis if label.size != 1) for axis in axes))
 
 
@@ -262,7 +289,12 @@ def _is_still(x: Sum) -> bool:
 
 def _as_one_factor(x: Sum) -> Product:
     """The sum as one factor: an array of its shape and dtype."""
-    return Product.of(jax.ShapeDtypeStruct(x.shape, x.dtype), still=_is_still(x))
+    return Product.of(_type_of(x), still=_is_still(x))
+
+
+def _type_of(x: Sum) -> jax.ShapeDtypeStruct:
+    """The shape and the dtype of a sum."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 # ---- products of matrices
@@ -270,25 +302,30 @@ def _as_one_factor(x: Sum) -> Product:
 
 def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight in a product of matrices, also of rows in groups; None if it leaves groups out."""
-    x, y, *sizes = args
-    if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(sizes[0], Sum)):
+    x, y, *group_sizes = args
+    if isinstance(view, RaggedDot) and (not view.is_whole or isinstance(group_sizes[0], Sum)):
         return None
-    output, precision = view.type, view.precision
     # JAX rounds neither operand to the dtype of the other.
-    if x.dtype != y.dtype or not jnp.issubdtype(output.dtype, jnp.inexact) or not sums.keeps_range(precision):
+    if x.dtype != y.dtype or not _multiplies_in_range(view):
         return None
     weight, operand = (x, 0) if isinstance(x, Sum) else (y, 1)
-    data = (args[1 - operand], *sizes)
+    data = (args[1 - operand], *group_sizes)
     products = sums.contract_with_data(view, operand, data, weight.products)
     products_of_array = sums.contract_with_data(view, operand, data, [_as_one_factor(weight)])
     if products is None or products_of_array is None:
         return None
-    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), precision)
+    output = view.type
+    how = How(weight.dtype, sums.product_dtype(weight.dtype, output.dtype), view.precision)
+    return WeightUse(
+        weight,
+        costs=lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))),
+        array=lambda: array_of_products(products, output.shape, how).astype(output.dtype),
+    )
 
-    def array() -> Any:
-        return array_of_products(products, output.shape, how).astype(output.dtype)
 
-    return WeightUse(weight, lambda: (sum(map(cost, products)), sum(map(cost, products_of_array))), array)
+def _multiplies_in_range(view: Dot | RaggedDot | Conv) -> bool:
+    """Whether a product is of floating numbers, and its precision keeps the range of their dtype."""
+    return jnp.issubdtype(view.type.dtype, jnp.inexact) and sums.keeps_range(view.precision)
 
 
 # ---- matrices that an index chooses, and rows of a table
@@ -296,13 +333,11 @@ def _use_in_product(view: Dot | RaggedDot, args: Sequence[Any]) -> WeightUse | N
 
 def costs_of_lookup(weight: Sum, rows: Sum) -> tuple[float, float, float]:
     """The cost to take the factors of the chosen matrices; to form these from them; and to take the matrices."""
-    of_factors = sum(
-        (1 if factor.still else 2) * ENTRY * factor.size
-        for old_product, new_product in zip(weight.products, rows.products, strict=True)
-        for old, factor in zip(old_product.factors, new_product.factors, strict=True)
-        if factor.labels != old.labels
-    )
-    return of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
+    factors = [factor for product in weight.products for factor in product.factors]
+    row_factors = [factor for product in rows.products for factor in product.factors]
+    chosen = [row for row, factor in zip(row_factors, factors, strict=True) if row.labels != factor.labels]
+    cost_of_factors = sum((1 if factor.still else 2) * ENTRY * factor.size for factor in chosen)
+    return cost_of_factors, *_costs_of_entries(weight, rows.shape, rows.products)
 
 
 def _costs_of_entries(weight: Sum, shape: Sequence[int], products: Sequence[Product]) -> tuple[float, float]:
@@ -319,21 +354,21 @@ def _use_in_gather(view: Gather, args: Sequence[Any]) -> WeightUse | None:
         return None
     lookup = _RowLookup(view, _in_counting_dtype(args[1]))
 
-    def products_of_rows(change: Callable[[Any, int], Any]) -> list[Product] | None:
-        return sums.all_or_none(change_axis_of_product(x, axis, lookup.count, change) for x in weight.products)
+    def products_of_rows(take_rows: Callable[[Any, int], Any]) -> list[Product] | None:
+        return sums.all_or_none(change_axis_of_product(x, axis, lookup.count, take_rows) for x in weight.products)
 
-    products_of_types = products_of_rows(lookup.type_of_rows)
-    if products_of_types is None:
+    product_types = products_of_rows(lookup.type_of_rows)
+    if product_types is None:
         return None
 
     def array() -> Any:
         other_axes = [i for i in range(weight.ndim) if i != axis]
         products = [product.transpose([axis, *other_axes]) for product in products_of_rows(lookup.rows) or []]
         shape = [lookup.count, *(weight.shape[i] for i in other_axes)]
-        how = How(weight.dtype, view.type.dtype, weight.precision)
-        return lookup.output(array_of_products(products, shape, how), weight.shape[axis])
+        rows = array_of_products(products, shape, How(weight.dtype, view.type.dtype, weight.precision))
+        return lookup.output(lookup.treat_missing(rows, weight.shape[axis]))
 
-    return WeightUse(weight, lambda: _costs_of_entries(weight, view.type.shape, products_of_types), array)
+    return WeightUse(weight, lambda: _costs_of_entries(weight, view.type.shape, product_types), array)
 
 
 @dataclass(frozen=True)
@@ -342,41 +377,46 @@ class _RowLookup:
 
     Attributes:
       view: The equation.
-      places: The index of each row.
+      indices: The index of each row, along a last axis of size 1.
     """
 
     view: Gather
-    places: Any
+    indices: Any
 
     @property
     def count(self) -> int:
         """How many rows are looked up."""
-        return math.prod(self.places.shape[:-1])
+        return math.prod(self.indices.shape[:-1])
 
     def type_of_rows(self, array: Any, axis: int) -> Any:
         """The type of :meth:`rows`."""
         return jax.ShapeDtypeStruct([*array.shape[:axis], self.count, *array.shape[axis + 1 :]], array.dtype)
 
     def rows(self, array: Any, axis: int) -> Any:
-        """The rows of an array along an axis, which are clipped to it."""
-        front = jnp.moveaxis(array, axis, 0)
-        n_places = self.places.ndim - 1
-        offset_dims = tuple(range(n_places, n_places + front.ndim - 1))
+        """The rows of an array along ``axis``, in one axis; for an index beyond it, the nearest row."""
+        table = jnp.moveaxis(array, axis, 0)
+        n_leading = self.indices.ndim - 1
+        offset_dims = tuple(range(n_leading, n_leading + table.ndim - 1))
         numbers = lax.GatherDimensionNumbers(offset_dims, collapsed_slice_dims=(0,), start_index_map=(0,))
         mode = lax.GatherScatterMode.CLIP if self._fills else self.view.mode
-        rows = lax.gather(front, self.places, numbers, (1, *front.shape[1:]), mode=mode, **self.view.hints)
-        return jnp.moveaxis(rows.reshape(self.count, *front.shape[1:]), 0, axis)
+        rows = lax.gather(table, self.indices, numbers, (1, *table.shape[1:]), mode=mode, **self.view.hints)
+        return jnp.moveaxis(rows.reshape(self.count, *table.shape[1:]), 0, axis)
 
-    def output(self, rows: Any, size: int) -> Any:
-        """The output of the equation from rows, which are the first axis, of a table with so many."""
-        if self.view.mode != lax.GatherScatterMode.CLIP:
-            inside = (self.places >= 0) & (self.places < size)
-            inside = inside.reshape(self.count, *(1 for _ in rows.shape[1:]))
-            fill = math.nan if self.view.fill_value is None else self.view.fill_value
-            rows = jnp.where(inside, rows, fill) if self._fills else _stop_gradient_beyond(rows, inside)
-        ndim, offset = self.view.type.ndim, self.view.dimension_numbers.offset_dims
-        leading = [i for i in range(ndim) if i not in offset]
-        return jnp.moveaxis(rows.reshape(*self.places.shape[:-1], *rows.shape[1:]), range(ndim), [*leading, *offset])
+    def treat_missing(self, rows: Any, size: int) -> Any:
+        """The rows of a table of ``size`` rows, where those beyond it are filled, or get no gradient."""
+        if self.view.mode == lax.GatherScatterMode.CLIP:
+            return rows
+        is_inside = (self.indices >= 0) & (self.indices < size)
+        is_inside = is_inside.reshape(self.count, *(1 for _ in rows.shape[1:]))
+        fill_value = math.nan if self.view.fill_value is None else self.view.fill_value
+        return jnp.where(is_inside, rows, fill_value) if self._fills else _stop_gradient_beyond(rows, is_inside)
+
+    def output(self, rows: Any) -> Any:
+        """The output of the equation from rows, which are along the first axis."""
+        ndim, offset_dims = self.view.type.ndim, self.view.dimension_numbers.offset_dims
+        index_dims = [i for i in range(ndim) if i not in offset_dims]
+        array = rows.reshape(*self.indices.shape[:-1], *rows.shape[1:])
+        return jnp.moveaxis(array, range(ndim), [*index_dims, *offset_dims])
 
     @property
     def _fills(self) -> bool:
@@ -384,9 +424,9 @@ class _RowLookup:
         return self.view.mode == lax.GatherScatterMode.FILL_OR_DROP
 
 
-def _in_counting_dtype(places: Any) -> Any:
-    """Places in a dtype that holds the number of rows."""
-    return places.astype(jnp.int32) if jnp.iinfo(places.dtype).bits < 32 else places
+def _in_counting_dtype(indices: Any) -> Any:
+    """Indices in a dtype that holds the number of rows."""
+    return indices.astype(jnp.int32) if jnp.iinfo(indices.dtype).bits < 32 else indices
 
 
 _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS")]
@@ -394,7 +434,7 @@ _MODES = [lax.GatherScatterMode[name] for name in ("CLIP", "FILL_OR_DROP", "PROM
 
 @jax.custom_jvp
 def _stop_gradient_beyond(x: Any, inside: Any) -> Any:
-    """``x``, of which rows beyond the array get no gradient: JAX clips places that it reads, and drops these."""
+    """``x``, of which rows beyond the array get no gradient: JAX clips indices that it reads, and drops these."""
     del inside
     return x
 
@@ -408,87 +448,110 @@ def _stop_gradient_beyond_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
 # ---- convolutions
 
 
+class _ChannelSplit(NamedTuple):
+    """A kernel of few output channels, their number, and what makes all channels from them, if they are not all."""
+
+    kernel: Product
+    n_channels: int
+    mixing: Product | None = None
+
+
 def _use_in_convolution(view: Conv, args: Sequence[Any]) -> WeightUse | None:
     """The use of a weight as a kernel, of which one factor may mix channels after the others; None for groups."""
-    x, weight = args
-    output = view.type
-    if not isinstance(weight, Sum) or not jnp.issubdtype(output.dtype, jnp.inexact):
+    data, weight = args
+    if not isinstance(weight, Sum) or not _multiplies_in_range(view):
         return None
-    if view.feature_group_count != 1 or view.batch_group_count != 1 or not sums.keeps_range(view.precision):
+    if view.feature_group_count != 1 or view.batch_group_count != 1:
         return None
-    result = sums.product_dtype(weight.dtype, output.dtype)
-    to, channel = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
-    parts = sums.all_or_none(_split_channels(product, to) for product in weight.products)
-    if parts is None:
+    channel_axis = view.dimension_numbers.rhs_spec[0]
+    splits = sums.all_or_none(_split_channels(product, channel_axis) for product in weight.products)
+    if splits is None:
         return None
-    other_axes = [i for i in range(output.ndim) if i != channel]
-    places = sums.count_entries(output.shape[i] for i in other_axes)
-
-    def dense(kernel: Product, n: int) -> float:
-        still = all(factor.still for factor in kernel.factors)
-        window = sums.count_entries(size for i, size in enumerate(weight.shape) if i != to)
-        return (2 if still else 3) * 2.0 * places * window * n + cost(kernel)
-
-    def costs(kernel: Product, n: int, tail: Product | None) -> float:
-        if tail is None:
-            return dense(kernel, n)
-        few = jax.ShapeDtypeStruct((places, n), weight.dtype)
-        return dense(kernel, n) + cost(jax.eval_shape(lambda few: _mix_channels(few, 1, tail), few))
-
-    def convolve(kernel: Product, n: int, tail: Product | None) -> Any:
-        shape = [n if i == to else size for i, size in enumerate(weight.shape)]
-        y = lax.conv_general_dilated(
-            x,
-            array_of_products([kernel], shape, How(weight.dtype, weight.dtype, weight.precision)),
-            dimension_numbers=view.dimension_numbers,
-            **view.window,
-            precision=view.precision,
-            preferred_element_type=result,
-        )
-        if tail is None:
-            return y
-        how = How(weight.dtype, result, view.precision)
-        array_of_channels = array_of_products(
-            [_mix_channels(y, channel, tail)], [*(output.shape[i] for i in other_axes), output.shape[channel]], how
-        )
-        return jnp.moveaxis(array_of_channels, -1, channel)
-
+    convolution = _Convolution(view, data, weight)
+    whole = _ChannelSplit(_as_one_factor(weight), weight.shape[channel_axis])
     return WeightUse(
         weight,
-        lambda: (sum(costs(*part) for part in parts), dense(_as_one_factor(weight), weight.shape[to])),
-        lambda: functools.reduce(jnp.add, [convolve(*part) for part in parts]).astype(output.dtype),
+        costs=lambda: (sum(map(convolution.cost, splits)), convolution.cost(whole)),
+        array=lambda: functools.reduce(jnp.add, map(convolution.output, splits)).astype(view.type.dtype),
     )
 
 
-def _mix_channels(y: Any, channel: int, tail: Product) -> Product:
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution of data with kernels from which a weight is made."""
+
+    view: Conv
+    data: Any
+    weight: Sum
+
+    def kernel_shape(self, n_channels: int) -> list[int]:
+        """The shape of a kernel with so many output channels."""
+        channel_axis = self.view.dimension_numbers.rhs_spec[0]
+        return [n_channels if i == channel_axis else size for i, size in enumerate(self.weight.shape)]
+
+    def cost(self, split: _ChannelSplit) -> float:
+        """The cost of the convolution with a kernel, and of mixing its channels, including gradients."""
+        n_passes = 2 if all(factor.still for factor in split.kernel.factors) else 3
+        output_shape, channel_axis = self.view.type.shape, self.view.dimension_numbers.out_spec[1]
+        n_places = sums.count_entries(size for i, size in enumerate(output_shape) if i != channel_axis)
+        window_size = sums.count_entries(self.kernel_shape(1))
+        cost_of_kernel = n_passes * 2.0 * n_places * window_size * split.n_channels + cost(split.kernel)
+        if split.mixing is None:
+            return cost_of_kernel
+        channels = jax.ShapeDtypeStruct((n_places, split.n_channels), self.weight.dtype)
+        mix = functools.partial(_mix_channels, channel_axis=1, mixing=split.mixing)
+        return cost_of_kernel + cost(jax.eval_shape(mix, channels))
+
+    def output(self, split: _ChannelSplit) -> Any:
+        """The output of the convolution with a kernel whose channels are mixed."""
+        view, dtype, output = self.view, self.weight.dtype, self.view.type
+        result_dtype = sums.product_dtype(dtype, output.dtype)
+        how = How(dtype, dtype, self.weight.precision)
+        channels = lax.conv_general_dilated(
+            self.data,
+            array_of_products([split.kernel], self.kernel_shape(split.n_channels), how),
+            dimension_numbers=view.dimension_numbers,
+            **view.window,
+            precision=view.precision,
+            preferred_element_type=result_dtype,
+        )
+        if split.mixing is None:
+            return channels
+        channel_axis = view.dimension_numbers.out_spec[1]
+        product = _mix_channels(channels, channel_axis, split.mixing)
+        shape = [*output.shape[:channel_axis], *output.shape[channel_axis + 1 :], output.shape[channel_axis]]
+        mixed = array_of_products([product], shape, How(dtype, result_dtype, view.precision))
+        return jnp.moveaxis(mixed, -1, channel_axis)
+
+
+def _mix_channels(x: Any, channel_axis: int, mixing: Product) -> Product:
     """Output channels computed from fewer channels, as the last axis."""
-    few, many = tail.axes
-    rows: list[Merged] = [(Label(n),) for i, n in enumerate(y.shape) if i != channel]
-    labels = tuple(label for group in (*rows[:channel], few, *rows[channel:]) for label in group)
-    data = Factor(y.reshape([label.size for label in labels]), labels, still=False)
-    axes = (tuple(label for label in group if label.size != 1) for group in (*rows, many))
-    return Product((data, *tail.factors), tuple(axes))
+    few, many = mixing.axes
+    other_axes: list[Merged] = [(Label(n),) for i, n in enumerate(x.shape) if i != channel_axis]
+    labels = tuple(label for axis in (*other_axes[:channel_axis], few, *other_axes[channel_axis:]) for label in axis)
+    data = Factor(x.reshape([label.size for label in labels]), labels, still=False)
+    axes = (tuple(label for label in axis if label.size != 1) for axis in (*other_axes, many))
+    return Product((data, *mixing.factors), tuple(axes))
 
 
-def _split_channels(product: Product, to: int) -> tuple[Product, int, Product | None] | None:
-    """A kernel of few channels, their number, and the product that makes the others from them, if any.
+def _split_channels(product: Product, channel_axis: int) -> _ChannelSplit | None:
+    """A kernel of few channels, and what makes the others from them, if any factors do.
 
     None if the channels are not separate from the rest.
     """
-    group = product.axes[to]
-    window = {label for i, axis in enumerate(product.axes) if i != to for label in axis}
-    if window.intersection(group):
+    channels = product.axes[channel_axis]
+    window = {label for i, axis in enumerate(product.axes) if i != channel_axis for label in axis}
+    if window.intersection(channels):
         return None
-    sides: tuple[list[Factor], list[Factor]] = ([], [])
-    for factor in product.factors:
-        sides[bool(factor.labels) and not window.intersection(factor.labels)].append(factor)
-    head, tail = sides
-    head_labels = {label for factor in head for label in factor.labels}
-    if not tail or not head or head_labels.intersection(group):
-        return product, math.prod(label.size for label in group), None
-    between = tuple(label for label in dict.fromkeys(x for f in tail for x in f.labels) if label in head_labels)
-    kernel = Product(tuple(head), tuple(between if i == to else axis for i, axis in enumerate(product.axes)))
-    return kernel, math.prod(label.size for label in between), Product(tuple(tail), (between, group))
+    mixing = tuple(x for x in product.factors if x.labels and window.isdisjoint(x.labels))
+    kernel = tuple(x for x in product.factors if not x.labels or not window.isdisjoint(x.labels))
+    kernel_labels = {label for factor in kernel for label in factor.labels}
+    if not mixing or not kernel or kernel_labels.intersection(channels):
+        return _ChannelSplit(product, math.prod(label.size for label in channels))
+    between = tuple(dict.fromkeys(label for x in mixing for label in x.labels if label in kernel_labels))
+    axes = tuple(between if i == channel_axis else axis for i, axis in enumerate(product.axes))
+    n_channels = math.prod(label.size for label in between)
+    return _ChannelSplit(Product(kernel, axes), n_channels, Product(mixing, (between, channels)))
 
 
 _RULES: dict[type[View], Callable[[Any, Sequence[Any]], WeightUse | None]] = {
@@ -517,34 +580,33 @@ class Factoring:
         self.analysis: Analysis[Facts] = AllFacts()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        """Whether an equation of known operands, or its body, may make a sum."""
         if not any(fact.known and fact.origins for fact in facts):
             return False
         return _may_make_sum_inside(eqn) if has_body(eqn) else out_facts.known and may_make_sum(eqn)
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn, is_known = operation.eqn, operation.out_facts.known
-        if (
-            is_known
-            and operation.only_first_read
-            and declares(eqn)
-            and (declared := declared_sum(operation)) is not None
-        ):
+        """The outputs, in factors or computed by factors; None if the equation needs arrays.
+
+        Declarations come first, because they are calls with a body; views before new sums, because they cost nothing;
+        and products last, because only those with data are left.
+        """
+        eqn = operation.eqn
+        declared = declared_sum(operation)
+        if declared is not None:
             return self._start_sum(operation, declared)
         if has_body(eqn):
             return enter(operation)
-        if (moved := move_sum(eqn, operation.args)) is not None:
-            return self._look_up(operation, moved[0]) if view_class_of(eqn) is Gather else moved
-        if is_known and (made := make_if_smaller(eqn, operation.args, operation.facts)) is not None:
-            return self._start_sum(operation, made)
-        return self._multiply(operation)
+        views = move_sum(eqn, operation.args)
+        if views is not None:
+            return self._look_up(operation, views[0]) if view_class_of(eqn) is Gather else views
+        known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
+        return self._multiply(operation) if known_sum is None else self._start_sum(operation, known_sum)
 
     def _multiply(self, operation: Operation) -> Outs:
         """The product of data with a weight; None if the equation is no such product."""
-        eqn, args, interpreter = operation.eqn, operation.args, operation.interpreter
-        if sum(isinstance(x, Sum) for x in args) > 1:  # of two weights the one that data chose is data
-            pairs = zip(args, operation.facts, strict=True)
-            args = [x if fact.known else interpreter.array(x, eqn) for x, fact in pairs]
-        use = weight_use(eqn, args)
+        eqn, interpreter = operation.eqn, operation.interpreter
+        use = weight_use(eqn, _with_chosen_as_data(operation))
         if use is None:
             return None
         if self.plan.is_decided:
@@ -553,42 +615,67 @@ class Factoring:
         return [stand_in(eqn.outvars[0])]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+        """The array of a sum, which the plan is told."""
         self.plan.reads(x, SumRead(eqn, interpreter.times, interpreter.in_formula))
         return array_of_sum(x)
 
     def _look_up(self, operation: Operation, matrices: Sum) -> list[Any]:
         """Matrices that an index chooses from a weight, in factors, or formed from those of the chosen ones."""
-        eqn, weight = operation.eqn, operation.args[0]
         matrices = replace(matrices, maker=operation.maker)
         if not self.plan.is_decided:
-            times = operation.interpreter.times
-            cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
-            cost = times * cost_from_array + self.plan.records[weight.maker].cost_to_form
-            cost = min(times * cost_from_factors, cost)
-            origins = operation.facts[0].origins
-            record = Record(eqn, matrices.shape, matrices.dtype, origins, [weight.maker], cost, times)
-            record.reads.append(SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
-            in_formula = operation.interpreter.in_formula
-            record.read_if_formed = SumRead(eqn, times, in_formula, cost_from_factors, cost_from_array)
-            self.plan.records[matrices.maker] = record
+            self.plan.records[matrices.maker] = self._record_of_lookup(operation, matrices)
         return [array_of_sum(matrices) if self.plan.forms(matrices.maker) else matrices]
+
+    def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
+        """The record of chosen matrices, which are formed from their factors or taken from the array of the weight."""
+        eqn, weight, times = operation.eqn, operation.args[0], operation.interpreter.times
+        cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
+        cost_with_weight = times * cost_from_array + self.plan.records[weight.maker].cost_to_form
+        return Record(
+            eqn,
+            _type_of(matrices),
+            origins=operation.facts[0].origins,
+            parents=[weight.maker],
+            cost_to_form=min(times * cost_from_factors, cost_with_weight),
+            times=times,
+            reads=[SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors)],
+            read_if_formed=SumRead(eqn, times, operation.interpreter.in_formula, cost_from_factors, cost_from_array),
+        )
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Outs:
         """A new sum, as the first output; None if the plan forms it."""
-        eqn, times = operation.eqn, operation.interpreter.times
         weight = replace(weight, maker=operation.maker)
         if not self.plan.is_decided:
-            parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
-            cost = times * cost_to_form(eqn, operation.facts)
-            cost += sum(self.plan.records[parent].cost_to_form for parent in parents)
-            origins = operation.out_facts.origins
-            self.plan.records[weight.maker] = Record(eqn, weight.shape, weight.dtype, origins, parents, cost, times)
-        return None if self.plan.forms(weight.maker) else [weight, *(None for _ in eqn.outvars[1:])]
+            self.plan.records[weight.maker] = self._record_of_sum(operation, weight)
+        return None if self.plan.forms(weight.maker) else [weight, *(None for _ in operation.eqn.outvars[1:])]
+
+    def _record_of_sum(self, operation: Operation, weight: Sum) -> Record:
+        """The record of a sum that an equation makes of others, or of arrays."""
+        eqn, times = operation.eqn, operation.interpreter.times
+        parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
+        cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
+        return Record(
+            eqn,
+            _type_of(weight),
+            origins=operation.out_facts.origins,
+            parents=parents,
+            cost_to_form=times * cost_to_form(eqn, operation.facts) + cost_of_parents,
+            times=times,
+        )
+
+
+def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:
+    """The operands; of several weights, those that data chose are formed, because they are data."""
+    args, eqn = operation.args, operation.eqn
+    if sum(isinstance(x, Sum) for x in args) <= 1:
+        return args
+    pairs = zip(args, operation.facts, strict=True)
+    return [x if fact.known else operation.interpreter.array(x, eqn) for x, fact in pairs]
 
 
 def _may_make_sum_inside(eqn: JaxprEqn) -> bool:
     """Whether a body of an equation may make a sum."""
-    return declares(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
+    return declares_terms(eqn) or any(map(_may_make_sum_in_program, jaxprs.inner(eqn)))
 
 
 def _may_make_sum_in_program(jaxpr: Jaxpr) -> bool:

@@ -27,7 +27,7 @@ from reparax.programs.call import REPORTED, Argnums, Arguments, Traced, check_ca
 from reparax.programs.dependence import AllFacts, Analysis, Facts, facts_of_inputs
 from reparax.programs.interpreter import Interpreter, Operation, Outs, enter, has_body
 from reparax.programs.multiply import How, array_of_products, with_numbers
-from reparax.programs.rules import make_sum, move_sum, select_sum
+from reparax.programs.rules import make_sum, map_factors, move_sum, select_sum
 from reparax.programs.sources import common_path, describe_read, lines_by_origin, paths_of
 from reparax.programs.sums import Factor, Label, Product, Sum, contract_with_data, narrows
 from reparax.transforms._explained import Explained, Weight
@@ -57,17 +57,20 @@ class Noisy:
     def of(cls, x: Sum) -> Noisy | None:
         """The parts of a sum; None if its entries are not independent."""
         noisy_products = [product for product in x.products if _draws(product)]
-        noise = [(product, draw) for product in noisy_products for draw in _draws(product)]
-        n_draws = len({draw.draw for _, draw in noise})
-        if not noise or not len(noisy_products) == len(noise) == n_draws or not all(map(_is_entrywise, noisy_products)):
+        draws = [draw for product in noisy_products for draw in _draws(product)]
+        is_one_each = len(noisy_products) == len(draws) and len({draw.draw for draw in draws}) == len(draws)
+        if not draws or not is_one_each or not all(map(_is_entrywise, noisy_products)):
             return None
         dtype = _wide(x.dtype)
-        std = tuple(_without_draw(product, draw, dtype) for product, draw in noise)
+        pairs = list(zip(noisy_products, draws, strict=True))
+        std_products = tuple(_without_draw(product, draw, dtype) for product, draw in pairs)
         return cls(
-            replace(x, products=tuple(product for product in x.products if not _draws(product))),
-            replace(x, products=std, dtype=dtype),
-            noise[0][1].key,
-            any(_long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in noise),
+            mean=replace(x, products=tuple(product for product in x.products if not _draws(product))),
+            std=replace(x, products=std_products, dtype=dtype),
+            key=draws[0].key,
+            entries_may_repeat=any(
+                _long_labels(draw.labels) != _long_labels(_all_labels(product)) for product, draw in pairs
+            ),
         )
 
 
@@ -104,15 +107,13 @@ Noise = Callable[[Any, Array], Array]
 
 def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> tuple[Array, Noise] | None:
     """The mean and the noise of a product of data and a noisy weight; None if it is not linear."""
-    view, args = operation.view, operation.args
-    data = (
-        ()
-        if isinstance(view, equations.Add | equations.Subtract)
-        else (*args[:weight_operand], *args[weight_operand + 1 :])
-    )
+    view, operands = operation.view, list(operation.args)
+    is_sum = isinstance(view, equations.Add | equations.Subtract)
+    data = () if is_sum else (*operands[:weight_operand], *operands[weight_operand + 1 :])
     if not jnp.issubdtype(view.type.dtype, jnp.floating) or not _is_linear(view, weight_operand, data, weight):
         return None
-    mean = view.bind(*args[:weight_operand], array_of(weight.mean), *args[weight_operand + 1 :])
+    operands[weight_operand] = array_of(weight.mean)
+    mean = view.bind(*operands)
     std = replace(weight.std, products=tuple(map(with_numbers, weight.std.products)), maker=None)
     return widened(mean), partial(_add_noise, view, weight_operand, data, std)
 
@@ -120,10 +121,9 @@ def mean_and_noise(operation: Operation, weight_operand: int, weight: Noisy) -> 
 def array_of(x: Sum) -> Array:
     """The array of a sum, computed in float32 or wider, and rounded once."""
     wide = _wide(x.dtype)
-    array = (
-        array_of_products(x.products, x.shape, How(wide, wide, x.precision)) if x.products else jnp.zeros(x.shape, wide)
-    )
-    return array.astype(x.dtype)
+    if not x.products:
+        return jnp.zeros(x.shape, wide).astype(x.dtype)
+    return array_of_products(x.products, x.shape, How(wide, wide, x.precision)).astype(x.dtype)
 
 
 def _wide(dtype: Any) -> Any:
@@ -133,11 +133,7 @@ def _wide(dtype: Any) -> Any:
 
 def _square_factors(x: Sum) -> Sum:
     """The squares of the factors of each product."""
-    products = tuple(
-        replace(product, factors=tuple(replace(factor, array=jnp.square(factor.dense)) for factor in product.factors))
-        for product in x.products
-    )
-    return replace(x, products=products)
+    return map_factors(x, lambda factor: replace(factor, array=jnp.square(factor.dense)))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -188,14 +184,16 @@ def _is_linear(view: equations.View, weight_operand: int, data: Sequence[Any], w
             return True
         case equations.Divide():
             return weight_operand == 0
+        case _ if weight.entries_may_repeat:
+            return False
         case equations.Gather():
-            return weight_operand == 0 and not weight.entries_may_repeat
+            return weight_operand == 0
         case equations.Conv():
-            return weight_operand == 1 and not weight.entries_may_repeat and view.batch_group_count == 1
+            return weight_operand == 1 and view.batch_group_count == 1
+        case equations.RaggedDot() if weight_operand == 2 or not view.is_whole:
+            return False
         case equations.Dot() | equations.RaggedDot():
-            is_whole = not isinstance(view, equations.RaggedDot) or (view.is_whole and weight_operand < 2)
-            is_whole = is_whole and not weight.entries_may_repeat
-            return is_whole and contract_with_data(view, weight_operand, data, weight.std.products) is not None
+            return contract_with_data(view, weight_operand, data, weight.std.products) is not None
         case _:
             return False
 
@@ -223,13 +221,13 @@ def _variance(view: equations.View, weight_operand: int, data: Sequence[Any], sq
 
 def _variance_of_convolution(view: equations.Conv, x: Any, squares: Sum) -> Any:
     """The variance of a convolution, for one channel if all are alike."""
-    numbers, groups = view.dimension_numbers, view.feature_group_count
-    channels, axis = numbers.rhs_spec[0], numbers.out_spec[1]
-    same_for_channels = not any(product.labels.intersection(product.axes[channels]) for product in squares.products)
-    n = groups if same_for_channels else squares.shape[channels]
-    kernel = lax.slice_in_dim(array_of(squares), 0, n, axis=channels)
-    settings = {"precision": _precision(view), "preferred_element_type": squares.dtype}
-    return jnp.repeat(view.bind(_square(x), kernel, **settings), squares.shape[channels] // n, axis)
+    kernel_axis, output_axis = view.dimension_numbers.rhs_spec[0], view.dimension_numbers.out_spec[1]
+    is_same_for_channels = all(product.labels.isdisjoint(product.axes[kernel_axis]) for product in squares.products)
+    n_channels = squares.shape[kernel_axis]
+    n_different = view.feature_group_count if is_same_for_channels else n_channels
+    kernel = lax.slice_in_dim(array_of(squares), 0, n_different, axis=kernel_axis)
+    variance = view.bind(_square(x), kernel, precision=_precision(view), preferred_element_type=squares.dtype)
+    return jnp.repeat(variance, n_channels // n_different, output_axis)
 
 
 @dataclass(frozen=True)
@@ -263,6 +261,7 @@ class _FactsOfDraws(AllFacts):
     """Facts about values, also whether they depend on a draw."""
 
     def of_equation(self, eqn: JaxprEqn, operands: Sequence[Facts]) -> Facts:
+        """What is known of the outputs of an equation."""
         facts = super().of_equation(eqn, operands)
         return replace(facts, origins=facts.origins | {A_DRAW}) if is_draw(eqn) else facts
 
@@ -285,42 +284,35 @@ class Drawing:
         self.analysis: Analysis[Facts] = _FactsOfDraws()
 
     def may_start(self, eqn: JaxprEqn, facts: Sequence[Facts], out_facts: Facts) -> bool:
+        """Whether an equation draws, or its body does."""
         del facts, out_facts
         return is_draw(eqn) or (has_body(eqn) and _holds_draw(eqn))
 
     def outputs(self, operation: Operation) -> Outs:
-        eqn, args, view = operation.eqn, operation.args, operation.view
+        """The outputs, with noisy weights as sums, or with noise for each row; None if the equation needs arrays.
+
+        Draws come first, because they are calls with a body; casts before other views, which would cast each factor;
+        and products with data last, because what is left of constants needs arrays.
+        """
+        eqn, args = operation.eqn, operation.args
         if is_draw(eqn):
-            (array,) = view.bind(*args)
-            product = Product.of(array, still=True)
-            (factor,) = product.factors
-            product = replace(product, factors=(replace(factor, draw=object(), key=args[0]),))
-            return [Sum((product,), array.shape, array.dtype, None, _noise_origin(eqn, operation.out_facts))]
+            return [_drawn_sum(operation)]
         if has_body(eqn):
             return enter(operation)
-        if (
-            isinstance(view, equations.ConvertType)
-            and isinstance(args[0], Sum)
-            and narrows(args[0].dtype, view.new_dtype)
-        ):
-            # The factors stay as they are, because the whole is rounded, and not each of them.
-            return [replace(args[0], dtype=view.new_dtype)]
-        if (moved := move_sum(eqn, args)) is not None:
-            return moved
-        of_arrays = [facts for x, facts in zip(args, operation.facts, strict=True) if not isinstance(x, Sum)]
-        # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
-        if operation.out_facts.known and not any(A_DRAW in facts.origins for facts in of_arrays):
-            weight = select_sum(args) if isinstance(view, equations.Select) else make_sum(eqn, args, operation.facts)
-            if weight is not None:
-                return [replace(weight, maker=_noise_origin(eqn, operation.out_facts))]
-        is_product = len(of_arrays) == len(args) - 1 and not all(facts.known for facts in of_arrays)
-        return self._multiply(operation) if is_product else None
+        moved_sums = _rounded_sum(operation) or move_sum(eqn, args)
+        if moved_sums is not None:
+            return moved_sums
+        noisy_sum = _combined_sum(operation)
+        if noisy_sum is not None:
+            return [replace(noisy_sum, maker=_noise_origin(eqn, operation.out_facts))]
+        return self._multiply(operation) if _reads_one_sum_and_data(operation) else None
 
     def _multiply(self, operation: Operation) -> Outs:
         """A product of data with a noisy weight, in which each row of the result draws; None if it is not linear."""
-        (position,) = (i for i, x in enumerate(operation.args) if isinstance(x, Sum))
-        weight = Noisy.of(operation.args[position])
-        if weight is None or (mean_with_noise := mean_and_noise(operation, position, weight)) is None:
+        operand, noisy_sum = next((i, x) for i, x in enumerate(operation.args) if isinstance(x, Sum))
+        weight = Noisy.of(noisy_sum)
+        mean_with_noise = None if weight is None else mean_and_noise(operation, operand, weight)
+        if weight is None or mean_with_noise is None:
             return None
         mean, add_noise = mean_with_noise
         (n_draws,) = self.state
@@ -328,13 +320,53 @@ class Drawing:
         if not jaxprs.tells_shards(jax.typeof(result)):
             return None
         self.state = [n_draws + jnp.uint32(1)]
-        self.reads.append(NoisyRead(operation.eqn, operation.args[position].maker, draws_per_row=True))
+        self.reads.append(NoisyRead(operation.eqn, noisy_sum.maker, draws_per_row=True))
         return [result.astype(operation.view.type.dtype)]
 
     def form(self, interpreter: Interpreter, x: Sum, eqn: JaxprEqn | None) -> Any:
+        """The array of a weight, which all rows share."""
         del interpreter
         self.reads.append(NoisyRead(eqn, x.maker, draws_per_row=False))
         return array_of(x)
+
+
+def _drawn_sum(operation: Operation) -> Sum:
+    """Normal numbers that an equation draws, as a sum with one factor."""
+    (array,) = operation.view.bind(*operation.args)
+    product = Product.of(array, still=True)
+    (factor,) = product.factors
+    product = replace(product, factors=(replace(factor, draw=object(), key=operation.args[0]),))
+    return Sum((product,), array.shape, array.dtype, None, _noise_origin(operation.eqn, operation.out_facts))
+
+
+def _rounded_sum(operation: Operation) -> list[Sum] | None:
+    """A weight cast to fewer digits: the whole is rounded, not each factor; None for all other equations."""
+    view = operation.view
+    if not isinstance(view, equations.ConvertType):
+        return None
+    (x,) = operation.args
+    return [replace(x, dtype=view.new_dtype)] if isinstance(x, Sum) and narrows(x.dtype, view.new_dtype) else None
+
+
+def _combined_sum(operation: Operation) -> Sum | None:
+    """The weight that an equation makes of others and of constants; None if it reads data."""
+    # What depends on a draw, such as the norm of a noisy weight, is no constant beside the draw.
+    if not operation.out_facts.known or any(A_DRAW in facts.origins for facts in _facts_of_arrays(operation)):
+        return None
+    if isinstance(operation.view, equations.Select):
+        return select_sum(operation.args)
+    return make_sum(operation.eqn, operation.args, operation.facts)
+
+
+def _reads_one_sum_and_data(operation: Operation) -> bool:
+    """Whether one operand is a weight, and another depends on data."""
+    facts_of_arrays = _facts_of_arrays(operation)
+    return len(facts_of_arrays) == len(operation.args) - 1 and not all(facts.known for facts in facts_of_arrays)
+
+
+def _facts_of_arrays(operation: Operation) -> list[Facts]:
+    """What is known of the operands that are no weights."""
+    return [facts for x, facts in zip(operation.args, operation.facts, strict=True) if not isinstance(x, Sum)]
 
 
 def is_draw(eqn: JaxprEqn) -> bool:
@@ -426,7 +458,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         # A draw that nothing reads is not drawn.
         return call.restore(jaxprs.evaluate(jaxprs.without_dead_code(program), [*consts, *call.inputs]))
 
-    def reported(args: Sequence[Any], kwargs: Any) -> Explained:
+    def report(args: Sequence[Any], kwargs: Any) -> Explained:
         """What happens to each noisy weight for these arguments, or for their types."""
         check_this_jax()
         rules = Drawing()
@@ -435,7 +467,7 @@ def local_reparametrization(fun: Callable[P, R], argnums: Argnums = None) -> Cal
         weights = tuple(_noisy_weights(rules.reads, paths_of(arguments, call), lines_by_origin(call.program)))
         return Explained(weights, "{} noisy weights draw for each example", ("for each example", "one draw for all"))
 
-    setattr(function, REPORTED, reported)
+    setattr(function, REPORTED, report)
     return function
 
 
@@ -445,12 +477,12 @@ def _noisy_weights(reads: Sequence[NoisyRead], paths: Mapping[int, str], lines: 
     for read in reads:
         reads_by_path.setdefault(common_path(read.origin.origins, paths), []).append(read)
     for path, reads_of_weight in reads_by_path.items():
-        shared = [read for read in reads_of_weight if not read.draws_per_row]
-        n = len(reads_of_weight) - len(shared)
-        notes = [f"{n} product{'s' if n > 1 else ''}"] if n else []
-        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared)
+        shared_reads = [read for read in reads_of_weight if not read.draws_per_row]
+        n_products = len(reads_of_weight) - len(shared_reads)
+        notes = [f"{n_products} product{'s' if n_products > 1 else ''}"] if n_products else []
+        notes += dict.fromkeys(describe_read(read.eqn, "takes one draw for all", lines) for read in shared_reads)
         type = describe(reads_of_weight[0].origin.type)
-        yield Weight(path, type, is_transformed=not shared, reason="; ".join(notes))
+        yield Weight(path, type, is_transformed=not shared_reads, reason="; ".join(notes))
 
 
 def _rewritten(rules: Drawing, arguments: Arguments) -> tuple[Traced, Jaxpr, list[Any]]:
