@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from reparax.core.axes import EACH, LAST, AxisNumbers, find_axes, stacked_axes_error
-from reparax.core.axes_by_roles import axes_at, unset_fields, why_not_stacked
+from reparax.core.axes_by_roles import axes_at, role_by_class, unset_fields
 from reparax.core.layers import Convention
 from reparax.core.raw import Leaf
 
@@ -56,20 +56,16 @@ def with_axes_by_convention(stage: Any, leaf: Leaf, w: Any, *, typical: bool = F
         return stage
     convention = leaf.convention
     stacked = find_axes(stage.stacked, stage.names_at(leaf))
-    n_own = w.ndim - len(stacked)
-    if n_own < 2 or stacked_axes_error(w, stacked) or (n_own == 2 and stage.any_matrix and not convention.is_of_layer):
+    n_unstacked = w.ndim - len(stacked)
+    is_matrix = n_unstacked == 2 and stage.any_matrix and not convention.is_of_layer
+    if n_unstacked < 2 or stacked_axes_error(w, stacked) or is_matrix:
         return stage  # a vector has one axis, a matrix is one in either order, and ``stacked`` may be wrong
-    try:
-        role = convention.role(w.shape, w.dtype, stacked)
-        why = role.why or ("" if typical else why_not_stacked(convention, w, leaf.tree))
-    except ValueError as error:
-        why = str(error)
-    else:
-        if not why:
-            axes_of_field = axes_at(stage, leaf, role)
-            is_same = all(axes == getattr(stage, name) for name, axes in axes_of_field.items())
-            return stage if is_same else replace(stage, **axes_of_field)
-    raise ValueError(_unknown_axes(stage, leaf, w, stacked, why))
+    role = role_by_class(convention, w, None if typical else leaf.tree, stacked)
+    if role.why:
+        raise ValueError(_unknown_axes(stage, leaf, w, stacked, role.why))
+    axes_of_field = axes_at(stage, leaf, role)
+    is_same = all(axes == getattr(stage, name) for name, axes in axes_of_field.items())
+    return stage if is_same else replace(stage, **axes_of_field)
 
 
 def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
@@ -78,44 +74,50 @@ def types_to_try(stage: Any, leaf: Leaf) -> list[Any]:
         return [None]
     convention = leaf.convention
     stacked = find_axes(stage.stacked, stage.names_at(leaf))
-    own = tuple(2 if size is None else size for size in convention.sizes) or (2,) * (len(convention.axes) or 2)
-    counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
-    return [jax.ShapeDtypeStruct((2,) * count + own, jnp.float32) for count in counts]
+    n_axes = len(convention.axes) or 2
+    sizes = tuple(2 if size is None else size for size in convention.sizes) or (2,) * n_axes
+    stack_counts = range(4) if convention.is_of_layer and not stacked else [len(stacked)]
+    return [jax.ShapeDtypeStruct((2,) * count + sizes, jnp.float32) for count in stack_counts]
 
 
 def axes_in_words(stage: Any, bound: Any, convention: Convention) -> str:
     """The axes of a stage where it is bound to an array, and where it knows them from; empty if it has none."""
-    if not isinstance(by_roles := getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
+    if not isinstance(getattr(stage, "by_roles", None), Mapping) or not stage.needs_axes:
         return ""
     axes = {name: getattr(bound, name) for name in stage._axis_fields}
     used = {name: x for name, x in axes.items() if x not in (None, (), EACH, LAST)}
     if not used and not stage.any_matrix:
         return ""
+    shown = used or {"rows": 0, "columns": 1}
+    if bound.stacked != ():
+        shown |= {"stacked": bound.stacked}
+    return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({_source_of_axes(stage, used, convention)})"
+
+
+def _source_of_axes(stage: Any, used: Mapping[str, Any], convention: Convention) -> str:
+    """Where a stage has the axes from that it uses: they are given, or of a convention, or those of any matrix."""
     unset = unset_fields(stage)
-    if by_roles.keys() - unset.keys() or not by_roles:
-        source = "given"
-    elif unset.keys() & used.keys():
-        source = convention.source if convention.is_class else repr(convention.source)
-    else:
-        source = "a matrix"
-    stack = {} if bound.stacked == () else {"stacked": bound.stacked}
-    shown = ", ".join(f"{name}={x}" for name, x in ((used or {"rows": 0, "columns": 1}) | stack).items())
-    return f"{shown} ({source})"
+    if not stage.by_roles or stage.by_roles.keys() - unset.keys():
+        return "given"
+    if unset.keys() & used.keys():
+        return convention.source if convention.is_class else repr(convention.source)
+    return "a matrix"
 
 
 def _unknown_axes(stage: Any, leaf: Leaf, w: Any, stacked: AxisNumbers, why: str) -> str:
     """The error for an array of whose axes nothing is known: what it may be, and what to write."""
-    own = [axis for axis in range(w.ndim) if axis not in stacked]
-    n = len(own)
-    meanings = _MEANINGS.get(n, (("i" * (n - 1) + "o", "(..., in, out)"), ("o" + "i" * (n - 1), "(out, in, ...)")))
-    ways = dict[str, list[str]]()
-    for letters, meaning in meanings:
+    unstacked = [axis for axis in range(w.ndim) if axis not in stacked]
+    inputs = "i" * (len(unstacked) - 1)
+    any_ndim = ((f"{inputs}o", "(..., in, out)"), (f"o{inputs}", "(out, in, ...)"))
+    meanings_of_code = dict[str, list[str]]()
+    for letters, meaning in _MEANINGS.get(len(unstacked), any_ndim):
         if stacked and "s" in letters:
             continue
         with suppress(ValueError, TypeError):
-            role = Convention(letters).role_of_own(own, stacked, w.shape, w.dtype)
-            ways.setdefault(repr(replace(stage, **axes_at(stage, leaf, role))), []).append(meaning)
-    writings = [f"{code} for {' or '.join(texts)}" for code, texts in ways.items()]
+            role = Convention(letters).role_of_axes(unstacked, stacked, w.shape, w.dtype)
+            code = repr(replace(stage, **axes_at(stage, leaf, role)))
+            meanings_of_code.setdefault(code, []).append(meaning)
+    writings = [f"{code} for {' or '.join(meanings)}" for code, meanings in meanings_of_code.items()]
     return (
         f"the axes of shape {tuple(w.shape)} are not known: {why}. Write {'; or '.join(writings)}. Or let your loss "
         f"say it, `p = p.with_axes(rpx.roles(loss, params, batch))`, or leave the array out with `where`."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,23 +47,22 @@ def visit_with_roles(
 def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> dict[Names, Role]:
     """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
     roles = dict[Names, Role]()
-    for place, x in items(tree):
-        if is_array(x) and (origin := origins[place])[0] in roles_of_params:
-            source, axes = origin
+    arrays = {place: x for place, x in items(tree) if is_array(x)}
+    for place, x in arrays.items():
+        source, axes = origins[place]
+        if source in roles_of_params:
             roles[place] = roles_of_params[source].of_value(axes, x.shape, x.dtype)
     return roles
 
 
 def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     """The role of each parameter, in a tree of roles or a model of layers; a model's functions have none."""
-    leaves = list(items(roles))
+    leaves = items(roles)
     roles_by_place = {path: role for path, role in leaves if isinstance(role, Role)}
-    if not roles_by_place and (conventions := (tree := flatten(roles)).frame.conventions):
-        return {
-            path: _role_by_class(conventions[path], x, tree)
-            for path, x in leaves
-            if is_array(x) and path in conventions
-        }
+    tree = flatten({} if roles_by_place else roles)
+    if conventions := tree.frame.conventions:
+        arrays = {path: x for path, x in leaves if is_array(x) and path in conventions}
+        return {path: role_by_class(conventions[path], x, tree) for path, x in arrays.items()}
     for path, leaf in leaves:
         if path not in roles_by_place and (is_array(leaf) or not roles_by_place):
             raise TypeError(
@@ -72,20 +72,17 @@ def roles_of(who: object, roles: PyTree) -> dict[Names, Role]:
     return roles_by_place
 
 
-def _role_by_class(convention: Convention, x: Any, tree: Flat) -> Role:
-    """The role of an array of a layer; none if the layer does not say it."""
+def role_by_class(convention: Convention, x: Any, tree: Flat | None, stacked: AxisNumbers | None = None) -> Role:
+    """The role of an array of a layer, or one that says why the layer, and others of ``tree``, do not give it."""
     try:
-        role = convention.role(x.shape, x.dtype)
-        why = why_not_stacked(convention, x, tree)
+        role = convention.role(x.shape, x.dtype, stacked)
     except ValueError as error:
-        why = str(error)
-    else:
-        if not why:
-            return role
-    return Role(why=why, shape=x.shape, dtype=x.dtype)
+        return Role(why=str(error), shape=x.shape, dtype=x.dtype)
+    why = _why_not_stacked(convention, x, tree)
+    return Role(why=why, shape=x.shape, dtype=x.dtype) if why else role
 
 
-def why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
+def _why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
     """Why the first axes of an array are not those of a stack of layers: another array of its layer has others."""
     if tree is None:
         return ""
@@ -101,7 +98,6 @@ def why_not_stacked(convention: Convention, w: Any, tree: Flat | None) -> str:
 def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     """The stage with axes as numbers, or several stages, for a tree of types whose arrays have these roles."""
     leaves = tree.leaves(bases=stage._takes_base)
-    paths = [leaf.path for leaf in leaves]
 
     def stacked_at(leaf: Leaf, _: Any) -> AxisNumbers:
         return find_axes(_stacked_axes(stage, leaf, roles.get(leaf.place)), stage.names_at(leaf))
@@ -110,38 +106,49 @@ def with_axes(stage: Any, tree: Flat, roles: Roles) -> list[Any]:
     axes_of_leaves = [(leaf, axes_at(stage, leaf, roles.get(leaf.place))) for leaf in chosen]
     if parts := _split_by_axes(stage, axes_of_leaves):
         return [numbered for part in parts for numbered in with_axes(part, tree, roles)]
+    paths = [leaf.path for leaf in leaves]
+    new_stage = _with_numbers(stage, axes_of_leaves, paths, several=False)
+    if new_stage._selected("with_axes", leaves) == chosen:
+        return [new_stage]
+    return [_with_numbers(stage, axes_of_leaves, paths, several=True)]
 
-    def with_numbers(*, by_path: bool) -> Any:
-        """The stage with these axes; by path where they differ, or in any case."""
-        new_axes = dict[str, Any]()
-        for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
-            answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
-            others = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
-            answers |= {path: getattr(stage.at_path(path), name) for path in others}
-            new_axes[name] = by_path_or_one(answers, paths, several=by_path)
-        return replace(stage, **new_axes)
 
-    new_stage = with_numbers(by_path=False)
-    selects_same = [leaf.place for leaf in new_stage._selected("with_axes", leaves)] == [leaf.place for leaf in chosen]
-    return [new_stage if selects_same else with_numbers(by_path=True)]
+def _with_numbers(
+    stage: Any, axes_of_leaves: Sequence[tuple[Leaf, Mapping[str, Any]]], paths: Sequence[str], *, several: bool
+) -> Any:
+    """The stage with these axes of leaves, by path where they differ; with ``several``, by path in any case."""
+    new_axes = dict[str, Any]()
+    for name in dict.fromkeys(name for _, axes in axes_of_leaves for name in axes):
+        answers = {leaf.path: axes[name] for leaf, axes in axes_of_leaves if name in axes}
+        other_paths = [leaf.path for leaf, axes in axes_of_leaves if name not in axes]
+        answers |= {path: getattr(stage.at_path(path), name) for path in other_paths}
+        new_axes[name] = by_path_or_one(answers, paths, several=several)
+    return replace(stage, **new_axes)
 
 
 def misfits(stage: Any, tree: Flat, roles: Roles) -> Iterator[Misfit]:
     """Where axes of the stage are not those that it means in that network."""
     for leaf in stage._selected("with_axes", tree.leaves(bases=stage._takes_base)):
         role = roles.get(leaf.place)
-        if role is None or role.why or role.ambiguous:
-            continue
-        stage_here = stage._checked_for("with_axes", leaf)
-        stacked = stage_here.stacked_axes
-        if set(stacked) != set(role.stacked) and not stage.elementwise:
-            yield Misfit(repr(stage), leaf.path, "stacked", stacked, role.stacked, role)
-            continue
-        numbers, one_array = axes_by_word(role, stacked), one_stacked(leaf.content, stacked)
-        for field, (axes, word) in stage_here.axes_in_use(one_array).items():
-            axes_from_end = tuple(axis - one_array.ndim for axis in axes)
-            if axes_from_end != numbers[word] and not (stage.transposes and axes_from_end == numbers[INPUTS]):
-                yield Misfit(repr(stage), leaf.path, field, axes_from_end, numbers[word], role)
+        if role is not None and not role.why and not role.ambiguous:
+            yield from _misfits_at(stage, leaf, role)
+
+
+def _misfits_at(stage: Any, leaf: Leaf, role: Role) -> Iterator[Misfit]:
+    """The axes of a stage at one array that do not fit the array's role: the stacked ones, or those of other fields."""
+    misfit = partial(Misfit, stage=repr(stage), path=leaf.path, role=role)
+    stage_here = stage._checked_for("with_axes", leaf)
+    stacked = stage_here.stacked_axes
+    if set(stacked) != set(role.stacked) and not stage.elementwise:
+        yield misfit(field="stacked", got=stacked, expected=role.stacked)
+        return
+    one_array = one_stacked(leaf.content, stacked)
+    numbers = axes_by_word(role, stacked)
+    for field, (axes, word) in stage_here.axes_in_use(one_array).items():
+        found = tuple(axis - one_array.ndim for axis in axes)
+        fits_transposed = stage.transposes and found == numbers[INPUTS]
+        if found != numbers[word] and not fits_transposed:
+            yield misfit(field=field, got=found, expected=numbers[word])
 
 
 def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str, Any]]]) -> list[Any]:
@@ -203,9 +210,8 @@ def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:
 
 def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
     """The axes at one array of each field that asks for them."""
-    who = CallName(stage, "with_axes", (leaf.path,))
     axes_of_field = dict[str, Any]()
-    stage = stage.at_path(leaf.path)
+    who, stage = CallName(stage, "with_axes", (leaf.path,)), stage.at_path(leaf.path)
     known_role = Role(why="its axes follow none of the network's") if role is None else role
     if _asks_stacked(stage):
         axes_of_field["stacked"] = _one_or_tuple(known_role.stacked)
@@ -216,13 +222,13 @@ def axes_at(stage: Any, leaf: Leaf, role: Role | None) -> dict[str, Any]:
         raise ValueError(f"{who}: {why}, or leave it out with `where`.")
     numbers = axes_by_word(known_role, stacked)
     for name, axes in words.items():
-        axes_of_field[name] = _one_or_tuple(words_to_numbers(axes, numbers))
-        if isinstance(axes_of_field[name], tuple) and stage._checks[name].check in ONE_AXIS:
+        number = _one_or_tuple(words_to_numbers(axes, numbers))
+        if isinstance(number, tuple) and stage._checks[name].check in ONE_AXIS:
             raise ValueError(
-                f"{who}: {name} is one axis, but the network has {len(axes_of_field[name])} "
-                f"for it, {axes_of_field[name]} of shape {known_role.shape}. Give one by number, or leave the array "
-                f"out with `where`."
+                f"{who}: {name} is one axis, but the network has {len(number)} for it, {number} of shape "
+                f"{known_role.shape}. Give one by number, or leave the array out with `where`."
             )
+        axes_of_field[name] = number
     return axes_of_field
 
 

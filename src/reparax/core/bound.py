@@ -8,9 +8,10 @@ path by which it draws. Then each method is one loop: read the values, call the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from reparax.core.raw import (
     nest,
     next_number,
     outer_markers,
+    parameter_path,
 )
 from reparax.core.values import value_of
 from reparax.numerics.arithmetic import add_up, inexact_places, is_array, is_inexact
@@ -89,6 +91,11 @@ class Bound:
         """The key paths of all raw values."""
         return [place for places in self.values.values() for place in places.values()]
 
+    @property
+    def places_read(self) -> list[Names]:
+        """The key paths of all that the formulas read."""
+        return [*self.value_places, *self.reads.values()]
+
     def read(self, arrays: Mapping[Names, Any]) -> dict[str, dict[str, Any]]:
         """The raw values, and the arrays that the formulas read; fixed values pass no gradient."""
         raw_values = {
@@ -96,6 +103,12 @@ class Bound:
             for name, places in self.values.items()
         }
         return raw_values | {name: {"": _read_value(arrays, place)} for name, place in self.reads.items()}
+
+    @property
+    def free_values(self) -> dict[str, Names]:
+        """The key path of each raw value that is not fixed, by its name."""
+        pairs = [pair for places in self.values.values() for pair in places.items()]
+        return {name: place for name, place in pairs if not value_of(self.stage.raw_values, name).fixed}
 
     def swaps(self, effective: Mapping[str, Any]) -> list[Swap]:
         """The effective arrays in place of the raw values; a marker without values has a place of its own."""
@@ -110,7 +123,8 @@ class Bound:
         order = {**self.stage.raw_values, **values}
         fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
         placed = {(*node, value): x for value, x in values.items() if value not in fixed}
-        return placed | {(*node, FIXED, value): values[value] for value in fixed} or {node: {}}
+        placed |= {(*node, FIXED, value): values[value] for value in fixed}
+        return placed or {node: {}}
 
 
 def _read_value(arrays: Mapping[Names, Any], place: Names) -> Any:
@@ -137,22 +151,28 @@ def init_all(stages: Stages, params: PyTree, key: Array | None = None) -> PyTree
 
 def init_bound(bounds: Sequence[Bound], tree: Flat, keys: Keys) -> Flat:
     """The tree with raw values of one stage instead of arrays."""
+    swaps = list[Swap]()
     with_markers = [bound for bound in bounds if bound.nodes]
-    drawing = [bound for bound in with_markers if bound.stage._init_draws]
-    sites = [(next_number(bound.arrays["w"], bound.stage.kind), str(bound.draw_path)) for bound in drawing]
-    keys_of_sites = keys.of_sites(drawing[0].stage.kind, sites) if drawing else []
-    key_of_bound = dict(zip(map(id, drawing), keys_of_sites, strict=True))
-    swaps: list[Swap] = []
-    for bound in with_markers:
+    key_of_start = _start_keys(with_markers, keys)
+    for i, bound in enumerate(with_markers):
         if any(isinstance(tree.arrays[place], jax.ShapeDtypeStruct) for place in bound.arrays.values()):
             raise TypeError(
                 f"{bound.who}: expected an array, got its type. For types, call `jax.eval_shape(p.init, params)`."
             )
         arrays = {name: jnp.asarray(tree.arrays[place]) for name, place in bound.arrays.items()}
         with locate_errors(bound.who):
-            values = bound.stage._init_at(bound, arrays, key_of_bound.get(id(bound)))
+            values = bound.stage._init_at(bound, arrays, key_of_start.get(i))
         swaps += [([place], bound.raw_values(name, values[name])) for name, place in bound.arrays.items()]
     return tree.swap(swaps)
+
+
+def _start_keys(bounds: Sequence[Bound], keys: Keys) -> dict[int, Array | None]:
+    """For the index of each binding of a stage with a random start its key, or None without one."""
+    drawing = {i: bound for i, bound in enumerate(bounds) if bound.stage._init_draws}
+    if not drawing:
+        return {}
+    sites = [(next_number(b.arrays["w"], b.stage.kind), str(b.draw_path)) for b in drawing.values()]
+    return dict(zip(drawing, keys.of_sites(bounds[0].stage.kind, sites), strict=True))
 
 
 def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, list[Bound]]] | None = None) -> Flat:
@@ -164,17 +184,15 @@ def apply_all(stages: Stages, tree: Flat, keys: Keys, bindings: list[tuple[Any, 
     for i, stage in enumerate(stages):
         bounds = stage.bind("apply", tree.before(stages[i + 1 :]))
         acting = list[Bound]()
-        merged = list[str]()
+        merged_paths = list[str]()
         for bound in bounds:
-            earlier = waiting.get(bound.value_places[0]) if bound.is_noise else None
-            if earlier is not None and (joined := _join_noises(earlier[0].stage, bound.stage)) is not None:
-                waiting[bound.value_places[0]] = replace(earlier[0], stage=joined), earlier[1]
-                merged.append(str(bound.draw_path))
+            if bound.is_noise and _merge_noise(bound, waiting):
+                merged_paths.append(str(bound.draw_path))
             else:
                 acting.append(bound)
         if waiting:
-            tree = _add_noise(tree, waiting, [place for b in acting for place in (*b.value_places, *b.reads.values())])
-        tree = _apply_bound(stage.kind, acting, tree, keys, waiting, merged)
+            tree = _add_noise(tree, waiting, [place for b in acting for place in b.places_read])
+        tree = _apply_bound(stage.kind, acting, tree, keys, waiting, merged_paths)
         if bindings is not None:
             bindings.append((stage, bounds))
     return _add_noise(tree, waiting, list(waiting)) if waiting else tree
@@ -186,12 +204,12 @@ def _apply_bound(
     tree: Flat,
     keys: Keys,
     waiting: dict[Names, tuple[Bound, Array]],
-    merged: Sequence[str] = (),
+    merged_paths: Sequence[str] = (),
 ) -> Flat:
-    """The tree after one stage, whose noise waits; an earlier stage draws the noise at the paths ``merged``."""
+    """The tree after one stage, whose noise waits; an earlier stage draws the noise at ``merged_paths``."""
     arrays = dict(tree.arrays)
     swaps = list[Swap]()
-    draws = draw_for_bounds(kind, bounds, arrays, keys, merged)
+    draws = draw_for_bounds(kind, bounds, arrays, keys, merged_paths)
     for i, bound in enumerate(bounds):
         if bound.is_noise:
             waiting[bound.value_places[0]] = bound, draws[i]
@@ -214,13 +232,19 @@ def _add_noise(tree: Flat, waiting: dict[Names, tuple[Bound, Array]], places: Se
     return tree.with_arrays(arrays)
 
 
-def _join_noises(noise: Any, later: Any) -> Any:
-    """One noise for two that follow each other, or None if each needs a draw of its own.
+def _merge_noise(bound: Bound, waiting: dict[Names, tuple[Bound, Array]]) -> bool:
+    """Whether the noise that waits at an array is now that of ``bound`` too; if not, each needs a draw of its own.
 
     A class must define ``merged_with`` itself: a subclass may have another formula, so it does not inherit the method.
     """
-    merges = type(noise) is type(later) and "merged_with" in vars(type(noise))
-    return noise.merged_with(later) if merges else None
+    place, cls = bound.value_places[0], type(bound.stage)
+    if place not in waiting or type(waiting[place][0].stage) is not cls or "merged_with" not in vars(cls):
+        return False
+    earlier, drawn = waiting[place]
+    merged_stage = earlier.stage.merged_with(bound.stage)
+    if merged_stage is not None:
+        waiting[place] = replace(earlier, stage=merged_stage), drawn
+    return merged_stage is not None
 
 
 def mean_stages(stages: Stages) -> list[Any]:
@@ -230,7 +254,7 @@ def mean_stages(stages: Stages) -> list[Any]:
 
 def types_of(bound: Bound, tree: Flat) -> Mapping[str, Any]:
     """The types of the effective arrays, without randomness; an error if the formula does not take the raw values."""
-    arrays = {place: type_of(tree.arrays[place]) for place in (*bound.value_places, *bound.reads.values())}
+    arrays = {place: type_of(tree.arrays[place]) for place in bound.places_read}
     mean = replace(bound, mean=True)
     with locate_errors(bound.who):
         return jax.eval_shape(lambda arrays: bound.stage._apply_at(mean, mean.read(arrays), None), arrays)
@@ -262,23 +286,27 @@ def update_all(who: object, stages: Stages, tree: Flat, keys: Keys, grads: PyTre
     """The raw tree after one training step, of which the fixed values know."""
 
     def values_of_stage(i: int, bounds: Sequence[Bound], effective: Flat) -> Iterator[RawValues]:
-        kind, reads = stages[i].kind, stages[i].update_reads
-        if ("grad" in reads and grads is None) or ("key" in reads and not keys.has_key):
+        takes_grad, takes_key = ("grad" in stages[i].update_reads), ("key" in stages[i].update_reads)
+        if (takes_grad and grads is None) or (takes_key and not keys.has_key):
             return
-        slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if "grad" in reads else {}
-        draw_paths = [str(bound.draw_path) for bound in bounds]
-        numbers = keys.numbers(kind, draw_paths) if "key" in reads else []
-        # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
-        drawn = keys.of_sites(f"{kind}.update", list(zip(numbers, draw_paths, strict=False)))
-        for j, bound in enumerate(bounds):
+        slopes = _grads_after_first(who, stages[i:], effective, grads).arrays if takes_grad else {}
+        keys_of_bounds = _update_keys(stages[i].kind, bounds, effective, keys) if takes_key else repeat(None)
+        for bound, key in zip(bounds, keys_of_bounds, strict=False):
+            slopes_of_arrays = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
             with locate_errors(bound.who):
-                slopes_of_arrays = {name: slopes[place] for name, place in bound.arrays.items()} if slopes else {}
-                w = types_of(bound, effective)["w"] if drawn else None
-                key = keys_of_stack(drawn[j], w, bound.stage.stacked_axes) if drawn else None
                 values = bound.stage._update_at(bound, bound.read(effective.arrays), slopes_of_arrays, key)
             yield values
 
     return _change_values("update", stages, tree, values_of_stage)
+
+
+def _update_keys(kind: str, bounds: Sequence[Bound], effective: Flat, keys: Keys) -> Iterator[Any]:
+    """The key with which ``update`` of each binding draws, or the keys of its stacked arrays."""
+    draw_paths = [str(bound.draw_path) for bound in bounds]
+    sites = list(zip(keys.numbers(kind, draw_paths), draw_paths, strict=True))
+    # Under the key of `init`, the numbers that chose the first mask must not choose the next one too.
+    for bound, key in zip(bounds, keys.of_sites(f"{kind}.update", sites), strict=True):
+        yield keys_of_stack(key, types_of(bound, effective)["w"], bound.stage.stacked_axes)
 
 
 def update_all_bases(stages: Stages, tree: Flat) -> Flat:
@@ -312,7 +340,8 @@ def _change_values(
         for bound in bounds:
             types_of(bound, effective)
         for bound, values in zip(bounds, values_of_stage(i, bounds, effective), strict=False):
-            arrays |= {bound.values[name][value]: x for name, own in values.items() for value, x in own.items()}
+            for name, values_of_one in values.items():
+                arrays |= {bound.values[name][value]: x for value, x in values_of_one.items()}
         free = method == "update_base" or stage.moves_weights
         tree = graft(method, tree, effective, effective.with_arrays(arrays), free=free)
     return tree
@@ -343,23 +372,30 @@ def _match_grads(who: object, paths: list[str], effective_leaves: list[Any], gra
             f"{who} takes gradients of the effective tree, but got those of a raw tree: they hold {mark!r} at "
             f"{path!r}. Pass `jax.grad(loss)(p.fold(raw))`, where `loss` takes the model's own parameters."
         )
-    grad_of_path = {path_text(path): g for path, g in items(grads)}
+    grad_of_path = {path_text(path): grad for path, grad in items(grads)}
+    pairs = zip(paths, effective_leaves, strict=True)
+    return [_match_grad(who, path, w, grad_of_path.get(path)) for path, w in pairs]
 
-    def grad_at(path: str, w: Any) -> Any:
-        g: Any = grad_of_path.get(path)
-        if not is_array(g) or g.shape != w.shape:
-            what = "none" if g is None else f"one of shape {g.shape}" if is_array(g) else f"{g!r}"
-            raise ValueError(
-                f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {what}. Pass the whole tree of "
-                f"`jax.grad(loss)(p.fold(raw))`."
-            )
-        if jnp.iscomplexobj(g) and not jnp.iscomplexobj(w):
-            raise ValueError(
-                f"{who} expected a real gradient at {path!r}, got one of dtype {g.dtype}. Take its real part."
-            )
-        return jnp.asarray(g).astype(w.dtype)
 
-    return [grad_at(path, w) for path, w in zip(paths, effective_leaves, strict=True)]
+def _match_grad(who: object, path: str, w: Any, grad: Any) -> Array:
+    """The gradient of an effective array, in its dtype; an error if it has another shape, or is complex alone."""
+    if not is_array(grad):
+        raise _shape_of_grad_error(who, path, w, "none" if grad is None else repr(grad))
+    if grad.shape != w.shape:
+        raise _shape_of_grad_error(who, path, w, f"one of shape {grad.shape}")
+    if jnp.iscomplexobj(grad) and not jnp.iscomplexobj(w):
+        raise ValueError(
+            f"{who} expected a real gradient at {path!r}, got one of dtype {grad.dtype}. Take its real part."
+        )
+    return jnp.asarray(grad).astype(w.dtype)
+
+
+def _shape_of_grad_error(who: object, path: str, w: Any, found: str) -> ValueError:
+    """The error for a gradient that has not the shape of the effective array ``w``."""
+    return ValueError(
+        f"{who} expected a gradient of shape {w.shape} at {path!r}, but got {found}. Pass the whole tree of "
+        f"`jax.grad(loss)(p.fold(raw))`."
+    )
 
 
 def total_penalty(stages: Stages, tree: Flat) -> Array:
@@ -379,37 +415,37 @@ def _total(formula: str, bounds: Sequence[Bound], tree: Flat) -> Array:
 def total_log_det(stages: Stages, tree: Flat) -> Array:
     """The sum of the log-determinants over the values that train."""
     log_dets = list[Array]()
-    producers = dict[Names, Any]()
+    producers = dict[Names, Any]()  # the stage of each place with entries that follow from others
     trained = [place for place, x in tree.arrays.items() if is_array(x) and FIXED not in place]
-    free = {place[:n] for place in trained for n in range(len(place) + 1)}
+    free_places = {place[:n] for place in trained for n in range(len(place) + 1)}
     for stage, bounds, before, after in _walk("log_det", stages, tree):
-        if not stage._unwrapped._defines("log_det"):
-            raise ValueError(
-                f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
-                f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
-                f"Triangular; a stage of your own needs log_det_leaf(values)."
-            )
-        bounds = [bound for bound in bounds if any(place in free for place in bound.arrays.values())]
-        for bound in bounds:
-            pairs = [pair for places in bound.values.values() for pair in places.items()]
-            values = {name: place for name, place in pairs if not value_of(stage.raw_values, name).fixed}
+        _require_bijection(stage)
+        free_bounds = [bound for bound in bounds if not free_places.isdisjoint(bound.arrays.values())]
+        for bound in free_bounds:
+            values = bound.free_values
             with locate_errors(bound.who):
-                _require_free(values, free, producers)
-            n_values = sum(_real_size(before.arrays[place]) for place in values.values())
-            n_entries = sum(_real_size(after.arrays[place]) for place in bound.arrays.values())
-            if bound.stage.overcomplete or n_values < n_entries:
+                _require_free(values, free_places, producers)
+            n_values = _count_numbers(before, values.values())
+            if bound.stage.overcomplete or n_values < _count_numbers(after, bound.arrays.values()):
                 producers |= dict.fromkeys(bound.arrays.values(), stage)
-        log_dets.append(_total("log_det", bounds, before))
+        log_dets.append(_total("log_det", free_bounds, before))
     return add_up(log_dets)
 
 
-def _require_free(values: Mapping[str, Names], free: set[Names], producers: Mapping[Names, Any]) -> None:
-    """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others.
+def _require_bijection(stage: Any) -> None:
+    """Requires a stage that defines its log-determinant."""
+    if not stage._unwrapped._defines("log_det"):
+        raise ValueError(
+            f"{stage!r}.log_det: the stage is not a bijection, so its Jacobian has no determinant. "
+            f"Use a chain of bijections, such as Positive, Bounded, Scale, Simplex, PositiveDefinite or "
+            f"Triangular; a stage of your own needs log_det_leaf(values)."
+        )
 
-    ``producers`` gives the stage of each place with entries that follow from others.
-    """
+
+def _require_free(values: Mapping[str, Names], free_places: set[Names], producers: Mapping[Names, Any]) -> None:
+    """Requires that the Jacobian is the one of the formula: no value is frozen, or follows from others."""
     for name, place in values.items():
-        if place not in free:
+        if place not in free_places:
             raise ValueError(
                 f"expected that all values of an array train, or none, but {name!r} is frozen, and the log-determinant "
                 f"counts all. Freeze the others too, or train {name!r}."
@@ -422,9 +458,10 @@ def _require_free(values: Mapping[str, Names], free: set[Names], producers: Mapp
             )
 
 
-def _real_size(x: Any) -> int:
-    """The number of real numbers in an array."""
-    return math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1)
+def _count_numbers(tree: Flat, places: Iterable[Names]) -> int:
+    """The number of real numbers in the arrays at these places."""
+    arrays = [tree.arrays[place] for place in places]
+    return sum(math.prod(x.shape) * (2 if jnp.issubdtype(x.dtype, jnp.complexfloating) else 1) for x in arrays)
 
 
 def follow_axes(stages: Stages, params: PyTree) -> tuple[PyTree, Origins]:
@@ -453,8 +490,8 @@ class Provenance:
     @cached_property
     def producers(self) -> dict[Names, tuple[Any, Mapping[str, Names]]]:
         """For each array that a stage computes of raw values the stage, and the key paths of these values."""
-        bounds = [bound for _, bounds in self.bindings for bound in bounds if bound.nodes]
-        return {place: (b.stage, b.values[name]) for b in bounds for name, place in b.arrays.items()}
+        with_markers = [bound for _, bounds in self.bindings for bound in bounds if bound.nodes]
+        return {place: (b.stage, b.values[name]) for b in with_markers for name, place in b.arrays.items()}
 
     @cached_property
     def places(self) -> dict[str, Names]:
@@ -483,9 +520,9 @@ def provenance_of(p: Any, raw: PyTree, otherwise: str = CONVERT) -> Provenance:
 def require_no_markers(p: Any, tree: Flat, otherwise: str = CONVERT, later: Stages = ()) -> None:
     """Requires that no marker is left after all stages of ``p`` but the ``later`` ones: ``p`` made the raw tree."""
     for place in tree.arrays:
-        n = next((n for n, name in enumerate(place) if name.startswith("@")), None)
-        if n is not None and kind_of(place[n]) not in {stage.kind for stage in later}:
-            raise _left_marker_error(p, tree, path_text(place[:n]), place[n], otherwise)
+        mark = next((name for name in place if name.startswith("@")), None)
+        if mark is not None and kind_of(mark) not in {stage.kind for stage in later}:
+            raise _left_marker_error(p, tree, parameter_path(place), mark, otherwise)
 
 
 def _left_marker_error(p: Any, tree: Flat, path: str, mark: str, otherwise: str) -> ValueError:

@@ -64,10 +64,15 @@ def locate_errors(who: object) -> Generator[None]:
         raise
 
 
-def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
-    """Checks the dict that ``init_leaf``, or another ``method``, returns."""
+def _require_dict(method: str, values: Any) -> None:
+    """Requires that ``method`` returned a dict."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(values)}.")
+
+
+def require_named_arrays(method: str, values: Any, declarations: Values) -> None:
+    """Requires that ``init_leaf``, or another ``method``, returned a dict with the declared arrays."""
+    _require_dict(method, values)
     for name, value in values.items():
         if not is_array(value):
             raise ValueError(
@@ -79,7 +84,7 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
             f"returns {tuple(values)}. Rename or add values in {method}."
         )
     required = tuple(name for name, declaration in declarations.items() if name != OTHERS and not declaration.optional)
-    if any(name not in values for name in required):
+    if not values.keys() >= set(required):
         raise ValueError(
             f"{method} must return each value that the class declares, {required}, but returns {tuple(values)}. "
             f"Rename or add values in {method}."
@@ -89,11 +94,11 @@ def require_named_arrays(method: str, values: Any, declarations: Values) -> None
 def require_type(method: str, effective: Any, expected: Array) -> None:
     """Requires that ``method`` returned the shape and dtype of ``expected``, the array that it stands for."""
     if describe(effective) != describe(expected):
-        vector = method == "apply_leaf" and expected.ndim < 2
+        is_vector = method == "apply_leaf" and expected.ndim < 2
         raise WrongType(
             f"{method} must return {describe(expected)}, like the array that it stands for, but returns "
             f"{describe(effective)}. Cast or reshape in {method}, or set `changes_type = True` in the class"
-            f"{', or `min_ndim = 2` to leave vectors alone' if vector else ''}."
+            f"{', or `min_ndim = 2` to leave vectors alone' if is_vector else ''}."
         )
 
 
@@ -102,13 +107,13 @@ T = TypeVar("T")
 
 def by_parameter(tree: PyTree, describe: Callable[[Any], T], *, empty: bool) -> dict[str, dict[str, T]]:
     """For each parameter a description of the arrays under it, and of ``empty`` nodes, by the rest of their paths."""
-    values_of: dict[str, dict[str, T]] = {}
+    descriptions = dict[str, dict[str, T]]()
     for names, leaf in items(tree, is_empty):
         if is_array(leaf) or (empty and names and is_empty(leaf)):
-            base = parameter_path(names)
-            path_below = path_text(names).removeprefix(base).removeprefix("/")
-            values_of.setdefault(base, {})[path_below] = describe(leaf)
-    return values_of
+            parameter = parameter_path(names)
+            path_below = path_text(names).removeprefix(parameter).removeprefix("/")
+            descriptions.setdefault(parameter, {})[path_below] = describe(leaf)
+    return descriptions
 
 
 def _outer_marker(content: dict[str, str]) -> str:
@@ -129,20 +134,35 @@ def describe_as_stored(x: Any) -> str:
 
 def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> list[str]:
     """A line for each path at which ``raw`` differs from ``init(like)``."""
-    plain = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
-    held = by_parameter(raw, describe_as_stored if plain else describe, empty=True)
-    want = by_parameter(types_of_result(init, like), describe, empty=True)
-    lines: list[str] = []
-    for base in sorted(held.keys() | want.keys()):
-        if base not in held:
-            lines.append(f"{base}: missing, expected {_short_description(want[base])}")
-        elif base not in want:
-            lines.append(f"{base}: unexpected, holds {_short_description(held[base])}")
-        elif _outer_marker(held[base]) != _outer_marker(want[base]):
-            lines.append(f"{base}: expected {_outer_marker(want[base])}, got {_outer_marker(held[base])}")
-        else:
-            lines += _list_value_differences(base, held[base], want[base])
-    return lines
+    is_stored_so = all(describe_as_stored(x) == describe(x) for x in jax.tree.leaves(like))
+    found = by_parameter(raw, describe_as_stored if is_stored_so else describe, empty=True)
+    expected = by_parameter(types_of_result(init, like), describe, empty=True)
+    paths = sorted(found.keys() | expected.keys())
+    return [line for path in paths for line in _list_at(path, found.get(path, {}), expected.get(path, {}))]
+
+
+def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
+    """A line for a parameter that is missing, unexpected or of another stage; else one for each value that differs."""
+    if not found:
+        return [_difference(parameter, None, _short_description(expected))]
+    if not expected:
+        return [_difference(parameter, _short_description(found), None)]
+    found_mark, expected_mark = _outer_marker(found), _outer_marker(expected)
+    if found_mark != expected_mark:
+        return [_difference(parameter, found_mark, expected_mark)]
+    paths_below = sorted(found.keys() | expected.keys())
+    return [
+        _difference(f"{parameter}/{path}" if path else parameter, found.get(path), expected.get(path))
+        for path in paths_below
+        if found.get(path) != expected.get(path)
+    ]
+
+
+def _difference(path: str, found: str | None, expected: str | None) -> str:
+    """The line for what a path holds, if anything, in place of what is expected there, if anything."""
+    if found is None:
+        return f"{path}: missing, expected {expected}"
+    return f"{path}: unexpected, holds {found}" if expected is None else f"{path}: expected {expected}, got {found}"
 
 
 def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree]) -> None:
@@ -154,24 +174,6 @@ def require_no_differences(who: object, raw: PyTree, like: PyTree, init: Callabl
             + "\n  ".join(lines)
             + "\nLoad it with the chain that made it, or start again with `raw = p.init(params)`."
         )
-
-
-def _list_value_differences(base: str, held: dict[str, str], want: dict[str, str]) -> list[str]:
-    """A line for each value that one parameter lacks, has in excess, or has in another type."""
-
-    def line(path_below: str) -> str:
-        path = f"{base}/{path_below}" if path_below else base
-        if path_below not in held:
-            return f"{path}: missing, expected {want[path_below]}"
-        if path_below not in want:
-            return f"{path}: unexpected, holds {held[path_below]}"
-        return f"{path}: expected {want[path_below]}, got {held[path_below]}"
-
-    return [
-        line(path_below)
-        for path_below in sorted(held.keys() | want.keys())
-        if held.get(path_below) != want.get(path_below)
-    ]
 
 
 Leaves = dict[str, dict[str, Array]]
@@ -192,32 +194,29 @@ def require_start(
     ``apply`` gives the arrays; the names of the two formulas are for errors. With ``is_shared``, values of one array
     may stand with another.
     """
-    start, back = formulas
+    init_formula, apply_formula = formulas
     advice = " Put a value that several arrays share with one of them." if is_shared else ""
-    require_names(start, "the values of", values, arrays, advice)
+    require_names(init_formula, "the values of", values, arrays, advice)
     all_values = {value: w for values_of_one in values.values() for value, w in values_of_one.items()}
     for values_of_one in [all_values] if is_shared else values.values():
-        require_named_arrays(start, values_of_one, stage.raw_values)
+        require_named_arrays(init_formula, values_of_one, stage.raw_values)
     effective = jax.eval_shape(apply, values)
-    require_names(back, "an array for", effective, arrays)
-    for name, w in arrays.items():
-        if not stage.changes_type:
-            require_type(back, effective[name], w)
+    require_names(apply_formula, "an array for", effective, arrays)
+    if not stage.changes_type:
+        for name, w in arrays.items():
+            require_type(apply_formula, effective[name], w)
 
 
 def require_names(method: str, what: str, result: Any, names: Mapping[str, Any], advice: str = "") -> None:
     """Requires a dict with these names."""
     if not isinstance(result, Mapping) or set(result) != set(names):
-        names_got = list(result) if isinstance(result, Mapping) else type(result).__name__
-        raise ValueError(
-            f"{method} must return a dict with {what} each of {list(names)}, but returns {names_got}.{advice}"
-        )
+        found = list(result) if isinstance(result, Mapping) else type(result).__name__
+        raise ValueError(f"{method} must return a dict with {what} each of {list(names)}, but returns {found}.{advice}")
 
 
 def require_kept(method: str, stage: Any, values: Mapping[str, Array], new_values: Any) -> None:
     """Requires new values of one array under names that it has, each of the type that it had."""
-    if not isinstance(new_values, Mapping):
-        raise ValueError(f"{method} must return a dict of named arrays, but returns {describe(new_values)}.")
+    _require_dict(method, new_values)
     for name, new_value in new_values.items():
         if name not in values and name in stage.raw_values:
             raise KeyError(name)  # the raw tree lacks it

@@ -284,11 +284,16 @@ def _parse(text: str) -> list[Any]:
     with suppress(ValueError, TypeError):
         match json.loads(text):
             case {"reparax": version, "stages": [*entries]} if type(version) is int and version == FORMAT:
-                if all(isinstance(entry, dict) and isinstance(entry.get("class"), str) for entry in entries):
+                if all(map(_names_class, entries)):
                     return entries
             case _:
                 pass
     raise ValueError(f"from_json needs a string from `p.to_json()` in format {FORMAT}, but got {str(text)[:60]!r}.")
+
+
+def _names_class(entry: Any) -> bool:
+    """Whether an entry of a text is a dict with the name of a class."""
+    return isinstance(entry, dict) and isinstance(entry.get("class"), str)
 
 
 _MIXED = re.compile(r"(?:(?<![A-Z])[A-Z][a-z][A-Z]|[A-Z]+[a-z][A-Z]{2})(?=[A-Z][a-z]|[^a-zA-Z]|$)")
@@ -308,20 +313,23 @@ def kind_of_class(cls: type) -> str:
     It must be a valid name that no other class has; a class may be defined again, as in a notebook. An abstract class
     may have a name that is taken.
     """
-    is_given = "kind" in cls.__dict__
-    kind: Any = cls.__dict__["kind"] if is_given else _derive_kind(cls)
-    if not is_given and is_base(cls):
-        return kind
+    if "kind" not in cls.__dict__ and is_base(cls):
+        return _derive_kind(cls)
+    kind: Any = cls.__dict__["kind"] if "kind" in cls.__dict__ else _derive_kind(cls)
+    if reason := _why_no_kind(cls, kind):
+        raise ValueError(
+            f"{class_name(cls)} would have the marker {f'@{kind}'!r} in raw trees, but {kind!r} {reason}. Set another "
+            f'kind in the class, `kind = "..."`.'
+        )
+    return kind
+
+
+def _why_no_kind(cls: type, kind: Any) -> str | None:
+    """Why ``cls`` cannot have that kind; None if it can."""
     if not isinstance(kind, str) or not kind or set(kind) & set("@./") or kind == "fixed":
-        why = "is not a name without '@', '.' and '/', other than 'fixed'"
-    elif (namesake := _namesake(cls, kind)) is not None:
-        why = f"is the kind of {class_name(namesake)}"
-    else:
-        return kind
-    raise ValueError(
-        f"{class_name(cls)} would have the marker {f'@{kind}'!r} in raw trees, but {kind!r} {why}. Set another kind in "
-        f'the class, `kind = "..."`.'
-    )
+        return "is not a name without '@', '.' and '/', other than 'fixed'"
+    namesake = _namesake(cls, kind)
+    return None if namesake is None else f"is the kind of {class_name(namesake)}"
 
 
 def is_base(cls: type) -> bool:

@@ -133,23 +133,12 @@ class Static:
     """How to build one, if not as the fields say."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes a subclass a frozen dataclass that is static to JAX, and tells raw trees and JSON its name."""
         super().__init_subclass__(**kwargs)
         if Static in cls.__bases__:
             return
         if "__dataclass_fields__" not in cls.__dict__:  # a dataclass with slots comes here twice
-            _refuse_init(cls)
-            check_values(cls.__name__, cls.raw_values)
-            cls.kind = config.kind_of_class(cls)
-            dataclass(frozen=True, repr=False, eq=False)(cls)
-            # A subclass that gives a field another default keeps its check.
-            own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
-            cls._checks = {**cls._checks, **own_checks}
-            cls.__init__ = _with_plain_values(cls.__init__)
-            # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
-            del cls.__setattr__, cls.__delattr__
-            for name in ("__repr__", "__eq__", "__hash__"):
-                if vars(cls).get(name) is None:
-                    setattr(cls, name, getattr(super(cls, cls), name))
+            _make_dataclass(cls)
         jax.tree_util.register_static(cls)
         if not config.is_base(cls):
             register_kind(cls.kind, cls)
@@ -160,9 +149,10 @@ class Static:
 
     def __dir__(self) -> list[str]:
         """The names that users call, the stage's arguments, and what third-party classes add."""
-        is_ours = {c: c.__module__.partition(".")[0] == __name__.partition(".")[0] for c in type(self).__mro__}
-        our_names = {name for c, of_reparax in is_ours.items() if of_reparax for name in vars(c)}
-        their_names = {name for c, of_reparax in is_ours.items() if not of_reparax for name in vars(c)} - our_names
+        classes = type(self).__mro__
+        our_classes = [cls for cls in classes if cls.__module__.partition(".")[0] == __name__.partition(".")[0]]
+        our_names = {name for cls in our_classes for name in vars(cls)}
+        their_names = {name for cls in classes if cls not in our_classes for name in vars(cls)} - our_names
         public_names = {*self._for_users, *(field.name for field in _fields_of(self)), *their_names}
         return [name for name in super().__dir__() if name in public_names or name.startswith("_")]
 
@@ -218,6 +208,23 @@ class Static:
 
     def __delattr__(self, name: str) -> None:
         raise FrozenInstanceError(f"{self!r} cannot be changed: {name!r} cannot be deleted. Build a new one.")
+
+
+def _make_dataclass(cls: Any) -> None:
+    """Makes a class of stages a frozen dataclass, whose fields have their checks, and sets its kind."""
+    _refuse_init(cls)
+    check_values(cls.__name__, cls.raw_values)
+    cls.kind = config.kind_of_class(cls)
+    dataclass(frozen=True, repr=False, eq=False)(cls)
+    # A subclass that gives a field another default keeps its check.
+    own_checks = {each.name: each.metadata[field] for each in _fields_of(cls) if field in each.metadata}
+    cls._checks = {**cls._checks, **own_checks}
+    cls.__init__ = _with_plain_values(cls.__init__)
+    # So that you can still decorate the class as a frozen dataclass, and it keeps these methods.
+    del cls.__setattr__, cls.__delattr__
+    for name in ("__repr__", "__eq__", "__hash__"):
+        if vars(cls).get(name) is None:
+            setattr(cls, name, getattr(super(cls, cls), name))
 
 
 def _build(cls: Any, arguments: Mapping[str, Any]) -> Any:
@@ -389,16 +396,18 @@ def by_path_or_one(answers: Mapping[str, Any], paths: Sequence[str], *, several:
     """
     if len(set(answers.values())) == 1 and not several:
         return next(iter(answers.values()))
-    paths_of_answer: dict[Any, dict[str, None]] = {}
+    patterns_of_answer = dict[Any, dict[str, None]]()  # a dict without values is a set in order
     for path, answer in answers.items():
-        pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
-        agreements = {
-            answers.get(other_path, paths_of_answer) == answer
-            for other_path in paths
-            if re.fullmatch(pattern, other_path)
-        }
-        paths_of_answer.setdefault(answer, {})[pattern if agreements == {True} else re.escape(path)] = None
-    return ByPath(tuple(map("|".join, paths_of_answer.values())), tuple(paths_of_answer))
+        patterns_of_answer.setdefault(answer, {})[_widest_pattern(path, answers, paths)] = None
+    return ByPath(tuple(map("|".join, patterns_of_answer.values())), tuple(patterns_of_answer))
+
+
+def _widest_pattern(path: str, answers: Mapping[str, Any], paths: Sequence[str]) -> str:
+    """The expression for a path with any numbers in it, if all such paths have its answer; else for the path alone."""
+    pattern = re.sub(r"(?<![^/])[0-9]+(?![^/])", lambda _: r"\d+", re.escape(path))
+    similar_paths = [other_path for other_path in paths if re.fullmatch(pattern, other_path)]
+    has_one_answer = all(other in answers and answers[other] == answers[path] for other in similar_paths)
+    return pattern if has_one_answer else re.escape(path)
 
 
 def _check_by_path(value: Mapping[Any, Any] | ByPath, who: str, name: str, check: Check) -> ByPath:
@@ -420,20 +429,23 @@ def without_unmatched(who: object, numbers: Mapping[str, Any], leaves: Sequence[
       ValueError: If an expression matches nothing, or if two match one path.
     """
     kept = list(leaves)
-    for name, by_path in numbers.items():
-        if not isinstance(by_path, ByPath):
-            continue
-        matching = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
-        for path, indices in matching.items():
-            if len(indices) > 1:
-                pattern, other_pattern = (by_path.patterns[i] for i in indices[:2])
-                raise ValueError(
-                    f"{who} got {name} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the "
-                    f"expressions."
-                )
-        matched = {i for indices in matching.values() for i in indices}
-        if lost := [pattern for i, pattern in enumerate(by_path.patterns) if i not in matched]:
-            why = why_nothing(lost[0], [leaf.path for leaf in leaves])
-            raise ValueError(f"{who} got {name} for {lost[0]!r}, but {why}")
-        kept = [leaf for leaf in kept if matching[leaf.path]]
+    numbers_by_path = {name: value for name, value in numbers.items() if isinstance(value, ByPath)}
+    for name, by_path in numbers_by_path.items():
+        indices_of_path = {leaf.path: by_path.matching(leaf.path) for leaf in kept}
+        _require_one_match(f"{who} got {name}", by_path, indices_of_path)
+        used = {i for indices in indices_of_path.values() for i in indices}
+        if unused := [pattern for i, pattern in enumerate(by_path.patterns) if i not in used]:
+            why = why_nothing(unused[0], [leaf.path for leaf in leaves])
+            raise ValueError(f"{who} got {name} for {unused[0]!r}, but {why}")
+        kept = [leaf for leaf in kept if indices_of_path[leaf.path]]
     return kept
+
+
+def _require_one_match(what: str, by_path: ByPath, indices_of_path: Mapping[str, Sequence[int]]) -> None:
+    """Requires that no path matches two expressions, whose indices are given for each path."""
+    for path, indices in indices_of_path.items():
+        if len(indices) > 1:
+            pattern, other_pattern = (by_path.patterns[i] for i in indices[:2])
+            raise ValueError(
+                f"{what} for {path!r} from {pattern!r} and from {other_pattern!r}. Narrow one of the expressions."
+            )

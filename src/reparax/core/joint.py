@@ -78,16 +78,20 @@ class Joint(Leafwise):
     elementwise: ClassVar[Any] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a class with formulas on one array, or with noise."""
         super().__init_subclass__(**kwargs)
-        defined = [name for name in vars(cls) if name.endswith("_leaf") and name not in ("refuse_leaf",)]
-        if defined or cls.stochastic:
+        wrong_names = [name for name in vars(cls) if name.endswith("_leaf") and name != "refuse_leaf"]
+        if cls.stochastic:
+            wrong_names.append("stochastic")
+        if wrong_names:
             raise TypeError(
-                f"{cls.__name__} defines {defined[0] if defined else 'stochastic'}, but the formula of a Joint takes "
+                f"{cls.__name__} defines {wrong_names[0]}, but the formula of a Joint takes "
                 f"several arrays at once and draws no noise. Write init_leaves, apply_leaves, update_leaves or "
                 f"penalty_leaves, or derive from Reparametrization."
             )
 
     def __post_init__(self) -> None:
+        """Checks ``arrays`` and what is given beside it, and keeps it in a form that has a hash."""
         super().__post_init__()
         if self.arrays is None and self.stacked != ():
             raise ValueError(
@@ -124,20 +128,23 @@ class Joint(Leafwise):
         return verb == "update" and type(self).update_leaves is not Joint.update_leaves
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        if method != "init":
-            own = OwnNodes(self, method, tree, together=True)
-            leaves = own.leaves if self.arrays else own.selected()
-        elif self.arrays:
-            leaves = tree.leaves()
-        else:
-            leaves = [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
+        """The stage bound to each group that ``arrays`` joins, or without it to all that ``where`` selects."""
         who = CallName(self, method)
+        leaves = self._leaves_to_join(method, tree)
         if self.arrays:
             return [self._bound_to_group(who, group) for group in self._groups(who, leaves)]
-        for leaf in leaves if method != "init" else ():
-            with checks.locate_errors(who.at(leaf.path)):
-                self._require_all(leaf.values)
+        if method != "init":
+            for leaf in leaves:
+                with checks.locate_errors(who.at(leaf.path)):
+                    self._require_all(leaf.values)
         return [bound_to(self, who, {path_text(leaf.place): leaf for leaf in leaves})]
+
+    def _leaves_to_join(self, method: str, tree: Flat) -> Sequence[Leaf]:
+        """The leaves that ``where`` selects, or all in which ``arrays`` looks; after ``init`` only marker dicts."""
+        if method != "init":
+            nodes = OwnNodes(self, method, tree, together=True)
+            return nodes.leaves if self.arrays else nodes.selected()
+        return tree.leaves() if self.arrays else [leaf for leaf, _ in self._arrays_and_stages(method, tree)]
 
     def _bound_to_group(self, who: CallName, group: Mapping[str, Leaf]) -> Bound:
         """The stage bound to arrays that its expressions join, with their stacked axes as numbers."""
@@ -159,13 +166,13 @@ class Joint(Leafwise):
             raise KeyError(lacking[0])
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+        """The raw values at which the arrays of one group start."""
         del key
+        formulas = ("init_leaves", "apply_leaves")
+        init, apply = (map_stacked(self.stacked_axes, getattr(self, formula)) for formula in formulas)
         try:
-            values = map_stacked(self.stacked_axes, self.init_leaves)(dict(arrays))
-            formulas = ("init_leaves", "apply_leaves")
-            shared = self.arrays is not None
-            apply = map_stacked(self.stacked_axes, self.apply_leaves)
-            checks.require_start(self, apply, formulas, values, arrays, is_shared=shared)
+            values = init(dict(arrays))
+            checks.require_start(self, apply, formulas, values, arrays, is_shared=self.arrays is not None)
         except KeyError as error:
             raise ValueError(
                 f"the formula reads {error}, but it is neither in `arrays` nor from init_leaves. Correct the name."
@@ -173,18 +180,23 @@ class Joint(Leafwise):
         return values
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> Mapping[str, Any]:
+        """The arrays of one group, from the raw values of all of them."""
         del key
-        values = {name: dict(of_one) for name, of_one in values.items()}
-        apply, init = (map_stacked(self.stacked_axes, formula) for formula in (self.apply_leaves, self.init_leaves))
-        effective = apply(values)
+        effective = map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
         if not self.changes_type:
-            with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-                expected = jax.eval_shape(init, {name: type_of(w) for name, w in effective.items()})
-                for name, of_one in values.items():
-                    checks.require_fit(of_one, expected[name])
+            self._require_start(values, effective)
         return effective
 
+    def _require_start(self, values: RawValues, effective: Mapping[str, Any]) -> None:
+        """Requires values of the shapes that ``init`` gives for such arrays, unless it needs their numbers."""
+        with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            types = {name: type_of(w) for name, w in effective.items()}
+            expected = jax.eval_shape(map_stacked(self.stacked_axes, self.init_leaves), types)
+            for name, values_of_one in values.items():
+                checks.require_fit(values_of_one, expected[name])
+
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
+        """The fixed values of the arrays that ``update_leaves`` changes."""
         del grads, key
 
         def update(values: checks.Leaves) -> checks.Leaves:
@@ -194,9 +206,10 @@ class Joint(Leafwise):
                 checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
-        return map_stacked(self.stacked_axes, update)({name: dict(of_one) for name, of_one in values.items()})
+        return map_stacked(self.stacked_axes, update)(_as_dicts(values))
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
+        """The penalty of one group; a Joint has no log-determinant, and 0 in its place."""
         if formula != "penalty":
             return jnp.zeros(())
 
@@ -205,9 +218,10 @@ class Joint(Leafwise):
             checks.require_number("penalty_leaves", number)
             return number
 
-        return map_stacked(self.stacked_axes, penalty)({name: dict(of_one) for name, of_one in values.items()})
+        return map_stacked(self.stacked_axes, penalty)(_as_dicts(values))
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
+        """The stage with its stacked axes as numbers, which are the same in all groups."""
         if self.arrays is None or not are_words(self.stacked):
             return [self]
         groups = self._groups(CallName(self, "with_axes"), tree.leaves())
@@ -223,46 +237,62 @@ class Joint(Leafwise):
     def _groups(self, who: CallName, leaves: Sequence[Leaf]) -> list[dict[str, Leaf]]:
         """For each group of captured texts, the leaf of each name."""
         leaves = [leaf for leaf in leaves if leaf.visible and leaf.is_there]
-        groups: dict[tuple[Any, ...], dict[str, Leaf]] = {}
-        name_of_place: dict[Names, str] = {}
+        groups = dict[Any, dict[str, Leaf]]()
+        name_of_place = dict[Names, str]()
         for name, expression in self.arrays:
-            matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
-            captures = [(leaf, match.groups()) for leaf, match in matches if match]
-            if not captures:
-                why = why_nothing(expression, [leaf.path for leaf in leaves])
-                raise ValueError(f"{who} found no array for {name!r}: {why}")
-            for leaf, texts in captures:
+            for leaf, texts in _captures(who, name, expression, leaves):
                 group = groups.setdefault(texts, {})
-                if name in group or leaf.place in name_of_place:
-                    occupant = (
-                        f"{name!r} at {group[name].path!r}"
-                        if name in group
-                        else f"it for {name_of_place[leaf.place]!r}"
-                    )
-                    raise ValueError(
-                        f"{who} found {leaf.path!r} for {name!r}, but has {occupant} already. Capture in parentheses "
-                        f"what differs between layers, and put the stage after those that split an array."
-                    )
+                if name in group:
+                    raise _second_array_error(who, leaf, name, f"{name!r} at {group[name].path!r}")
+                if leaf.place in name_of_place:
+                    raise _second_array_error(who, leaf, name, f"it for {name_of_place[leaf.place]!r}")
                 group[name], name_of_place[leaf.place] = leaf, name
         for group in groups.values():
-            if lacking := [name for name, _ in self.arrays if name not in group]:
-                names = [name for name, _ in self.arrays]
-                name, leaf = next(iter(group.items()))
-                raise ValueError(
-                    f"{who} found {leaf.path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
-                    f"text. Narrow the expressions to the layers that have all of {names}."
-                )
+            _require_names(who, group, [name for name, _ in self.arrays])
         return list(groups.values())
 
 
-def _same_stacked(stacked_of: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
-    """The stacked axes of several arrays, which have to be the same; ``source`` says in errors what the stage has."""
-    if len(set(stacked_of.values())) > 1:
+def _as_dicts(values: RawValues) -> checks.Leaves:
+    """The raw values of each array in a dict of their own, which a formula may change."""
+    return {name: dict(values_of_one) for name, values_of_one in values.items()}
+
+
+def _captures(who: object, name: str, expression: str, leaves: Sequence[Leaf]) -> list[tuple[Leaf, tuple[Any, ...]]]:
+    """Each leaf whose path matches the expression of a name, and the texts that it captures; an error if none does."""
+    matches = [(leaf, re.fullmatch(expression, leaf.path)) for leaf in leaves]
+    captures = [(leaf, match.groups()) for leaf, match in matches if match]
+    if not captures:
+        why = why_nothing(expression, [leaf.path for leaf in leaves])
+        raise ValueError(f"{who} found no array for {name!r}: {why}")
+    return captures
+
+
+def _second_array_error(who: object, leaf: Leaf, name: str, occupant: str) -> ValueError:
+    """The error for an array of a name that its group has already, or that has another name."""
+    return ValueError(
+        f"{who} found {leaf.path!r} for {name!r}, but has {occupant} already. Capture in parentheses "
+        f"what differs between layers, and put the stage after those that split an array."
+    )
+
+
+def _require_names(who: object, group: Mapping[str, Leaf], names: Sequence[str]) -> None:
+    """Requires an array of each name in a group."""
+    if lacking := [name for name in names if name not in group]:
+        name, leaf = next(iter(group.items()))
         raise ValueError(
-            f"expected the same stacked axes in all arrays, got {stacked_of}{source}. Stack them along the same axes, "
-            f"or leave some layers out with the expressions."
+            f"{who} found {leaf.path!r} for {name!r}, but nothing for {lacking[0]!r} that captures the same "
+            f"text. Narrow the expressions to the layers that have all of {names}."
         )
-    return next(iter(stacked_of.values()))
+
+
+def _same_stacked(stacked_by_name: Mapping[str, tuple[int, ...]], source: str) -> tuple[int, ...]:
+    """The stacked axes of several arrays, which have to be the same; ``source`` says in errors what the stage has."""
+    if len(set(stacked_by_name.values())) > 1:
+        raise ValueError(
+            f"expected the same stacked axes in all arrays, got {stacked_by_name}{source}. Stack them along the same "
+            f"axes, or leave some layers out with the expressions."
+        )
+    return next(iter(stacked_by_name.values()))
 
 
 def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None:
@@ -278,11 +308,14 @@ def _require_stacks(arrays: Mapping[str, Any], stacked: tuple[int, ...]) -> None
 
 def _hashable_items(arrays: Any, who: str) -> tuple[tuple[str, str], ...]:
     """A dict as a tuple of its items, which is hashable."""
-    items = tuple(arrays.items() if isinstance(arrays, Mapping) else arrays if isinstance(arrays, tuple) else ())
-    for item in items or (None,):
-        match item:
-            case (str(), str() as expression):
-                check_where(expression, who)
-            case _:
-                raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
+    items = tuple(arrays.items()) if isinstance(arrays, Mapping) else arrays
+    if not isinstance(items, tuple) or not items or not all(map(_is_named_expression, items)):
+        raise TypeError(f"{who} takes a dict of names and regular expressions as arrays, but got {arrays!r}.")
+    for _, expression in items:
+        check_where(expression, who)
     return items
+
+
+def _is_named_expression(item: Any) -> bool:
+    """Whether an item is a pair of texts."""
+    return isinstance(item, tuple) and len(item) == 2 and all(isinstance(part, str) for part in item)

@@ -9,6 +9,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -71,17 +72,22 @@ def is_one_key(key: Any) -> bool:
 
 def check_key(key: Any, who: object, in_batches: str) -> jax.Array:
     """``key`` as a typed scalar key; otherwise an error that shows what was passed and how to map over several keys."""
-    is_typed = key
-    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0:
-        size = jax.random.key_data(jax.random.key(0)).shape[-1]
-        is_typed = jax.random.wrap_key_data(jnp.asarray(key)) if key.shape[-1] == size else key
-    if not isinstance(is_typed, jax.Array) or not jnp.issubdtype(is_typed.dtype, jax.dtypes.prng_key):
+    typed_key = _as_typed(key)
+    if not isinstance(typed_key, jax.Array) or not jnp.issubdtype(typed_key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"{who} needs a PRNG key, but got {_describe_key(key)}. Make one with `jax.random.key(seed)`.")
-    if is_typed.ndim > 0:
+    if typed_key.ndim > 0:
         raise ValueError(
-            f"{who} takes one key, but got a batch of keys of shape {is_typed.shape}. Map over them: `{in_batches}`."
+            f"{who} takes one key, but got a batch of keys of shape {typed_key.shape}. Map over them: `{in_batches}`."
         )
-    return is_typed
+    return typed_key
+
+
+def _as_typed(key: Any) -> Any:
+    """A legacy key, or a batch of them, as typed keys; all else as it is."""
+    is_legacy = isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim > 0
+    if not is_legacy or key.shape[-1] != jax.random.key_data(jax.random.key(0)).shape[-1]:
+        return key
+    return jax.random.wrap_key_data(jnp.asarray(key))
 
 
 def split_key(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -150,31 +156,29 @@ compilation; an array that draws in a loop uses one core only, in every step."""
 
 
 def draw_for_bounds(
-    kind: str, bounds: Sequence[Any], arrays: Mapping[Names, Any], keys: Keys, merged: Sequence[str]
+    kind: str, bounds: Sequence[Any], arrays: Mapping[Names, Any], keys: Keys, merged_paths: Sequence[str]
 ) -> dict[int, Array]:
     """For the index of each random binding of a stage its key; for noise its draw.
 
-    The paths ``merged`` are those whose noise an earlier stage draws; they count nevertheless.
+    An earlier stage draws the noise at ``merged_paths``; these count nevertheless.
     """
-    counting = [i for i, bound in enumerate(bounds) if bound.draw_path is not None]
-    draw_paths = [bounds[i].draw_path for i in counting]
-    numbers = dict(zip(counting, keys.numbers(kind, [*draw_paths, *merged]), strict=False))
-    groups: dict[Any, list[int]] = {}
-    for i in counting:
+    counted = [i for i, bound in enumerate(bounds) if bound.draw_path is not None]
+    numbers = keys.numbers(kind, [*(bounds[i].draw_path for i in counted), *merged_paths])
+    groups_of_number = dict[int, dict[Any, list[int]]]()
+    for i, number in zip(counted, numbers, strict=False):
         if bounds[i].is_random:
-            groups.setdefault((numbers[i], _group_key(i, bounds[i], arrays)), []).append(i)
-    draw_of: dict[int, Array] = {}
-    for number in sorted({number for number, _ in groups}):
-        groups_of_number = [group for (n, _), group in groups.items() if n == number]
-        batch = keys.of_arrays(kind, number, [bounds[i].draw_path for group in groups_of_number for i in group])
-        start = 0
-        for group in groups_of_number:
+            groups_of_number.setdefault(number, {}).setdefault(_group_key(i, bounds[i], arrays), []).append(i)
+    draws = dict[int, Array]()
+    for number in sorted(groups_of_number):
+        groups = list(groups_of_number[number].values())
+        batch = keys.of_arrays(kind, number, [bounds[i].draw_path for group in groups for i in group])
+        starts = accumulate(map(len, groups), initial=0)
+        for start, group in zip(starts, groups, strict=False):
             assert batch is not None
             group_keys = _part(batch, start, len(group), is_traced=keys.is_traced)
             drawn = _draw_group([bounds[i] for i in group], arrays, group_keys, is_traced=keys.is_traced)
-            draw_of |= zip(group, drawn, strict=True)
-            start += len(group)
-    return draw_of
+            draws |= zip(group, drawn, strict=True)
+    return draws
 
 
 def _draw_group(group: Sequence[Any], arrays: Mapping[Names, Any], keys: Array, *, is_traced: bool) -> list[Array]:

@@ -72,25 +72,30 @@ class Convention:
         Raises:
           ValueError: If the array does not fit.
         """
-        front = stacked or (tuple(range(len(shape) - len(self.axes))) if self.is_class else ())
-        own = [axis for axis in range(len(shape)) if axis not in front]
-        sizes = tuple(shape[axis] for axis in own)
-        if not self.axes or len(own) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):
+        n_front = len(shape) - len(self.axes) if self.is_class else 0
+        front = stacked or tuple(range(n_front))
+        axes = [axis for axis in range(len(shape)) if axis not in front]
+        sizes = tuple(shape[axis] for axis in axes)
+        if not self.axes or len(axes) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):
             raise ValueError(self.why or self._shape)
-        return self.role_of_own(own, front, shape, dtype)
+        return self.role_of_axes(axes, front, shape, dtype)
 
     def fits(self, shape: Numbers) -> bool:
         """Whether an array of that shape may be one that the layer holds."""
         return len(shape) >= len(self.axes) and _fit(shape[len(shape) - len(self.sizes) :], self.sizes)
 
-    def role_of_own(self, own: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
-        """The role of an array whose ``own`` axes have the letters, and whose axes ``front`` are stacked."""
-        axes_of = {letter: tuple(a for a, x in zip(own, self.axes, strict=True) if x == letter) for letter in "iors"}
-        inputs = tuple(sorted(axes_of["i"] + axes_of["r"]))
-        stacks = tuple(sorted((*front, *axes_of["s"])))
-        uses = (Use(inputs, axes_of["o"], stacks, self.source, LOOKUP if self.is_table else PRODUCT),)
-        why = f"it is a bias or a scale of {self.source}" if self.is_vector else ""
-        return Role(inputs, axes_of["o"], stacks, why, () if why else uses, shape, dtype)
+    def role_of_axes(self, axes: Sequence[int], front: Numbers, shape: Numbers, dtype: Any) -> Role:
+        """The role of an array whose ``axes`` have the letters, in ascending order, and whose others are in front."""
+
+        def axes_with(letters: str) -> Numbers:
+            return tuple(axis for axis, letter in zip(axes, self.axes, strict=True) if letter in letters)
+
+        inputs, outputs, stacked = axes_with("ir"), axes_with("o"), tuple(sorted((*front, *axes_with("s"))))
+        role = Role(inputs=inputs, outputs=outputs, stacked=stacked, shape=shape, dtype=dtype)
+        if self.is_vector:
+            return replace(role, why=f"it is a bias or a scale of {self.source}")
+        use = Use(inputs, outputs, stacked, line=self.source, how=LOOKUP if self.is_table else PRODUCT)
+        return replace(role, uses=(use,))
 
     @property
     def _shape(self) -> str:
@@ -100,9 +105,9 @@ class Convention:
         return f"{self.source} has one of shape {self.sizes}" if self.sizes else f"it is a factor of {self.source}"
 
 
-def _fit(got: Sequence[int], expected: Sequence[int | None]) -> bool:
+def _fit(sizes: Sequence[int], expected_sizes: Sequence[int | None]) -> bool:
     """Whether sizes are those that are expected."""
-    return all(b is None or a == b for a, b in zip(got, expected, strict=True))
+    return all(expected in (None, size) for size, expected in zip(sizes, expected_sizes, strict=True))
 
 
 PLAIN = "by name, only those of an array of two axes called 'kernel' or 'w' are"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,7 @@ class Perturbation(Leafwise):
     stochastic: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Requires an ``apply_leaf`` that takes a key."""
         super().__init_subclass__(**kwargs)
         formula: Any = cls.__dict__.get("apply_leaf")
         if inspect.isfunction(formula) and not takes(formula, 3, unsure=True):
@@ -88,23 +89,19 @@ class Perturbation(Leafwise):
         return w
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
-        return [
-            Bound(
-                stage,
-                CallName(self, method, (leaf.path,)),
-                {"w": leaf.place},
-                {"w": {"w": leaf.place}},
-                draw_path=leaf.draw_path,
-            )
-            for leaf, stage in self._arrays_and_stages(method, tree)
-        ]
+        """The stage bound to each array that it takes, and changes in place."""
+        pairs = self._arrays_and_stages(method, tree)
+        return [_bound_in_place(stage, CallName(self, method, (leaf.path,)), leaf, ["w"]) for leaf, stage in pairs]
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
-        w, method = values["w"]["w"], "mean_leaf" if bound.mean else "apply_leaf"
-        keys = () if bound.mean else (keys_of_stack(key, w, self.stacked_axes),)
-        effective = self._map_stacked(getattr(self, method))(w, *keys)
+        """The array that the formula makes of ``w``, or its mean over all keys."""
+        w = values["w"]["w"]
+        if bound.mean:
+            effective = self._map_stacked(self.mean_leaf)(w)
+        else:
+            effective = self._map_stacked(self.apply_leaf)(w, keys_of_stack(key, w, self.stacked_axes))
         if not self.changes_type:
-            checks.require_type(method, effective, w)
+            checks.require_type("mean_leaf" if bound.mean else "apply_leaf", effective, w)
         return {"w": effective}
 
     def _add_noise(self, w: Array, drawn: Array) -> Array:
@@ -301,26 +298,25 @@ class Reparametrization(Leafwise):
         return rewrites(type(self), f"{verb}_leaf")
 
     def bind(self, method: str, tree: Flat) -> list[Bound]:
+        """The stage bound to each array that it takes, or after ``init`` to the raw values of each."""
         if method == "init" or self._in_place:
             pairs = self._arrays_and_stages(method, tree)
         else:
-            own = OwnNodes(self, method, tree)
-            pairs = [(leaf, own.stage_at(leaf)) for leaf in own.selected()]
-        bounds = list[Bound]()
-        for leaf, stage in pairs:
-            who = CallName(self, method, (leaf.path,))
-            if self._in_place:
-                values = {"w": dict.fromkeys(self.raw_values, leaf.place)}
-                bounds.append(Bound(stage, who, {"w": leaf.place}, values, draw_path=leaf.draw_path))
-            else:
-                bounds.append(bound_to(stage, who, {"w": leaf}, draw_path=leaf.draw_path))
-        return bounds
+            nodes = OwnNodes(self, method, tree)
+            pairs = [(leaf, nodes.stage_at(leaf)) for leaf in nodes.selected()]
+        return [self._bind_leaf(stage, CallName(self, method, (leaf.path,)), leaf) for leaf, stage in pairs]
+
+    def _bind_leaf(self, stage: Self, who: CallName, leaf: Leaf) -> Bound:
+        """The stage of one array, bound to that array or to its marker dict."""
+        if self._in_place:
+            return _bound_in_place(stage, who, leaf, self.raw_values)
+        return bound_to(stage, who, {"w": leaf}, draw_path=leaf.draw_path)
 
     def _check_values_at(self, tree: Flat, path: str) -> None:
-        own = OwnNodes(self, "apply", tree)
-        for leaf in own.leaves:
+        nodes = OwnNodes(self, "apply", tree)
+        for leaf in nodes.leaves:
             if leaf.path == path and not leaf.is_foreign:
-                own.stage_at(leaf)
+                nodes.stage_at(leaf)
 
     def _effective(self, values: Mapping[str, Array]) -> Array:
         return call_once_per_type(_array_without_draw, self, values)
@@ -336,10 +332,17 @@ class Reparametrization(Leafwise):
                 checks.require_fit(types, start)
 
     def _init_at(self, bound: Bound, arrays: Mapping[str, Array], key: Array | None) -> RawValues:
+        """The raw values at which the array starts."""
         w = arrays["w"]
         # A formula of this package is pure, so one program serves all arrays of a type; yours may look at numbers.
         is_ours = self.init_leaf.__module__.startswith("reparax.")
-        values = (_call_jitted if is_ours else call_once_per_type)(_start_values, self, w, key)
+        call = _call_jitted if is_ours else call_once_per_type
+        values = call(_start_values, self, w, key)
+        self._require_array_of(values, w)
+        return {"w": values}
+
+    def _require_array_of(self, values: Mapping[str, Array], w: Array) -> None:
+        """Requires raw values of which the formula makes an array of the type of ``w``."""
         formula = "mean_leaf" if self.stochastic else "apply_leaf"
         try:
             types = {name: type_of(x) for name, x in values.items()}
@@ -349,9 +352,9 @@ class Reparametrization(Leafwise):
             raise ValueError(f"{formula} reads a value {error}, but init_leaf returns only {names}.") from error
         if not self.changes_type:
             checks.require_type(formula, effective, w)
-        return {"w": values}
 
     def _apply_at(self, bound: Bound, values: RawValues, key: Array | None) -> dict[str, Array]:
+        """The array of the raw values: drawn with a key, and its mean without one."""
         if self._in_place:
             return {"w": _array_without_draw(self, values["w"])}
         if key is None:
@@ -359,16 +362,19 @@ class Reparametrization(Leafwise):
         return {"w": call_once_per_type(_random_array, self, values["w"], key)}
 
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
+        """The values that ``update_leaf`` changes, which gets the gradient and the key if it takes them."""
         extras = {"grad": grads.get("w"), "key": key}
 
-        def update_one(values_of_one: dict[str, Array], *read: Any) -> dict[str, Array]:
-            new_values = self.update_leaf(dict(values_of_one), **dict(zip(self.update_reads, read, strict=True)))
+        def update_one(values_of_one: dict[str, Array], extras_of_one: dict[str, Any]) -> dict[str, Array]:
+            new_values = self.update_leaf(dict(values_of_one), **extras_of_one)
             checks.require_update("update_leaf", self, values_of_one, new_values)
             return new_values
 
-        return {"w": self._map_stacked(update_one)(values["w"], *(extras[name] for name in self.update_reads))}
+        return {"w": self._map_stacked(update_one)(values["w"], {name: extras[name] for name in self.update_reads})}
 
     def _update_base_at(self, bound: Bound, values: RawValues) -> RawValues:
+        """The values of the array that ``update_base_leaf`` returns, with the base at the current point."""
+
         def rebase_one(values_of_one: dict[str, Array]) -> dict[str, Array]:
             new_values = self.update_base_leaf(dict(values_of_one))
             checks.require_kept("update_base_leaf", self, values_of_one, new_values)
@@ -377,36 +383,46 @@ class Reparametrization(Leafwise):
         return {"w": self._map_stacked(rebase_one)(values["w"])}
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
-        wide = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
+        """What ``penalty_leaf`` or ``log_det_leaf`` returns for the array, of values in float32 or wider."""
+        method = f"{formula}_leaf"
+        wide_values = {name: widened(x) if is_inexact(x) else x for name, x in values["w"].items()}
 
         def number_of_one(values_of_one: dict[str, Array]) -> Array:
-            number = getattr(self, f"{formula}_leaf")(values_of_one)
-            checks.require_number(f"{formula}_leaf", number)
+            number = getattr(self, method)(values_of_one)
+            checks.require_number(method, number)
             return number
 
-        return self._map_stacked(number_of_one)(wide)
+        return self._map_stacked(number_of_one)(wide_values)
 
     def _follow_axes(self, tree: PyTree, init: Callable[[PyTree], PyTree]) -> tuple[PyTree, Origins]:
+        """The types of ``init(tree)``, and the origins of their axes; arrays that are alike are asked once."""
         raw_types = types_of_result(init, tree)
+        origins = keep_origins(raw_types)
         flat = flatten(tree)
         leaves = {leaf.place: leaf for leaf in flat.leaves(bases=self._takes_base)}
         axes_of_group = dict[Any, dict[str, FollowedAxes]]()
-
-        def followed_axes(leaf: Leaf) -> dict[str, FollowedAxes]:
-            """For each raw value of an array, which of its axes those of the value follow."""
+        new_places = [place for place in origins if place not in flat.arrays]
+        for place in new_places:
+            source = place[: -3 if place[-2] == FIXED else -2]
+            leaf = leaves[source]
             w = type_of(leaf.content)
             group = w.shape, w.dtype, *self._what_sets_axes(leaf)
             if group not in axes_of_group:
-                stage = self._for_leaf(leaf, w, typical=True)
-                origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})
-                axes_of_group[group] = {place[-1]: axes for place, (_, axes) in origins.items()}
-            return axes_of_group[group]
-
-        origins = keep_origins(raw_types)
-        for place in [place for place in origins if place not in flat.arrays]:
-            array = place[: -3 if place[-2] == FIXED else -2]
-            origins[place] = array, followed_axes(leaves[array])[place[-1]]
+                axes_of_group[group] = self._followed_axes(leaf, w)
+            origins[place] = source, axes_of_group[group][place[-1]]
         return raw_types, origins
+
+    def _followed_axes(self, leaf: Leaf, w: Any) -> dict[str, FollowedAxes]:
+        """For each raw value of an array like ``w``, which axes of the array those of the value follow."""
+        stage = self._for_leaf(leaf, w, typical=True)
+        origins = probe_origins(lambda tree: {"w": _start_values(stage, tree["w"], None)}, {"w": w})
+        return {place[-1]: axes for place, (_, axes) in origins.items()}
+
+
+def _bound_in_place(stage: Any, who: CallName, leaf: Leaf, value_names: Iterable[str]) -> Bound:
+    """A stage bound to an array that stays in its place; the raw values of these names are all the array itself."""
+    values = {"w": dict.fromkeys(value_names, leaf.place)}
+    return Bound(stage=stage, who=who, arrays={"w": leaf.place}, values=values, draw_path=leaf.draw_path)
 
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
@@ -428,9 +444,9 @@ def _arguments_after_values(cls: type[Any], method: str) -> list[str]:
 
 def _arguments_of_update(cls: type[Any]) -> tuple[str, ...]:
     """The arguments ``grad`` and ``key`` of ``update_leaf``, wherever they stand."""
-    if odd := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
+    if unknown := [name for name in _arguments_after_values(cls, "update_leaf") if name not in ("grad", "key")]:
         raise TypeError(
-            f"{cls.__name__}.update_leaf takes {', '.join(odd)} after the values, but can have `grad` and `key`. "
+            f"{cls.__name__}.update_leaf takes {', '.join(unknown)} after the values, but can have `grad` and `key`. "
             f"Rename the arguments."
         )
     return tuple(name for name in inspect.signature(cls.update_leaf).parameters if name in ("grad", "key"))
@@ -484,8 +500,9 @@ def call_once_per_type(function: Callable[..., Any], stage: Any, *arrays: Any, i
     So it is for stacked arrays too, as each ``jax.vmap`` traces: what is jitted in it would be compiled in each call.
     With ``inline``, for a few operations on whole arrays, these stand in the program by themselves.
     """
-    tracing = (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays))
-    return _call_jitted(function, stage, *arrays, inline=inline) if tracing else function(stage, *arrays)
+    if (stage.stacked_axes and not inline) or any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
+        return _call_jitted(function, stage, *arrays, inline=inline)
+    return function(stage, *arrays)
 
 
 def _call_jitted(function: Callable[..., Any], stage: Any, *arrays: Any, inline: bool = False) -> Any:
@@ -513,10 +530,11 @@ def _apply_formula(stage: Any, *args: Any) -> Array:
 
 def _start_values(stage: Any, w: Array, key: Array | None) -> dict[str, Array]:
     """The raw values of an array."""
-    keys = ()
+    start = stage._map_stacked(stage.init_leaf)
     if stage._init_draws:
-        keys = (keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes),)
-    values = stage._map_stacked(stage.init_leaf)(w, *keys)
+        values = start(w, keys_of_stack(jax.random.key(0) if key is None else key, w, stage.stacked_axes))
+    else:
+        values = start(w)
     checks.require_named_arrays("init_leaf", values, stage.raw_values)
     return values
 

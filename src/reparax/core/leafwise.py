@@ -88,12 +88,12 @@ class Leafwise(Parametrization):
     """Whether each entry of an array is computed of its own raw values, so that stacked axes do not matter."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Lets fields of axes take axes by path too, and remembers which fields these are."""
         super().__init_subclass__(**kwargs)
-        checks = cls._checks.items()
-        cls._checks = {name: AxesByPath(check) if check in AXIS_CHECKS else check for name, check in checks}
-        cls._axis_fields = tuple(
-            name for name, check in cls._checks.items() if isinstance(check, AxesByPath) and name != "stacked"
-        )
+        checks_of_axes = {name: AxesByPath(check) for name, check in cls._checks.items() if check in AXIS_CHECKS}
+        cls._checks = {**cls._checks, **checks_of_axes}
+        has_axes = {name: isinstance(check, AxesByPath) for name, check in cls._checks.items()}
+        cls._axis_fields = tuple(name for name, flag in has_axes.items() if flag and name != "stacked")
 
     def default(self, w: Array) -> bool:
         """Whether the stage acts on ``w``, by its shape and dtype, if no ``where`` is given."""
@@ -122,12 +122,9 @@ class Leafwise(Parametrization):
 
     def axes_in_use(self, w: Array) -> dict[str, tuple[tuple[int, ...], str]]:
         """For each field of axes with a meaning in networks, its axes of ``w``, from the front, and that meaning."""
-        axes_and_word = {name: (getattr(self, name), word) for name, word in self.by_roles.items()}
-        return {
-            name: (count_from_front(axes, w), word)
-            for name, (axes, word) in axes_and_word.items()
-            if axes not in (None, EACH)
-        }
+        axes_of_field = {name: getattr(self, name) for name in self.by_roles}
+        given = {name: axes for name, axes in axes_of_field.items() if axes not in (None, EACH)}
+        return {name: (count_from_front(axes, w), self.by_roles[name]) for name, axes in given.items()}
 
     def _on_merged(self, formula: Callable[..., Any]) -> Callable[..., Any]:
         """The formula on one array, whose axes a stage on matrices merges to two."""
@@ -199,15 +196,17 @@ class Leafwise(Parametrization):
                 )
         numbers = self._varying_fields.keys() - self._axes_by_path.keys() if typical else ()
         stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self).for_array(leaf.path, w)
-        stage = with_axes_by_convention(stage, leaf, w, typical=typical)
-        names = self.names_at(leaf)
-        stacked = find_axes(stage.stacked, names)
-        named = {name: getattr(stage, name) for name in stage._axis_fields if has_names(getattr(stage, name))}
-        if not named and not has_names(stage.stacked):
-            return stage
+        return with_axes_by_convention(stage, leaf, w, typical=typical)._with_numbered_axes(self.names_at(leaf))
+
+    def _with_numbered_axes(self, names: AxisNames | None) -> Self:
+        """This stage with numbers in place of axis names, for an array whose axes have these ``names``."""
+        stacked = find_axes(self.stacked, names)
+        named = {name: getattr(self, name) for name in self._axis_fields if has_names(getattr(self, name))}
+        if not named and not has_names(self.stacked):
+            return self
         names_of_one = None if names is None else tuple(name for i, name in enumerate(names) if i not in stacked)
-        by_number: dict[str, Any] = {name: number_axes(axes, names_of_one) for name, axes in named.items()}
-        return replace(stage, **by_number, stacked=stacked)
+        numbered: dict[str, Any] = {name: number_axes(axes, names_of_one) for name, axes in named.items()}
+        return replace(self, **numbered, stacked=stacked)
 
     def names_at(self, leaf: Leaf) -> AxisNames | None:
         """The axis names of an array, if this stage needs any."""
@@ -226,8 +225,9 @@ class Leafwise(Parametrization):
     def _arrays_and_stages(self, method: str, tree: Flat) -> list[tuple[Leaf, Self]]:
         """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""
         leaves = tree.leaves(bases=self._takes_base)
-        for leaf in leaves if method != "init" else ():
-            leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
+        if method != "init":
+            for leaf in filter(lambda leaf: is_array(leaf.content), leaves):
+                leaf.content = type_of(leaf.content)
         return [(leaf, self._checked_for(method, leaf)) for leaf in self._selected(method, leaves)]
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
@@ -239,15 +239,19 @@ class Leafwise(Parametrization):
             stage = self._for_leaf(leaf, w)
             if (names := self.names_at(leaf)) is not None:
                 require_names_fit(names, w)
-            stacked = stage.stacked_axes
-            if why := stacked_axes_error(w, stacked):
-                raise ValueError(why)
-            stage_for_one = replace(stage, stacked=()) if stacked else stage
-            for one_array in each_stacked(w, stacked):
-                if why := stage_for_one._why_refused(one_array):
-                    where = f" The array is one of those along stacked={stage.stacked}." if stacked else ""
-                    raise ValueError(f"{why}{where}")
+            stage._require_taken(w)
         return stage
+
+    def _require_taken(self, w: Any) -> None:
+        """Requires an array that this stage can take, or stacked arrays of which it can take each."""
+        stacked = self.stacked_axes
+        if why := stacked_axes_error(w, stacked):
+            raise ValueError(why)
+        stage_for_one = replace(self, stacked=()) if stacked else self
+        for one_array in each_stacked(w, stacked):
+            if why := stage_for_one._why_refused(one_array):
+                where = f" The array is one of those along stacked={self.stacked}." if stacked else ""
+                raise ValueError(f"{why}{where}")
 
     def _aligned_type(self, types: Mapping[str, Any]) -> Any:
         """The type of an aligned main value, which is that of the array; None if there is none."""
@@ -287,11 +291,8 @@ class Leafwise(Parametrization):
 
     def _acts_by_default(self, who: CallName, leaf: Leaf, array_at: ArrayAt, stacked_at: StackedAt) -> bool:
         """Whether the stage acts on a main value if ``where`` is not given."""
-        if (
-            leaf.is_state
-            or (self.min_ndim >= 2 and is_bias_or_scale(leaf))
-            or (not self.acts_on_embeddings and is_table(leaf))
-        ):
+        excludes_vectors, excludes_tables = self.min_ndim >= 2, not self.acts_on_embeddings
+        if leaf.is_state or (excludes_vectors and is_bias_or_scale(leaf)) or (excludes_tables and is_table(leaf)):
             return False
         if self.changes_type and not is_array(leaf.content):
             return True  # the effective array does not show the type of the model's
@@ -351,8 +352,13 @@ class OwnNodes:
             with locate_errors(self._who.at(leaf.path)):
                 self._types[leaf.place] = {name: type_of(x) for name, x in tree.values_of(leaf.content).items()}
         if not together and not by_path(stage.where) and len(self.leaves) > 1:
-            foreign = [leaf for leaf in self.leaves if self._fails(leaf)]
-            for leaf in foreign if len(foreign) < len(self.leaves) else ():
+            self._mark_foreign()
+
+    def _mark_foreign(self) -> None:
+        """Marks the leaves on which the formula fails as those of another stage, if there are others."""
+        foreign = [leaf for leaf in self.leaves if self._fails(leaf)]
+        if len(foreign) < len(self.leaves):
+            for leaf in foreign:
                 leaf.is_foreign = True
 
     def selected(self) -> list[Leaf]:
@@ -399,22 +405,25 @@ class OwnNodes:
         If the array's layer says its axes, it says how many there are but for stacked ones: as many as fit the values.
         """
         aligned = self._stage._aligned_type(types)
-        candidates = [aligned] if aligned is not None else types_to_try(self._stage, leaf)
+        if aligned is not None:
+            return NodeReading(self._stage._for_leaf(leaf, aligned, typical=True), aligned)
+        candidates = types_to_try(self._stage, leaf)
+        if len(candidates) > 1:
+            for w in candidates:
+                with suppress(Exception):
+                    reading = self._read_as(leaf, w, types)
+                    if leaf.convention.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
+                        return reading
+        return self._read_as(leaf, candidates[0], types)
 
-        def read_as(w: Any) -> NodeReading:
-            stage = self._stage._for_leaf(leaf, w, typical=True)
-            effective = jax.eval_shape(lambda values: stage._effective(values), types) if aligned is None else aligned
-            return NodeReading(stage, effective)
-
-        for w in candidates if len(candidates) > 1 else ():
-            with suppress(Exception):
-                reading = read_as(w)
-                if leaf.convention.fits(reading.effective.shape) and reading.effective.ndim == w.ndim:
-                    return reading
-        return read_as(candidates[0])
+    def _read_as(self, leaf: Leaf, w: Any, types: Mapping[str, Any]) -> NodeReading:
+        """What raw values of these types say, if the stage has the axes that it has for an array like ``w``."""
+        stage = self._stage._for_leaf(leaf, w, typical=True)
+        return NodeReading(stage, jax.eval_shape(lambda values: stage._effective(values), types))
 
     def _fails(self, leaf: Leaf) -> bool:
         """Whether the formula fails on the values at a leaf, as it may in any way on those of another stage."""
-        with suppress(Exception):
+        try:
             return self._type_at(leaf) is None
-        return True
+        except Exception:
+            return True

@@ -38,9 +38,8 @@ _NAMES = {
     "axes": "roles Role check_axes axis_groups permute shrink prune_units",
     "io": "from_torch to_torch from_peft to_peft from_quantized",
     "core.stage": (
-        "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint "
-        "main aux fixed field number_field axes_field other_axes Term Where "
-        "Axes Number"
+        "Parametrization Chain from_json selected all_but Reparametrization Perturbation Constraint Joint main aux "
+        "fixed field number_field axes_field other_axes Term Where Axes Number"
     ),
     "models.nnx": "Parametrized Fixed",
     "models.linen": "parametrized roles",
@@ -141,9 +140,10 @@ def _suggest(name: str) -> str:
         return f". It is a method of a chain: `p.{name}`."
     if name in ALONE:
         return f". It is a module: `import reparax.{name}`."
-    plain = {_squash(public): public for public in ways}
-    if near := plain.get(_squash(name)) or next(iter(difflib.get_close_matches(name, ways, n=1, cutoff=0.7)), None):
-        return f". Write `{ways[near]}`."
+    squashed_names = {_squash(public): public for public in ways}
+    similar_names = difflib.get_close_matches(name, ways, n=1, cutoff=0.7)
+    if nearest := squashed_names.get(_squash(name)) or next(iter(similar_names), None):
+        return f". Write `{ways[nearest]}`."
     return ". `dir(reparax)` lists what it has and its families."
 
 
@@ -185,9 +185,7 @@ def instead_of(name: str, argument_names: Sequence[str]) -> str:
     """What to write in place of an argument that a stage with the arguments ``argument_names`` does not have."""
     if not argument_names:
         return "It takes none."
-    near = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names] or difflib.get_close_matches(
-        name, argument_names, n=1
-    )
-    if near:
-        return f"Write `{near[0]}=`.{NOTES.get(name, '')}"
+    known_words = [word for word in WORDS_OF_OTHERS.get(name, ()) if word in argument_names]
+    if words := known_words or difflib.get_close_matches(name, argument_names, n=1):
+        return f"Write `{words[0]}=`.{NOTES.get(name, '')}"
     return f"It takes {', '.join(argument_names)}."

@@ -6,7 +6,7 @@ main or auxiliary, free or fixed, and under which path a stage can select it.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -226,6 +226,11 @@ class MarkedValue(NamedTuple):
     declared: Value
     has_base: bool
 
+    @property
+    def has_own_path(self) -> bool:
+        """Whether stages select it under the array's path with its name."""
+        return self.declared.part or not self.declared.main
+
 
 def _marked_values(place: Names, *, bases: bool = False) -> Iterator[MarkedValue]:
     """The value under each marker of a key path, the outermost first: of ``(..., "@weight_norm", "v")``, ``v``.
@@ -263,34 +268,41 @@ def describe_places(places: Sequence[Names], *, bases: bool = False) -> list[Lea
     With ``bases``, the base of an array represents it, and values added to the base are hidden.
     """
     values_of_place = {place: list(_marked_values(place, bases=bases)) for place in places}
-    main_names = dict[Names, set[str]]()
-    for value in itertools.chain(*values_of_place.values()):
-        if value.declared.main:
-            main_names.setdefault(value.node, set()).add(value.name)
+    main_names = _main_names(itertools.chain(*values_of_place.values()))
 
     def leaf_at(place: Names) -> Leaf:
-        path = draw_path = parameter_path(place)
-        for node, name, declared, _ in values_of_place[place]:
-            if declared.part or not declared.main:
-                path, draw_path = f"{path}/{name}", f"{draw_path}/{node[-1]}/{name}"
-            elif len(main_names[node]) > 1:
-                draw_path = f"{draw_path}/{name}"
         values = values_of_place[place]
+        path = draw_path = parameter_path(place)
+        for value in values:
+            if value.has_own_path:
+                path, draw_path = f"{path}/{value.name}", f"{draw_path}/{value.node[-1]}/{value.name}"
+            elif len(main_names[value.node]) > 1:
+                draw_path = f"{draw_path}/{value.name}"
         return Leaf(
-            place,
-            path,
-            draw_path,
+            place=place,
+            path=path,
+            draw_path=draw_path,
             main=all(value.declared.main for value in values),
             visible=all(value.declared.main or not value.declared.fixed for value in values),
             added=any(value.has_base and not value.declared.main for value in values),
             decays=all(value.declared.decays for value in values),
         )
 
-    leaves: dict[str, Leaf] = {}
+    leaves = dict[str, Leaf]()
     for leaf in map(leaf_at, places):
-        if leaves.setdefault(leaf.draw_path, leaf) is not leaf:
+        if leaf.draw_path in leaves:
             raise same_path_error(leaf.draw_path)
+        leaves[leaf.draw_path] = leaf
     return list(leaves.values())
+
+
+def _main_names(values: Iterable[MarkedValue]) -> dict[Names, set[str]]:
+    """The names of the main values under each marker."""
+    names = dict[Names, set[str]]()
+    for value in values:
+        if value.declared.main:
+            names.setdefault(value.node, set()).add(value.name)
+    return names
 
 
 def same_path_error(path: str) -> ValueError:
@@ -342,16 +354,16 @@ def state_flags(tree: PyTree) -> list[bool]:
     The collection ``params`` is not state. An array directly beside ``params``, such as a temperature, is a parameter.
     """
     paths, nodes, _ = flatten_with_names(tree, lambda x: has_ancestor(x, "Variable"))
-    collections = {path[0] for path in paths if path}
-    flags: list[bool] = []
-    for path, node in zip(paths, nodes, strict=True):
+    has_params = any(path[:1] == ("params",) for path in paths)
+
+    def is_state(path: Names, node: Any) -> bool:
         # The class `rpx.nnx.Fixed` holds a raw value of a parameter.
         is_parameter = has_ancestor(node, "Param") or getattr(type(node), "holds_parameter", False)
-        other_variable = has_ancestor(node, "Variable") and not is_parameter
-        beside_params = "params" in collections and path[0] != "params" and "/" in parameter_path(path)
-        other_collection = "batch_stats" in path or beside_params
-        flags += [other_variable or other_collection] * len(jax.tree.leaves(node))
-    return flags
+        if has_ancestor(node, "Variable") and not is_parameter:
+            return True
+        return "batch_stats" in path or (has_params and path[0] != "params" and "/" in parameter_path(path))
+
+    return [is_state(path, node) for path, node in zip(paths, nodes, strict=True) for _ in jax.tree.leaves(node)]
 
 
 Swap = tuple[Sequence[Names], Mapping[Names, Any]]
@@ -428,12 +440,14 @@ class Flat:
         convention = self.frame.conventions.get(parameter) or convention_by_name(parameter[-1] if parameter else "")
         if place == parameter:
             return convention
-        for node, _, declared, _ in _marked_values(place):
-            if not _has_axes_of_array(declared):
-                makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(node[-1])]
-                if not declared.axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
-                    return Convention(why=f"{[*makers, node[-1]][0]!r} makes it, whose axes are its own")
-                convention = convention.of_factor(declared.axes)
+        for value in _marked_values(place):
+            if _has_axes_of_array(value.declared):
+                continue
+            mark, axes = value.node[-1], value.declared.axes
+            makers = [stage._unwrapped for stage in self.later if stage.kind == kind_of(mark)]
+            if not axes or any(maker.rows is not None or maker.columns is not None for maker in makers):
+                return Convention(why=f"{makers[0] if makers else mark!r} makes it, whose axes are its own")
+            convention = convention.of_factor(axes)
         return convention
 
     def leaves(self, *, bases: bool = False) -> list[Leaf]:
@@ -446,19 +460,25 @@ class Flat:
 
     def nodes(self, kind: str) -> dict[Names, Node]:
         """The marker dicts of a kind that hold no other marker, by the place of their array."""
-        innermost = dict[Names, None]()
-        outer = set[Names]()
+        marks = {node[:-1]: node[-1] for node in self._innermost_nodes() if kind_of(node[-1]) == kind}
+        nodes = {place: Node(place, mark, below=[]) for place, mark in marks.items()}
+        if not nodes:
+            return {}
         for place in self.arrays:
-            markers = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
-            innermost |= dict.fromkeys(markers[-1:])
-            outer.update(markers[:-1])
-        own = [node for node in innermost if node not in outer and kind_of(node[-1]) == kind]
-        nodes = {node[:-1]: Node(node[:-1], node[-1], []) for node in own}
-        for place in self.arrays if nodes else ():
             for n in range(len(place)):
                 if place[:n] in nodes:
                     nodes[place[:n]].below.append(place)
         return nodes
+
+    def _innermost_nodes(self) -> list[Names]:
+        """The key path of each marker dict that holds no other marker."""
+        innermost = dict[Names, None]()
+        outer = set[Names]()
+        for place in self.arrays:
+            nodes = [place[: i + 1] for i, name in enumerate(place) if name[:1] == "@" and name != FIXED]
+            innermost |= dict.fromkeys(nodes[-1:])
+            outer.update(nodes[:-1])
+        return [node for node in innermost if node not in outer]
 
     def with_nodes(self, nodes: Mapping[Names, Node]) -> "Flat":
         """The tree with marker dicts in place of what is inside them."""
@@ -466,53 +486,43 @@ class Flat:
 
     def values_of(self, node: Node) -> dict[str, Any]:
         """The values under a marker, by their names; an error for anything else under it or beside it."""
-        values = dict[str, Any]()
         depth = len(node.place)
-        for place in node.inside:
-            x = self.arrays[place]
-            if len(place) == depth + 1 and is_empty(x) and node.is_alone:
-                return {}
-            if len(place) - depth != (3 if FIXED in place[depth:] else 2) or place[-1] == FIXED or not is_array(x):
-                break
-            values[place[-1]] = x
+        if (
+            node.is_alone
+            and [len(place) for place in node.inside] == [depth + 1]
+            and is_empty(self.arrays[node.inside[0]])
+        ):
+            return {}
+
+        def is_value(place: Names) -> bool:
+            n_markers = 2 if FIXED in place[depth:] else 1
+            return len(place) == depth + n_markers + 1 and place[-1] != FIXED and is_array(self.arrays[place])
+
+        values = {place[-1]: self.arrays[place] for place in node.inside if is_value(place)}
         if not node.is_alone or len(values) < len(node.inside):
-            raise self._damage(node)
+            raise ValueError(self._describe_damage(node))
         return values
 
-    def _damage(self, node: Node) -> ValueError:
-        """The error for a marker dict that no stage left so."""
-        nested: dict[Any, Any] = {}
-        for place in sorted(node.below, key=lambda place: place[len(node.place)] != node.mark):
+    def _describe_damage(self, node: Node) -> str:
+        """What is wrong with a marker dict that no stage left so: a name beside the marker, or what is under it."""
+        nested = dict[Any, Any]()
+        for place in node.below:
             _put(nested, place[len(node.place) :], self.arrays[place])
-        for name in nested:
-            if name != node.mark:
-                return ValueError(f"found {name!r} beside {node.mark!r}: {OTHER_CHAIN}")
-        content = nested[node.mark]
-        for name, values in (
-            (node.mark, content),
-            (FIXED, content.get(FIXED, {}) if isinstance(content, Mapping) else {}),
-        ):
-            if not isinstance(values, Mapping):
-                return ValueError(f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}")
-        if is_empty(content.get(FIXED)):
-            return ValueError(f"found no values under {FIXED!r}. Restore the whole raw tree.")
-        name, x = next(
-            (name, x) for name, x in {**content, **content.get(FIXED, {})}.items() if not is_array(x) and name != FIXED
-        )
-        got = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
-        return ValueError(f"expected an array as {name!r}, got {got}: {_explain_other(x)}")
+        if others := [name for name in nested if name != node.mark]:
+            return f"found {others[0]!r} beside {node.mark!r}: {OTHER_CHAIN}"
+        return _describe_wrong_values(node.mark, nested[node.mark])
 
     def swap(self, swaps: Sequence[Swap]) -> "Flat":
         """The tree after each of the swaps, in the same order."""
         if not swaps:
             return self
-        arrays_at = {old[0]: new_arrays for old, new_arrays in swaps}
-        old_places = {place for old, _ in swaps for place in old}
+        new_arrays_at = {old_places[0]: new_arrays for old_places, new_arrays in swaps}
+        all_old_places = {place for old_places, _ in swaps for place in old_places}
         arrays: dict[Names, Any] = {}
         for place, x in self.arrays.items():
-            if place in arrays_at:
-                arrays |= arrays_at[place]
-            elif place not in old_places:
+            if place in new_arrays_at:
+                arrays |= new_arrays_at[place]
+            elif place not in all_old_places:
                 arrays[place] = x
         return replace(self, arrays=arrays)
 
@@ -520,12 +530,14 @@ class Flat:
 def flatten(tree: PyTree) -> Flat:
     """A raw tree, or a plain one, laid flat."""
     paths, nodes, treedef = flatten_with_names(tree, holds_markers)
-    arrays: dict[Names, Any] = {}
+    arrays = dict[Names, Any]()
     for path, node in zip(paths, nodes, strict=True):
-        for end, x in items(node, is_end) if holds_markers(node) else [((), node)]:
-            if (*path, *end) in arrays:
-                raise same_path_error(path_text((*path, *end)))
-            arrays[*path, *end] = x
+        contents = items(node, is_end) if holds_markers(node) else [((), node)]
+        for path_below, x in contents:
+            place = (*path, *path_below)
+            if place in arrays:
+                raise same_path_error(path_text(place))
+            arrays[place] = x
     return Flat(Frame(treedef, tuple(paths)), arrays)
 
 
@@ -543,17 +555,22 @@ def graft(method: str, raw: Flat, old_tree: Flat, new_tree: Flat, *, free: bool)
 
     A JAX function that leaves an array alone returns the same object, traced or not, so no numbers are compared.
     """
-    old, new = old_tree.arrays, new_tree.arrays
-    changed = {at: x for at, x in new.items() if at not in old or (x is not old[at] and not is_empty(x))}
-    fresh = {at: x for at, x in changed.items() if free or FIXED in at}
-    # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
-    in_place = {at for at in fresh if FIXED not in at and at in raw.arrays and raw.arrays[at] is not old[at]}
-    if lost := sorted(in_place | (fresh.keys() - raw.arrays.keys())):
+    old = old_tree.arrays
+
+    def is_changed(place: Names, x: Any) -> bool:
+        return place not in old or (x is not old[place] and not is_empty(x))
+
+    def is_computed(place: Names) -> bool:
+        # A free value that an earlier stage changed in place, as a cast does, is not the one in the raw tree either.
+        return place not in raw.arrays or (FIXED not in place and raw.arrays[place] is not old[place])
+
+    changed = {place: x for place, x in new_tree.arrays.items() if (free or FIXED in place) and is_changed(place, x)}
+    if computed_places := sorted(filter(is_computed, changed)):
         raise ValueError(
-            f"{method} changed {path_text(lost[0])!r}, but cannot write it to the raw tree: an earlier stage "
-            f"computes that value. Put that stage later in the chain."
+            f"{method} changed {path_text(computed_places[0])!r}, but cannot write it to the raw tree: an earlier "
+            f"stage computes that value. Put that stage later in the chain."
         )
-    return replace(raw, arrays={at: fresh.get(at, x) for at, x in raw.arrays.items()})
+    return raw.with_arrays({**raw.arrays, **changed})
 
 
 def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
@@ -561,6 +578,21 @@ def _put(nested: dict[Any, Any], keys: Sequence[Any], x: Any) -> None:
     for key in keys[:-1]:
         nested = nested.setdefault(key, {})
     nested[keys[-1]] = x
+
+
+def _describe_wrong_values(mark: str, content: Any) -> str:
+    """What is wrong with the ``content`` of a marker, which is not a dict of arrays."""
+    fixed_values = content.get(FIXED, {}) if isinstance(content, Mapping) else {}
+    for name, values in ((mark, content), (FIXED, fixed_values)):
+        if not isinstance(values, Mapping):
+            return f"expected a dict of values under {name!r}, got {describe(values)}: {OTHER_CHAIN}"
+    if FIXED in content and not fixed_values:
+        return f"found no values under {FIXED!r}. Restore the whole raw tree."
+    all_values = {**content, **fixed_values}
+    name = next(name for name, x in all_values.items() if not is_array(x) and name != FIXED)
+    x = all_values[name]
+    found = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
+    return f"expected an array as {name!r}, got {found}: {_explain_other(x)}"
 
 
 def _explain_other(value: Any) -> str:

@@ -179,19 +179,10 @@ def matches(pattern: str, paths: Iterable[str]) -> list[re.Match[str]]:
 
 def check_where(where: Any, owner: str, name: str = "where") -> Any:
     """``where``, or an error if it is not a valid selection."""
+    is_stage = isinstance(where, type) or hasattr(where, "_parts")
     if isinstance(where, str):
-        try:
-            re.compile(where)
-        except re.error as error:
-            instead = f" Any text is `.*`, so write {regex!r}." if (regex := _shell_to_regex(where)) else ""
-            raise ValueError(
-                f"{owner} got {name}={where!r}, which is not a regular expression: {error}.{instead}"
-            ) from error
-    elif (
-        isinstance(where, type)
-        or hasattr(where, "_parts")
-        or not (where is None or callable(where) or isinstance(where, AllBut))
-    ):
+        _require_expression(where, owner, name)
+    elif is_stage or not (where is None or callable(where) or isinstance(where, AllBut)):
         what = name if any(map(is_array, jax.tree.leaves(where))) else f"{name}={where!r}"
         raise TypeError(
             f"{owner} got {what} of type {type(where).__name__}, but takes a regular expression for the whole "
@@ -203,6 +194,18 @@ def check_where(where: Any, owner: str, name: str = "where") -> Any:
             f"and the array: `{name}=lambda path, array: array.ndim > 1`."
         )
     return where
+
+
+def _require_expression(pattern: str, owner: str, name: str) -> None:
+    """Requires a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        regex = _shell_to_regex(pattern)
+        advice = f" Any text is `.*`, so write {regex!r}." if regex else ""
+        raise ValueError(
+            f"{owner} got {name}={pattern!r}, which is not a regular expression: {error}.{advice}"
+        ) from error
 
 
 def _suggest(where: Any) -> str:
@@ -250,7 +253,11 @@ def is_table(leaf: Leaf) -> bool:
 
 
 def choose(
-    who: object, where: Where, leaves: Sequence[Leaf], by_default: Callable[[Leaf], bool], look: Callable[[Leaf], Any]
+    who: object,
+    where: Where,
+    leaves: Sequence[Leaf],
+    by_default: Callable[[Leaf], bool],
+    array_at: Callable[[Leaf], Any],
 ) -> list[Leaf]:
     """The leaves that a stage acts on.
 
@@ -259,7 +266,7 @@ def choose(
       where: Its selection.
       leaves: All leaves of a tree.
       by_default: Whether the stage takes a leaf if no ``where`` is given.
-      look: What a predicate gets of a leaf: the array, or its type.
+      array_at: What a predicate gets of a leaf: the array, or its type.
     """
 
     def is_chosen(leaf: Leaf) -> bool:
@@ -271,7 +278,7 @@ def choose(
             return re.fullmatch(where, leaf.raw_path if _is_by_place(where) else leaf.path) is not None
         if isinstance(where, Selected):  # it does not select values that stages put below its leaves
             return where(leaf.path, None) if leaf.main else leaf.path in where.paths
-        return _ask_predicate(who, where, leaf.path, look(leaf))
+        return _ask_predicate(who, where, leaf.path, array_at(leaf))
 
     if leaves and isinstance(where, Selected):
         _require_paths(who, where, _known_paths(leaves))
@@ -283,18 +290,19 @@ def choose(
 def chose_nothing_error(who: object, where: Where, leaves: Sequence[Leaf], stacked: object = ()) -> ValueError:
     """The error for a selection without any leaf; ``stacked`` are axes that do not count."""
     paths = [leaf.raw_path if _is_by_place(where) else leaf.path for leaf in leaves if _is_seen(where, leaf)]
-    why = why_nothing(where, paths)
-    if where is None and paths and stacked != ():
+    if where is not None:
+        return ValueError(f"{who} selects nothing: {why_nothing(where, paths)}")
+    reason = why_nothing(where, paths)
+    if paths and stacked != ():
         unique = list(dict.fromkeys(paths))
-        why = (
+        reason = (
             f"not counting stacked={stacked!r}, its default takes none of the {len(unique)} arrays "
             f"({_list_some(unique)}). Correct `stacked`, or select some with `where`."
         )
     in_markers = [leaf for leaf in leaves if is_array(leaf.content) and "@" in leaf.raw_path]
     codes = [leaf.parameter for leaf in in_markers if not jnp.issubdtype(leaf.content.dtype, jnp.inexact)]
-    if where is None and codes:
-        why += f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one."
-    return ValueError(f"{who} selects nothing: {why}")
+    advice = f" At {codes[0]!r} a later stage leaves only codes: write that stage before this one." if codes else ""
+    return ValueError(f"{who} selects nothing: {reason}{advice}")
 
 
 def _is_by_place(where: Where) -> bool:
@@ -355,30 +363,36 @@ def _list_some(paths: Sequence[str]) -> str:
     return ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
 
 
+def _why_no_match(pattern: str, paths: Sequence[str]) -> str:
+    """Why an expression matches none of these paths, and which one matches the nearest of them."""
+    if inner_paths := [path for path in paths if path.startswith(f"{pattern}/")]:
+        return (
+            f"{pattern!r} is no array, but {len(inner_paths)} paths begin with it. Write {f'{pattern}/.*'!r} for these."
+        )
+    if deeper_paths := [path for path in paths if re.fullmatch(f".*/(?:{pattern})", path)]:
+        return (
+            f"no path matches {pattern!r} as a whole, but the end of {len(deeper_paths)} does, such as "
+            f"{deeper_paths[0]!r}. Write {f'.*/{pattern}'!r} for these."
+        )
+    regex = _shell_to_regex(pattern) or pattern
+    if matched_paths := [path for path in paths if re.fullmatch(regex, path)]:
+        return (
+            f"no path matches {pattern!r} as a whole, as `*` alone does not stand for any text. Write {regex!r}, "
+            f"which matches {len(matched_paths)}, such as {matched_paths[0]!r}."
+        )
+    return (
+        f"no path matches {pattern!r} as a whole. The nearest of {len(paths)} paths are {nearest(pattern, paths)}. "
+        f"Correct the expression; `.*` matches any text."
+    )
+
+
 def why_nothing(where: Where, paths: Sequence[str]) -> str:
     """Why a selection takes none of these paths, and what to write."""
     unique = list(dict.fromkeys(paths))
     if not unique:
         return "the tree holds no array. Pass the model's parameters."
     if isinstance(where, str):
-        below = [path for path in unique if path.startswith(f"{where}/")]
-        if below:
-            return f"{where!r} is no array, but {len(below)} paths begin with it. Write {f'{where}/.*'!r} for these."
-        if deeper := [path for path in unique if re.fullmatch(f".*/(?:{where})", path)]:
-            return (
-                f"no path matches {where!r} as a whole, but the end of {len(deeper)} does, such as {deeper[0]!r}. "
-                f"Write {f'.*/{where}'!r} for these."
-            )
-        shell = _shell_to_regex(where) or where
-        if wide := [path for path in unique if re.fullmatch(shell, path)]:
-            return (
-                f"no path matches {where!r} as a whole, as `*` alone does not stand for any text. Write {shell!r}, "
-                f"which matches {len(wide)}, such as {wide[0]!r}."
-            )
-        return (
-            f"no path matches {where!r} as a whole. The nearest of {len(unique)} paths are "
-            f"{nearest(where, unique)}. Correct the expression; `.*` matches any text."
-        )
+        return _why_no_match(where, unique)
     some_paths = _list_some(unique)
     if isinstance(where, AllBut):
         return f"{where!r} takes none of the {len(unique)} arrays ({some_paths}). Correct its expressions."
