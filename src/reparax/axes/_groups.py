@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from reparax.axes._reading import Reading, arguments_of
+from reparax.axes._reading import LabelledArray, Reading, arguments_of
+from reparax.axes._rules import AxisSum
+from reparax.axes._values import LabelPart
 from reparax.core.bound import follow_axes
 from reparax.core.calls import shows_usage
 from reparax.core.chain import Parametrization
@@ -43,6 +45,9 @@ class Member:
         return iter((self.path, self.axis))
 
 
+MemberSets = tuple[tuple[Member, ...], ...]
+
+
 @dataclass(frozen=True)
 class Group:
     """Axes that are one axis of the network: if all are permuted in the same way, the network computes the same.
@@ -60,7 +65,7 @@ class Group:
     members: tuple[Member, ...]
     size: int
     by_step: bool
-    sums: tuple[tuple[tuple[Member, ...], ...], ...] = ()
+    sums: tuple[MemberSets, ...] = ()
     why_whole: str = "it was not read from a program"
 
 
@@ -121,62 +126,100 @@ def axis_groups(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Groups:
       Ainsworth, Hayase and Srinivasa, *Git Re-Basin*, 2023, write these groups by hand for each network.
     """
     reading = Reading(arguments_of("axis_groups", fun, None, args, kwargs))
-    labels = reading.labels
+    members, sums = _members_by_label(reading), _sums_by_label(reading)
+    return Groups(
+        tuple(_group(reading, label, members[label], sums.get(label, ())) for label in members), _frozen(reading)
+    )
+
+
+def _members_by_label(reading: Reading) -> dict[int, list[Member]]:
+    """The axes that have each label which allows permutations."""
     members = dict[int, list[Member]]()
-    sizes = dict[int, int]()
-    frozen = dict[tuple[str, int], str]()
-    scans = dict[str, tuple[int, ...]]()
     for number, parameter in reading.parameters.items():
-        path = parameter.path
-        # Axes in the order of their labels, so that the same scans have the same places in all members.
-        along = sorted((labels.root(parameter.labels[axis]), axis) for owner, axis in reading.steps if owner == number)
-        steps = tuple(axis for _, axis in along)
-        scans[path] = tuple(label for label, _ in along)
-        for axis, (label, size) in enumerate(zip(parameter.labels, parameter.shape, strict=True)):
-            pieces = [(piece, labels.why(piece.label)) for piece in labels.pieces(label, size) if piece.size > 1]
-            for piece in (piece for piece, why in pieces if why is None):
-                members.setdefault(piece.label, []).append(Member(path, axis, piece.outer, piece.inner, steps))
-                sizes[piece.label] = piece.size
-            reasons = [why for _, why in pieces if why is not None]
-            if reasons and len(reasons) == len(pieces):
-                frozen[path, axis] = "; ".join(dict.fromkeys(reasons))
-
-    def by_step(label: int) -> bool:
-        """Whether all members are sliced by the same scans, and nothing else holds steps together."""
-        other_steps = {scans[member.path] for member in members[label]}
-        steps = other_steps.pop()
-        return not other_steps and 0 < len(steps) == len(set(steps)) and not labels.is_shared(label)
-
-    sums, whole = _sums_by_label(reading, members)
-    found = (Group(tuple(m), sizes[i], by_step(i), sums.get(i, ()), whole.get(i, "")) for i, m in members.items())
-    return Groups(tuple(found), frozen)
+        steps = tuple(_labels_of_steps(reading, number))
+        for axis, pieces in enumerate(_pieces_of_axes(reading, parameter)):
+            for piece in pieces:
+                if reading.labels.why(piece.label) is None:
+                    member = Member(parameter.path, axis, piece.outer, piece.inner, steps)
+                    members.setdefault(piece.label, []).append(member)
+    return members
 
 
-def _sums_by_label(reading: Reading, members: Mapping[int, Sequence[Member]]) -> tuple[dict[int, Any], dict[int, str]]:
-    """For the label of each group the sums along it, and why no index can be left out of it."""
-    paths = {number: parameter.path for number, parameter in reading.parameters.items()}
-    sums = dict[int, Any]()
-    whole = dict.fromkeys(members, "no product sums along it")
+def _frozen(reading: Reading) -> dict[tuple[str, int], str]:
+    """For each axis of a parameter that belongs to no group, why."""
+    frozen = dict[tuple[str, int], str]()
+    for parameter in reading.parameters.values():
+        for axis, pieces in enumerate(_pieces_of_axes(reading, parameter)):
+            reasons = dict.fromkeys(reading.labels.why(piece.label) for piece in pieces)
+            if pieces and None not in reasons:
+                frozen[parameter.path, axis] = "; ".join(filter(None, reasons))
+    return frozen
+
+
+def _pieces_of_axes(reading: Reading, parameter: LabelledArray) -> list[list[LabelPart]]:
+    """For each axis of a parameter the labels of more than one index of which it consists."""
+    sizes = zip(parameter.labels, parameter.shape, strict=True)
+    return [[piece for piece in reading.labels.pieces(label, n) if piece.size > 1] for label, n in sizes]
+
+
+def _labels_of_steps(reading: Reading, number: int) -> dict[int, int]:
+    """The axes of a parameter that scans slice, by their labels: in one order for all that the same scans slice."""
+    labels = reading.parameters[number].labels
+    pairs = [(reading.labels.root(labels[axis]), axis) for owner, axis in reading.steps if owner == number]
+    return {axis: label for label, axis in sorted(pairs)}
+
+
+def _group(reading: Reading, label: int, members: Sequence[Member], sums: Sequence[AxisSum]) -> Group:
+    """The group of the axes that have a label, along which a network has these sums."""
+    numbers = {parameter.path: number for number, parameter in reading.parameters.items()}
+    scans = {tuple(_labels_of_steps(reading, numbers[member.path]).values()) for member in members}
+    is_in_one_order = len(scans) > 1 or any(not scan or len(set(scan)) < len(scan) for scan in scans)
+    first = members[0]
+    sets_by_sum = [_sets_of_members(members, numbers, axis_sum) for axis_sum in sums]
+    # No set, or one without members: the sum has terms that are not zero because members are.
+    lines = [axis_sum.line for axis_sum, sets in zip(sums, sets_by_sum, strict=True) if not sets or not all(sets)]
+    return Group(
+        members=tuple(members),
+        size=reading.parameters[numbers[first.path]].shape[first.axis] // (first.outer * first.inner),
+        by_step=not is_in_one_order and not reading.labels.is_shared(label),
+        sums=tuple(dict.fromkeys(sets_by_sum)),
+        why_whole=next(reversed(lines), "") if sums else "no product sums along it",
+    )
+
+
+def _sums_by_label(reading: Reading) -> dict[int, list[AxisSum]]:
+    """The sums along axes that have each label, or of which it is a part."""
+    sums = dict[int, list[AxisSum]]()
     for axis_sum in reading.sums:
-        for label in (piece.label for piece in reading.labels.pieces(axis_sum.label, axis_sum.size)):
-            if label not in members:
-                continue
-            named = [{(paths[number], axis) for number, axis in origins} for origins in axis_sum.zero]
-            sets = [tuple(m for m in members[label] if tuple(m) in names) for names in named]
-            if not sets or not all(sets):
-                whole[label] = axis_sum.line
-            if whole[label] == "no product sums along it":
-                whole[label] = ""
-            sums.setdefault(label, {})[tuple(sets)] = None
-    return {label: tuple(condition_sets) for label, condition_sets in sums.items()}, whole
+        for piece in reading.labels.pieces(axis_sum.label, axis_sum.size):
+            sums.setdefault(piece.label, []).append(axis_sum)
+    return sums
+
+
+def _sets_of_members(members: Sequence[Member], numbers: Mapping[str, int], axis_sum: AxisSum) -> MemberSets:
+    """Sets of members of a group: the term of a sum is zero at an index if all members of one of these sets are."""
+    return tuple(
+        tuple(member for member in members if (numbers[member.path], member.axis) in origins)
+        for origins in axis_sum.zero
+    )
 
 
 # ---- indices of groups in arrays
 
 
 Values = np.ndarray[Any, Any]
-Along = Mapping[tuple[str, int], tuple[tuple[int, ...], Values]]
-"""For a path and an axis the axes of steps, and for each step and each index of the axis whether it is chosen."""
+
+
+class _Cut(NamedTuple):
+    """Which indices of an axis stay: the axes of steps, and for each step and each index whether it does."""
+
+    steps: tuple[int, ...]
+    axis: int
+    flags: Values
+
+
+Along = Mapping[tuple[str, int], _Cut]
+"""What stays of an axis, by the path of its array and its number."""
 
 
 def _map_leaves(tree: PyTree, change: Callable[[Names, Any], Any]) -> PyTree:
@@ -190,11 +233,12 @@ def _require_arrays(who: str, groups: Iterable[Group], shapes: Mapping[str, tupl
     for group in groups:
         for member in group.members:
             size = member.outer * group.size * member.inner
-            if shapes.get(member.path, ())[member.axis :][:1] != (size,):
-                got = f"one of shape {shapes[member.path]}" if member.path in shapes else "none"
+            shape = shapes.get(member.path)
+            if shape is None or len(shape) <= member.axis or shape[member.axis] != size:
+                found = "none" if shape is None else f"one of shape {shape}"
                 raise ValueError(
                     f"{who} takes an array {member.path!r} of which axis {member.axis} has {size} indices, but got "
-                    f"{got}. Pass the tree from which the groups were read."
+                    f"{found}. Pass the tree from which the groups were read."
                 )
 
 
@@ -208,16 +252,15 @@ def _over_entries(x: Values, member: Member, group: Group, join: Any) -> Values:
 
 def _along_axes(chosen: Iterable[tuple[Group, Values]]) -> Along:
     """Chosen indices of groups as indices of the axes of arrays: those of which all groups choose their part."""
-    along = dict[tuple[str, int], tuple[tuple[int, ...], Values]]()
+    along = dict[tuple[str, int], _Cut]()
     for group, flags in chosen:
         for member in group.members:
-            places = np.arange(member.outer * group.size * member.inner) // member.inner % group.size
-            flags_of_axis = flags[..., places]
-            steps = member.steps if flags.ndim > 1 else ()
-            if (member.path, member.axis) in along:
-                other_steps, other_flags = along[member.path, member.axis]
-                flags_of_axis, steps = flags_of_axis & other_flags, steps or other_steps
-            along[member.path, member.axis] = steps, flags_of_axis
+            indices = np.arange(member.outer * group.size * member.inner) // member.inner % group.size
+            cut = _Cut(member.steps if flags.ndim > 1 else (), member.axis, flags[..., indices])
+            other = along.get((member.path, member.axis))
+            if other is not None:
+                cut = _Cut(cut.steps or other.steps, member.axis, cut.flags & other.flags)
+            along[member.path, member.axis] = cut
     return along
 
 
@@ -278,9 +321,6 @@ def _permute_axis(x: Any, member: Member, order: Any) -> Any:
 # ---- fewer units
 
 
-Cuts = tuple[tuple[tuple[int, ...], int, Values], ...]
-"""Axes of an array, each with the axes of steps, and for each step and each index whether it stays."""
-
 INSTEAD = "Shrink the plain weights: `rpx.axes.shrink(rpx.Chain(), p.fold(raw), groups)`."
 ROUNDING = 1e-5
 """The largest change of an effective array, as a share of its largest entry, that is rounding."""
@@ -328,19 +368,21 @@ def prune_units(params: PyTree, groups: Iterable[Group], sparsity: float, scores
             f"prune_units can leave out no index of axis {axis} of {path!r}: {group.why_whole}. Leave the group out."
         )
 
-    def kept(group: Group) -> Values:
-        total = sum(_over_entries(arrays[member.path], member, group, np.sum) for member in group.members)
-        return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(sparsity * group.size)
+    along = _along_axes((group, _best_indices(group, arrays, sparsity)) for group in group_list)
 
-    along = _along_axes((group, kept(group)) for group in group_list)
-
-    def pruned(path: Names, x: Any) -> Any:
-        for (name, axis), (steps, flags) in along.items():
+    def prune(path: Names, x: Any) -> Any:
+        for (name, _), cut in along.items():
             if name == path_text(path):
-                x = jnp.where(_lay_flags(flags, steps, axis, x.ndim), x, jnp.zeros_like(x))
+                x = jnp.where(_lay_flags(cut.flags, cut.steps, cut.axis, x.ndim), x, jnp.zeros_like(x))
         return x
 
-    return _map_leaves(params, pruned)
+    return _map_leaves(params, prune)
+
+
+def _best_indices(group: Group, scores: Mapping[str, Values], sparsity: float) -> Values:
+    """For each step and each index of a group whether it is not among the share with the lowest scores."""
+    total = sum(_over_entries(scores[member.path], member, group, np.sum) for member in group.members)
+    return np.argsort(np.argsort(total, -1, kind="stable"), -1) >= int(sparsity * group.size)
 
 
 @shows_usage
@@ -421,8 +463,8 @@ def _living_indices(groups: Sequence[Group], arrays: Mapping[str, Values]) -> li
     while True:
         before = dead
         dead = [_dead_indices(group, nonzero) for group in free]
-        for (path, axis), (steps, flags) in _along_axes(zip(free, map(np.logical_not, dead), strict=True)).items():
-            nonzero[path] &= _lay_flags(flags, steps, axis, nonzero[path].ndim)
+        for (path, axis), cut in _along_axes(zip(free, map(np.logical_not, dead), strict=True)).items():
+            nonzero[path] &= _lay_flags(cut.flags, cut.steps, axis, nonzero[path].ndim)
         if all(map(np.array_equal, before, dead)):
             return [(group, ~_as_many_in_each_step(mask)) for group, mask in zip(free, dead, strict=True)]
 
@@ -442,59 +484,65 @@ def _as_many_in_each_step(dead: Values) -> Values:
     return dead & (np.cumsum(dead, -1) <= count)
 
 
-def _cuts_of(who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along) -> Cuts:
-    """Which indices of an array stay, whose axes follow those of its source."""
-    cuts = list[tuple[tuple[int, ...], int, Values]]()
+def _cuts_of(
+    who: str, path: Names, x: Any, source: Names, places: Sequence[int | None], along: Along
+) -> Sequence[_Cut]:
+    """Which indices of an array stay, whose axes are those of its source at ``places``."""
+    cuts = list[_Cut]()
     for axis, place in enumerate(places):
-        steps, flags = along.get((path_text(source), -1 if place is None else place), ((), np.ones(0, bool)))
-        step_axes = tuple(places.index(step) for step in steps if step in places)
-        sizes = tuple(x.shape[k] for k in step_axes)
-        if not flags.size or x.shape[axis] == 1:
+        cut = None if place is None else along.get((path_text(source), place))
+        if cut is None or x.shape[axis] == 1:
             continue
-        if (*sizes, x.shape[axis]) != flags.shape:
+        steps = tuple(places.index(step) for step in cut.steps if step in places)
+        if tuple(x.shape[k] for k in (*steps, axis)) != cut.flags.shape:
             raise ValueError(
-                f"{who} at {path_text(path)!r}: expected an axis of {flags.shape[-1]} indices, as axis {place} of "
+                f"{who} at {path_text(path)!r}: expected an axis of {cut.flags.shape[-1]} indices, as axis {place} of "
                 f"{path_text(source)!r} has, got {describe(x)}. {INSTEAD}"
             )
-        cuts.append((step_axes, axis, flags))
-    return tuple(cuts)
+        cuts.append(_Cut(steps, axis, cut.flags))
+    return cuts
 
 
-def _cut_out(x: Any, cuts: Cuts) -> Any:
+def _cut_out(x: Any, cuts: Sequence[_Cut]) -> Any:
     """An array without the indices that its cuts leave out."""
     for steps, axis, flags in cuts:
-        left = np.argsort(~flags, -1, kind="stable")[..., : flags.sum(-1).max()]  # of each step as many
-        x = jnp.asarray(np.take_along_axis(np.asarray(x), _lay_flags(left, steps, axis, x.ndim), axis), x.dtype)
+        kept = np.argsort(~flags, -1, kind="stable")[..., : flags.sum(-1).max()]  # of each step as many
+        x = jnp.asarray(np.take_along_axis(np.asarray(x), _lay_flags(kept, steps, axis, x.ndim), axis), x.dtype)
     return x
 
 
-def _require_same(who: str, got: PyTree, want: PyTree) -> None:
+def _require_same(who: str, tree: PyTree, expected_tree: PyTree) -> None:
     """Requires that small raw values make the arrays of which slices were cut out."""
-    for (path, x), (_, y) in zip(items(got), items(want), strict=True):
-        if not is_numeric(y):
-            continue
-        a, b = np.asarray(x), np.asarray(y)
-        if a.shape != b.shape or np.max(np.abs(a - b), initial=0) > ROUNDING * np.max(np.abs(b), initial=0):
+    for (path, x), (_, y) in zip(items(tree), items(expected_tree), strict=True):
+        if is_numeric(y) and not _are_close(np.asarray(x), np.asarray(y)):
             raise ValueError(
                 f"{who} at {path_text(path)!r}: expected the same weights without the slices that contribute nothing, "
                 f"got others, because a stage computes with the whole array. {INSTEAD}"
             )
 
 
-def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Cuts]) -> PyTree:
+def _are_close(x: Values, expected: Values) -> bool:
+    """Whether an array is another one but for rounding."""
+    if x.shape != expected.shape:
+        return False
+    is_far = np.max(np.abs(x - expected), initial=0) > ROUNDING * np.max(np.abs(expected), initial=0)
+    return not is_far  # nor if there are NaNs
+
+
+def _cut_state(state: PyTree, raw: PyTree, cuts: Mapping[Names, Sequence[_Cut]]) -> PyTree:
     """A state whose arrays are cut as the raw arrays under whose paths they are."""
     shapes = {path: x.shape for path, x in items(raw) if path in cuts}
 
     def cut(path: Names, x: Any) -> Any:
-        place = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
-        if place is None or not cuts[place] or not is_array(x) or x.size == 1:
+        raw_path = next((path[i:] for i in range(len(path)) if path[i:] in shapes), None)
+        if raw_path is None or not cuts[raw_path] or not is_array(x) or x.size == 1:
             return x
-        if x.shape != shapes[place]:
+        if x.shape != shapes[raw_path]:
             raise ValueError(
                 f"shrink takes a state whose arrays have the shapes of the raw tree, but got {describe(x)} at "
-                f"{path_text(path)!r} for {path_text(place)!r} of shape {shapes[place]}. Start the optimizer again "
-                f"with the small raw tree, `tx.init(small)`."
+                f"{path_text(path)!r} for {path_text(raw_path)!r} of shape {shapes[raw_path]}. Start the optimizer "
+                f"again with the small raw tree, `tx.init(small)`."
             )
-        return _cut_out(x, cuts[place])
+        return _cut_out(x, cuts[raw_path])
 
     return _map_leaves(state, cut)

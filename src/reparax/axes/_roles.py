@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,17 +58,24 @@ def roles(fun: Callable[..., Any], *args: Any, argnums: int | None = None, **kwa
     reading = Reading(arguments)
     products = [use for use in reading.uses if isinstance(use, DataProduct)]
     products += _products_between(products, [use for use in reading.uses if isinstance(use, Between)])
-    products = _stack_ensembles(products, reading)
+    products_by_parameter = _by_parameter(_stack_ensembles(products, reading))
     reads = [use for use in reading.uses if isinstance(use, OtherRead)]
-    products_of_parameter = dict[int, list[DataProduct]]()
+
+    def role(i: int, x: Any) -> Role:
+        known_role = _role_of(i, products_by_parameter.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
+        return replace(known_role, shape=jnp.shape(x), dtype=jnp.result_type(x))
+
+    roles_of_arguments = [role(i, x) for i, x in enumerate(arguments.arrays)]
+    return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
+
+
+def _by_parameter(products: Iterable[DataProduct]) -> dict[int, list[DataProduct]]:
+    """For each parameter the products that have any of its axes."""
+    products_by_parameter = dict[int, list[DataProduct]]()
     for product in products:
         for parameter in {parameter for parameter, _ in product.inputs | product.outputs | product.stacked}:
-            products_of_parameter.setdefault(parameter, []).append(product)
-    roles_of_arguments = list[Role]()
-    for i, x in enumerate(arguments.arrays):
-        role = _role_of(i, products_of_parameter.get(i, ()), reads) if i in reading.parameters else NO_WEIGHT
-        roles_of_arguments.append(replace(role, shape=jnp.shape(x), dtype=jnp.result_type(x)))
-    return arguments.call(roles_of_arguments, lambda *args, **_: args[argnums or 0])
+            products_by_parameter.setdefault(parameter, []).append(product)
+    return products_by_parameter
 
 
 def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[DataProduct]:
@@ -94,19 +101,59 @@ def _stack_ensembles(products: Iterable[DataProduct], reading: Reading) -> list[
     ]
 
 
+def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
+    """The role of a parameter in the products that have its axes; without any, one that says what else reads it."""
+    uses = list[Use]()
+    for product in products:
+        _add_use(uses, _use_of(product, parameter))
+    if not uses:
+        lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
+        return Role(why="; ".join(lines) or "no equation reads it together with data")
+    return Role(
+        inputs=_sorted_axes(axis for use in uses for axis in use.inputs),
+        outputs=_sorted_axes(axis for use in uses for axis in use.outputs),
+        stacked=_sorted_axes(axis for use in uses for axis in use.stacked),
+        uses=tuple(uses),
+    )
+
+
+def _use_of(product: DataProduct, parameter: int) -> Use:
+    """A product as a use of one of its parameters, with the axes of this parameter alone."""
+
+    def axes_in(origins: Origins) -> Numbers:
+        return _sorted_axes(axis for owner, axis in origins if owner == parameter)
+
+    return Use(
+        inputs=axes_in(product.inputs),
+        outputs=axes_in(product.outputs),
+        stacked=axes_in(product.stacked),
+        line=product.line,
+        how=product.kind,
+        windows=axes_in(product.windows),
+    )
+
+
 def _add_use(uses: list[Use], new: Use) -> None:
-    """Adds a use; one that says of further axes what they are completes one that says nothing of them."""
+    """Adds a use that is not among them yet; the first use that says nothing of its axes is completed instead."""
     axes = {*new.inputs, *new.outputs, *new.stacked}
-    for i, old in enumerate(uses):
-        if replace(old, line="") == replace(new, line=""):
+    for i, use in enumerate(uses):
+        if replace(use, line=new.line) == new:
             return
-        if not axes & {*old.inputs, *old.outputs}:
-            inputs, outputs = {*old.inputs, *new.inputs}, {*old.outputs, *new.outputs}
-            stacked = _sorted_axes({*old.stacked, *new.stacked})
-            uses[i] = replace(old, inputs=_sorted_axes(inputs), outputs=_sorted_axes(outputs), stacked=stacked)
+        if axes.isdisjoint((*use.inputs, *use.outputs)):
+            uses[i] = _completed(use, new)
             return
     if axes:
         uses.append(new)
+
+
+def _completed(use: Use, other: Use) -> Use:
+    """A use with the axes of another one too."""
+    return replace(
+        use,
+        inputs=_sorted_axes((*use.inputs, *other.inputs)),
+        outputs=_sorted_axes((*use.outputs, *other.outputs)),
+        stacked=_sorted_axes((*use.stacked, *other.stacked)),
+    )
 
 
 def _sorted_axes(axes: Iterable[int]) -> Numbers:
@@ -114,25 +161,22 @@ def _sorted_axes(axes: Iterable[int]) -> Numbers:
     return tuple(sorted(set(axes)))
 
 
-def _role_of(parameter: int, products: Iterable[DataProduct], reads: Iterable[OtherRead]) -> Role:
-    """The role of a parameter in these products."""
-    uses = list[Use]()
+class _Ends(NamedTuple):
+    """The inputs and the outputs of several products."""
 
-    def own(origins: Origins) -> Numbers:
-        return _sorted_axes(axis for owner, axis in origins if owner == parameter)
-
-    for product in products:
-        inputs, outputs, stacked = own(product.inputs), own(product.outputs), own(product.stacked)
-        _add_use(uses, Use(inputs, outputs, stacked, product.line, product.how, own(product.windows)))
-    if not uses:
-        lines = dict.fromkeys(read.line for read in reads if read.parameter == parameter)
-        return Role(why="; ".join(lines) or "no equation reads it together with data")
-    inputs = _sorted_axes(axis for use in uses for axis in use.inputs)
-    outputs = _sorted_axes(axis for use in uses for axis in use.outputs)
-    return Role(inputs, outputs, _sorted_axes(axis for use in uses for axis in use.stacked), "", tuple(uses))
+    inputs: Origins
+    outputs: Origins
 
 
-def _products_between(products: Iterable[DataProduct], between: list[Between]) -> list[DataProduct]:
+class _Resolved(NamedTuple):
+    """A product of two weights, and the free axes of the one that data meet first, and of the second."""
+
+    product: DataProduct
+    start: Origins
+    end: Origins
+
+
+def _products_between(products: Iterable[DataProduct], between: Sequence[Between]) -> list[DataProduct]:
     """Products of two weights: the axis between them is an output of the one that data meet first.
 
     Products with data decide: one that contradicts them, such as that of a penalty, says nothing. Those that contradict
@@ -140,39 +184,37 @@ def _products_between(products: Iterable[DataProduct], between: list[Between]) -
     """
     inputs = Origins().union(*(product.inputs for product in products))
     outputs = Origins().union(*(product.outputs for product in products))
-    inputs_of_data, outputs_of_data = inputs, outputs
-    resolved = list[_Resolved]()
-    unresolved = between
-    while True:
-        still_unresolved = list[Between]()
-        for use in unresolved:
-            for weight, other in ((use.left, use.right), (use.right, use.left)):
-                free_axes = weight[1]
-                if not free_axes & (inputs | outputs):
-                    continue
-                # Data meet this weight first, and the other one reads what it makes; or the other way round.
-                (first, start), (second, end) = (weight, other) if free_axes & inputs else (other, weight)
-                if first & inputs_of_data or second & outputs_of_data:
-                    continue  # as in a penalty: data do not meet one weight after the other
-                inputs, outputs = inputs | second, outputs | first
-                resolved.append(_Resolved(DataProduct(second, first, use.stacked, use.line), start, end))
-                break
-            else:
-                still_unresolved.append(use)
-        if len(still_unresolved) == len(unresolved):
-            break
-        unresolved = still_unresolved
-    contradictory = [pair.product for pair in resolved if pair.start & outputs or pair.end & inputs]
-    turned = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in contradictory]
-    return [*(pair.product for pair in resolved), *turned]
+    ends_of_data = known_ends = _Ends(inputs, outputs)
+    resolved = dict[int, _Resolved]()
+    n_before = -1
+    while len(resolved) > n_before:  # what is known of one product may tell of others
+        n_before = len(resolved)
+        for i, use in enumerate(between):
+            found = None if i in resolved else _resolve(use, known_ends, ends_of_data)
+            if found is not None:
+                resolved[i] = found
+                inputs, outputs = found.product.inputs, found.product.outputs
+                known_ends = _Ends(known_ends.inputs | inputs, known_ends.outputs | outputs)
+    pairs = resolved.values()
+    contradictory = [pair.product for pair in pairs if pair.start & known_ends.outputs or pair.end & known_ends.inputs]
+    reverse = [replace(product, inputs=product.outputs, outputs=product.inputs) for product in contradictory]
+    return [*(pair.product for pair in pairs), *reverse]
 
 
-class _Resolved(NamedTuple):
-    """A product of two weights, and the other axes of the one that data meet first, and of the second."""
-
-    product: DataProduct
-    start: Origins
-    end: Origins
+def _resolve(use: Between, known_ends: _Ends, ends_of_data: _Ends) -> _Resolved | None:
+    """A product of two weights as one with data; None if it is not known, or contradicted, which of them data meet."""
+    for side, other in ((use.left, use.right), (use.right, use.left)):
+        if side.free & known_ends.inputs:
+            first, second = side, other
+        elif side.free & known_ends.outputs:
+            first, second = other, side
+        else:
+            continue
+        # Else data do not meet one weight after the other, as in a penalty.
+        if not first.contracted & ends_of_data.inputs and not second.contracted & ends_of_data.outputs:
+            product = DataProduct(second.contracted, first.contracted, use.stacked, use.line)
+            return _Resolved(product, first.free, second.free)
+    return None
 
 
 # ---- whether a chain fits
@@ -184,11 +226,12 @@ def check_axes(
 ) -> Misfits:
     """The axes of ``p`` that do not fit the products of ``fun(*args, **kwargs)``.
 
-    A chain with such axes still runs, but does not do what its stages are meant for: one norm for all attention heads,
-    a spectral norm across heads, blocks along outputs, an adapter on all layers of a scan as one matrix, or norms of
-    inputs in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to write. Nothing
-    is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and so are
-    arrays that the network uses in several ways, such as tied tables, as no axes fit all of their uses.
+    A chain with such axes still runs, but does not do what its stages are meant for. Examples are one norm for all
+    attention heads, blocks along outputs, an adapter that takes all layers of a scan as one matrix, or norms of inputs
+    in a library whose weights have the shape ``(out, in)``. Each line of the result shows what to write.
+
+    Nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``. Arrays that no product reads are left out, and
+    so are arrays that the network uses in several ways, such as tied tables: no axes fit all of their uses.
 
     Args:
       p: The chain.
@@ -218,11 +261,12 @@ def check_axes(
       All axes fit.
     """
     require_chains("axes.check_axes(p, loss, params, batch)", p)
-    misfits = list[Misfit]()
+    misfits_by_stage = list[Sequence[Misfit]]()
 
-    def visit(stage: Any, tree: Flat, known: Mapping[Names, Role]) -> list[Any]:
-        misfits[:0] = stage._unwrapped._misfits(tree, known)
+    def visit(stage: Any, tree: Flat, roles_of_arrays: Mapping[Names, Role]) -> list[Any]:
+        misfits_by_stage.append(stage._unwrapped._misfits(tree, roles_of_arrays))
         return [stage]
 
     visit_with_roles("check_axes", tuple(p), roles(fun, *args, argnums=argnums, **kwargs), visit)
-    return Misfits(misfits)
+    # The last stage was visited first.
+    return Misfits(misfit for misfits in reversed(misfits_by_stage) for misfit in misfits)

@@ -1,10 +1,11 @@
 """What each kind of equation says of the axes of its operands and of its outputs, and where these are zero."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, chain, islice, product
 from math import prod
+from operator import eq
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ class Operands:
             return self.ordered(axis)
         blocks, inside = self.labels.divided(axis.label, (n // size, size))
         self.labels.freeze(blocks, self.line)
-        return Axis(inside, axis.of, in_place=False)
+        return Axis(inside, axis.origins, in_place=False)
 
     def partly(self, kept: Iterable[bool]) -> Axes:
         """The first operand's axes; those that are not kept lose indices, or get others."""
@@ -86,88 +87,72 @@ def axes_of(view: equations.View, operands: Operands) -> list[Axes]:
 
     An equation of which nothing is known allows no permutation of any axis that it reads or gives.
     """
-    axes = _axes_by_kind(view, operands)
+    rule = next((_RULES[kind] for kind in type(view).__mro__ if kind in _RULES), None)
+    axes = rule and rule(view, operands)
     if axes is None:
         operands.ordered(*(axis for axes in operands.axes for axis in axes))
         return [tuple(operands.ordered() for _ in type_of(v).shape) for v in view.eqn.outvars]
     return axes if isinstance(axes, list) else [axes for _ in view.eqn.outvars]
 
 
-def _axes_by_kind(view: equations.View, operands: Operands) -> Axes | list[Axes] | None:
-    """The axes that all outputs have, or a list of those of each; None if the equation is not known."""
-    axes, shape = (operands.axes[0], operands.shapes[0]) if operands.axes else ((), ())
-    match view:
-        case equations.Pointwise() | equations.ReadInStep() | equations.Vary() | equations.Named():
-            ranks = {len(axes) for axes in operands.axes if axes}
-            return operands.elementwise() if ranks <= {len(view.type.shape)} else None
-        case equations.Barrier():
-            return operands.axes
-        case equations.Reverse():
-            return operands.elementwise(view.dimensions)
-        case equations.Cumulative() | equations.Sort():
-            return operands.elementwise([view.axis])
-        case equations.Dot():
-            return _axes_of_product(view, operands)
-        case equations.RaggedDot():
-            return _axes_of_ragged_dot(view, operands)
-        case equations.Conv():
-            return _axes_of_convolution(view, operands) if view.batch_group_count == 1 else None
-        case equations.Gather():
-            return _axes_of_gather(view, operands)
-        case equations.ReduceIndex():  # an index says where an entry is, so the order counts along the axes that go
-            operands.ordered(*(axes[i] for i in view.axes))
-            return operands.without(view.axes)
-        case equations.Reduce():
-            return operands.without(view.axes)
-        case equations.ReduceWindow():
-            return operands.partly(view.keeps) if len(view.eqn.outvars) == 1 else None
-        case equations.TopK():
-            return operands.partly(i != view.axis for i in range(len(axes)))
-        case equations.Broadcast():
-            return _axes_of_broadcast(view, operands)
-        case equations.Transpose():
-            return tuple(axes[i] for i in view.permutation)
-        case equations.Squeeze():
-            return operands.without(view.dimensions)
-        case equations.Reshape():
-            return _axes_of_reshape(view, operands)
-        case equations.Iota():  # along other axes all numbers are equal
-            return tuple(operands.ordered() if i == view.dimension else operands.new() for i in range(len(view.shape)))
-        case equations.Slice():
-            parts = zip(axes, shape, view.bounds, strict=True)
-            return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
-        case equations.SplitAxis():
-            stops = zip(accumulate(view.sizes), view.sizes, strict=True)
-            parts = [operands.part(axes[view.axis], shape[view.axis], stop - size, stop) for stop, size in stops]
-            return [(*axes[: view.axis], part, *axes[view.axis + 1 :]) for part in parts]
-        case equations.Concatenate():
-            return _axes_of_concatenate(view, operands)
-        case equations.Stack():
-            joined = operands.elementwise()
-            return (*joined[: view.axis], operands.ordered(), *joined[view.axis :])
-        case equations.Unstack():
-            operands.ordered(axes[view.axis])
-            return operands.without([view.axis])
-        case equations.Pad():
-            return operands.partly(not any(amounts) for amounts in view.padding)
-        case equations.DynamicSlice():
-            return operands.partly(size == n for size, n in zip(view.slice_sizes, shape, strict=True))
-        case equations.DynamicUpdateSlice():  # an axis that is replaced as a whole is that of the new part
-            pairs = zip(axes, operands.axes[1], shape, operands.shapes[1], strict=True)
-            return tuple(operands.joined((a, b)) if n == m else operands.ordered(a, b) for a, b, n, m in pairs)
-        case _:
-            return None
+def _axes_of_entries(view: View, operands: Operands) -> Axes | None:
+    """The axes of an output of which each entry is made of the same entries of operands with as many axes."""
+    ranks = {len(axes) for axes in operands.axes if axes}
+    return operands.elementwise() if ranks <= {len(view.type.shape)} else None
+
+
+def _axes_of_reduced_index(view: equations.ReduceIndex, operands: Operands) -> Axes:
+    """An index says where an entry is, so the order counts along the axes that go."""
+    operands.ordered(*(operands.axes[0][i] for i in view.axes))
+    return operands.without(view.axes)
+
+
+def _axes_of_iota(view: equations.Iota, operands: Operands) -> Axes:
+    """The order counts along the axis of which entries are the index; along other axes all numbers are equal."""
+    return tuple(operands.ordered() if i == view.dimension else operands.new() for i in range(len(view.shape)))
+
+
+def _axes_of_slice(view: equations.Slice, operands: Operands) -> Axes:
+    """Each axis is a part of one of the operand."""
+    parts = zip(operands.axes[0], operands.shapes[0], view.bounds, strict=True)
+    return tuple(operands.part(axis, n, *bounds) for axis, n, bounds in parts)
+
+
+def _axes_of_split(view: equations.SplitAxis, operands: Operands) -> list[Axes]:
+    """The outputs have parts of one axis, one after the other, and all of the other axes."""
+    axes, n = operands.axes[0], operands.shapes[0][view.axis]
+    stops = zip(accumulate(view.sizes), view.sizes, strict=True)
+    parts = [operands.part(axes[view.axis], n, stop - size, stop) for stop, size in stops]
+    return [(*axes[: view.axis], part, *axes[view.axis + 1 :]) for part in parts]
+
+
+def _axes_of_stack(view: equations.Stack, operands: Operands) -> Axes:
+    """The order of the operands counts along the new axis."""
+    joined = operands.elementwise()
+    return (*joined[: view.axis], operands.ordered(), *joined[view.axis :])
+
+
+def _axes_of_unstack(view: equations.Unstack, operands: Operands) -> Axes:
+    """The order counts along the axis that goes: it is that of the outputs."""
+    operands.ordered(operands.axes[0][view.axis])
+    return operands.without([view.axis])
+
+
+def _axes_of_update(view: equations.DynamicUpdateSlice, operands: Operands) -> Axes:
+    """An axis that is replaced as a whole is that of the new part."""
+    pairs = zip(*operands.axes[:2], *operands.shapes[:2], strict=True)
+    return tuple(operands.joined((a, b)) if n == m else operands.ordered(a, b) for a, b, n, m in pairs)
 
 
 def _axes_of_product(view: equations.Dot | equations.RaggedDot, operands: Operands) -> Axes:
     """What a product sums over or shares becomes one axis of both operands."""
     contraction = contraction_of(view)
-    axes = dict[int, list[Axis]]()
+    axes_of_index = dict[int, list[Axis]]()
     assert contraction is not None
-    for indices, own in zip(contraction.operands, operands.axes, strict=False):
-        for index, axis in zip(indices, own, strict=True):
-            axes.setdefault(index, []).append(axis)
-    joined = {index: operands.joined(shared_axes) for index, shared_axes in axes.items()}
+    for indices, axes in zip(contraction.operands, operands.axes, strict=False):
+        for index, axis in zip(indices, axes, strict=True):
+            axes_of_index.setdefault(index, []).append(axis)
+    joined = {index: operands.joined(axes) for index, axes in axes_of_index.items()}
     return tuple(joined[index] for index in contraction.output)
 
 
@@ -188,22 +173,32 @@ def _axes_of_broadcast(view: equations.Broadcast, operands: Operands) -> Axes:
     return tuple(new_axes)
 
 
-def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes:
-    """Features that meet apart are blocks of the data's features and of the kernel's outputs; a window has an order."""
+def _axes_of_convolution(view: equations.Conv, operands: Operands) -> Axes | None:
+    """Features of data are those of the kernel; a window has an order."""
+    if view.batch_group_count != 1:
+        return None
     (data, kernel), (lhs, rhs, out) = operands.axes, view.dimension_numbers
-    count = view.feature_group_count
-    shape = operands.shapes[1]
-    inputs = kernel[rhs[1]]
-    if count > 1:  # the kernel's outputs stay one axis: their order within a group is that of the result
-        block, features = operands.divided(data[lhs[1]], (count, shape[rhs[1]]))
-        operands.labels.same(block, operands.divided(kernel[rhs[0]], (count, shape[rhs[0]] // count))[0])
-        operands.labels.same(features, inputs.label)
-    else:
-        operands.joined((data[lhs[1]], inputs))
+    _join_features(view, operands, data[lhs[1]])
     operands.ordered(*(kernel[i] for i in rhs[2:]))
     windows = {k: operands.ordered(data[i]) for i, k in zip(lhs[2:], out[2:], strict=True)}
     axes = {out[0]: data[lhs[0]], out[1]: kernel[rhs[0]], **windows}
     return tuple(axes[k] for k in sorted(axes))
+
+
+def _join_features(view: equations.Conv, operands: Operands, features: Axis) -> None:
+    """Makes the features of data those of the kernel; groups of them are also blocks of the kernel's outputs.
+
+    The outputs stay one axis: their order within a group is that of the result.
+    """
+    count, kernel, shape = view.feature_group_count, operands.axes[1], operands.shapes[1]
+    outputs, inputs = view.dimension_numbers.rhs_spec[:2]
+    if count == 1:
+        operands.joined((features, kernel[inputs]))
+        return
+    block, features_of_block = operands.divided(features, (count, shape[inputs]))
+    block_of_outputs, _ = operands.divided(kernel[outputs], (count, shape[outputs] // count))
+    operands.labels.same(block, block_of_outputs)
+    operands.labels.same(features_of_block, kernel[inputs].label)
 
 
 def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
@@ -211,41 +206,38 @@ def _axes_of_gather(view: equations.Gather, operands: Operands) -> Axes:
     contraction = contraction_of(view)
     table, places = operands.axes
     assert contraction is not None
-    of_table = dict(zip(contraction.operands[0], table, strict=True))
-    of_places = dict(zip(contraction.operands[1], places, strict=True))
-    chosen = origins(table[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
+    table_axes = dict(zip(contraction.operands[0], table, strict=True))
+    place_axes = dict(zip(contraction.operands[1], places, strict=True))
+    cut_origins = origins(table[i] for i in view.cut) if len(view.cut) == 1 else frozenset()
     # A place has a number for each axis of the table in which it points.
     operands.ordered(*(table[i] for i in view.dimension_numbers.collapsed_slice_dims), places[-1])
 
     def axis(index: int) -> Axis:
-        if index not in of_places:
-            return of_table[index] if index in of_table else operands.ordered(table[-1 - index])
-        if index in of_table:
-            operands.joined((of_table[index], of_places[index]))
-        return Axis(of_places[index].label, of_table[index].of if index in of_table else chosen, in_place=False)
+        if index not in place_axes:
+            return table_axes[index] if index in table_axes else operands.ordered(table[-1 - index])
+        if index not in table_axes:
+            return Axis(place_axes[index].label, cut_origins, in_place=False)
+        operands.joined((table_axes[index], place_axes[index]))
+        return Axis(place_axes[index].label, table_axes[index].origins, in_place=False)
 
     return tuple(map(axis, contraction.output))
 
 
 def _axes_of_reshape(view: equations.Reshape, operands: Operands) -> Axes | None:
     """Axes that are merged consist of those before, and those of one that is split are its parts."""
-    (axes,), (lengths,), new = operands.axes, operands.shapes, view.new_sizes
-    if 0 in new:
+    (axes,), (shape,) = operands.axes, operands.shapes
+    if 0 in view.new_sizes:
         return None
     order = view.dimensions or range(len(axes))  # convolutions under vmap read axes in another order
-    old, shape = [axes[i] for i in order], [lengths[i] for i in order]
+    pairs = [(axes[i], shape[i]) for i in order]
     new_axes = list[Axis]()
-    for (start, stop), sizes in _runs_of_axes(shape, new):
-        long = [i for i in range(start, stop) if shape[i] != 1]
-        single = [old[i] for i in range(start, stop) if shape[i] == 1]
-        long_sizes = [n for n in sizes if n != 1]
-        long_axes = iter(_axes_of_run(operands, [old[i] for i in long], [shape[i] for i in long], long_sizes))
-        for n in sizes:
-            if n == 1:  # as of the next old axis of size 1, while there are any
-                new_axes.append(operands.new(single[:1]))
-                single = single[1:]
-            else:
-                new_axes.append(next(long_axes))
+    for (start, stop), new_sizes in _runs_of_axes([n for _, n in pairs], view.new_sizes):
+        long = [(axis, n) for axis, n in pairs[start:stop] if n != 1]
+        single = iter([axis for axis, n in pairs[start:stop] if n == 1])
+        new_long_sizes = [n for n in new_sizes if n != 1]
+        long_axes = iter(_axes_of_run(operands, [axis for axis, _ in long], [n for _, n in long], new_long_sizes))
+        # An axis of size 1 is as of the next old one, while there are any.
+        new_axes += [operands.new(islice(single, 1)) if n == 1 else next(long_axes) for n in new_sizes]
     return tuple(new_axes)
 
 
@@ -256,19 +248,22 @@ def _axes_of_run(operands: Operands, axes: Sequence[Axis], old: Sequence[int], n
     if len(new) == 1:
         return [Axis(operands.labels.merged([axis.label for axis in axes], old), origins(axes), in_place=False)]
     if len(old) == 1:
-        return [Axis(label, axes[0].of, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
+        return [Axis(label, axes[0].origins, in_place=False) for label in operands.labels.divided(axes[0].label, new)]
     frozen = operands.ordered(*axes)
-    return [Axis(operands.labels.new(operands.line), frozen.of, in_place=False) for _ in new]
+    return [Axis(operands.labels.new(operands.line), frozen.origins, in_place=False) for _ in new]
 
 
 def _runs_of_axes(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, int], Sequence[int]]]:
-    """The shortest runs of axes that hold as many entries before as after."""
+    """The shortest runs that hold as many entries before as after: the range of old axes, and the new sizes of each."""
     i = j = 0
     while i < len(old) or j < len(new):
         start, first = i, j
         i, j = min(i + 1, len(old)), min(j + 1, len(new))
-        while (before := prod(old[start:i])) != (after := prod(new[first:j])):
-            i, j = i + (before < after), j + (after < before)
+        while prod(old[start:i]) != prod(new[first:j]):
+            if prod(old[start:i]) < prod(new[first:j]):
+                i += 1
+            else:
+                j += 1
         yield (start, i), new[first:j]
 
 
@@ -283,9 +278,43 @@ def _axes_of_concatenate(view: equations.Concatenate, operands: Operands) -> Axe
     else:
         inside = operands.joined(parts)
         label = operands.labels.merged([operands.ordered().label, inside.label], [len(parts), sizes[0]])
-        axis = Axis(label, inside.of, in_place=False)
-    across = enumerate(zip(*operands.axes, strict=True))
-    return tuple(axis if i == along else operands.joined(axes) for i, axes in across)
+        axis = Axis(label, inside.origins, in_place=False)
+    axes_by_number = enumerate(zip(*operands.axes, strict=True))
+    return tuple(axis if i == along else operands.joined(axes) for i, axes in axes_by_number)
+
+
+_RULES: dict[type[View], Callable[[Any, Operands], Axes | list[Axes] | None]] = {
+    Pointwise: _axes_of_entries,
+    equations.ReadInStep: _axes_of_entries,
+    equations.Vary: _axes_of_entries,
+    equations.Named: _axes_of_entries,
+    equations.Barrier: lambda _, operands: operands.axes,
+    equations.Reverse: lambda view, operands: operands.elementwise(view.dimensions),
+    equations.Cumulative: lambda view, operands: operands.elementwise([view.axis]),
+    equations.Sort: lambda view, operands: operands.elementwise([view.axis]),
+    Dot: _axes_of_product,
+    RaggedDot: _axes_of_ragged_dot,
+    Conv: _axes_of_convolution,
+    Gather: _axes_of_gather,
+    Reduce: lambda view, operands: operands.without(view.axes),
+    equations.ReduceIndex: _axes_of_reduced_index,
+    equations.ReduceWindow: lambda view, operands: operands.partly(view.keeps) if len(view.eqn.outvars) == 1 else None,
+    equations.TopK: lambda view, operands: operands.partly(i != view.axis for i in range(len(operands.axes[0]))),
+    Broadcast: _axes_of_broadcast,
+    equations.Transpose: lambda view, operands: tuple(operands.axes[0][i] for i in view.permutation),
+    equations.Squeeze: lambda view, operands: operands.without(view.dimensions),
+    equations.Reshape: _axes_of_reshape,
+    equations.Iota: _axes_of_iota,
+    equations.Slice: _axes_of_slice,
+    equations.SplitAxis: _axes_of_split,
+    equations.Concatenate: _axes_of_concatenate,
+    equations.Stack: _axes_of_stack,
+    equations.Unstack: _axes_of_unstack,
+    equations.Pad: lambda view, operands: operands.partly(not any(amounts) for amounts in view.padding),
+    equations.DynamicSlice: lambda view, operands: operands.partly(map(eq, view.slice_sizes, operands.shapes[0])),
+    equations.DynamicUpdateSlice: _axes_of_update,
+}
+"""The axes that all outputs of an equation of a kind have, or a list of those of each; None if they are not known."""
 
 
 # ---- where values are zero because weights are, and which sums run over an axis: what can be left out of a network
@@ -342,12 +371,13 @@ class Zeros:
 
     def sums(self, outs: Sequence[Labelled], line: str) -> list[AxisSum]:
         """The sums along axes of the operands: of products, or along axes that are reduced or that no output has."""
-        view, shapes = self.view, [v.aval.shape for v in self.view.operands]
+        view = self.view
         if isinstance(view, Dot | RaggedDot):
-            return [self._sum_of_products(i, j, shapes[1][j], line) for i, j in zip(*view.contracting, strict=True)]
+            return [self._sum_of_products(i, j, line) for i, j in zip(*view.contracting, strict=True)]
         if isinstance(view, Conv):
             data, kernel, _ = view.dimension_numbers
-            return [self._sum_of_products(data[1], kernel[1], shapes[1][kernel[1]], line)]
+            return [self._sum_of_products(data[1], kernel[1], line)]
+        shapes = [v.aval.shape for v in view.operands]
         reduced = view.axes if isinstance(view, Reduce) else ()
         in_outputs = frozenset[int]().union(*(self.labels.atoms(axis.label) for out in outs for axis in out.axes))
         return [
@@ -357,36 +387,37 @@ class Zeros:
             if size > 1 and (i in reduced or not self.labels.atoms(axis.label) & in_outputs)
         ]
 
-    def _sum_of_products(self, i: int, j: int, size: int, line: str) -> AxisSum:
+    def _sum_of_products(self, i: int, j: int, line: str) -> AxisSum:
         """A sum of products. What products of data with data are divided by often follows their size."""
         a, b = self.operands[:2]
+        size = self.view.operands[1].aval.shape[j]
         zero = NEVER if a.is_data and b.is_data else any_of([a.vanishes(i), b.vanishes(j)])
         return AxisSum(b.axes[j].label, size, zero, line)
 
     def _zero_at(self, i: int, axis: Axis) -> Conditions:
         """When the output is zero at an index of its axis ``i``."""
-        match self.view:
-            case Pointwise():
-                return self._zero_of_pointwise(i)
-            case Dot():
-                followed = True
-            case RaggedDot():
-                followed = self.view.group is not None
-            case Conv():
-                followed = i == self.view.dimension_numbers.out_spec[1]
-            case _:
-                return self._zero_of_operand(self.operands[0], axis) if isinstance(self.view, MOVES) else NEVER
-        contraction = contraction_of(self.view)
-        pairs = zip(self.operands, contraction.sources(i), strict=False) if contraction and followed else ()
+        view = self.view
+        if isinstance(view, Pointwise):
+            return self._zero_of_pointwise(i)
+        if isinstance(view, MOVES):
+            return self._zero_of_operand(self.operands[0], axis)
+        keeps_zeros = (
+            isinstance(view, Dot)
+            or (isinstance(view, RaggedDot) and view.group is not None)
+            or (isinstance(view, Conv) and i == view.dimension_numbers.out_spec[1])
+        )
+        contraction = contraction_of(view) if keeps_zeros else None
+        if contraction is None:
+            return NEVER
+        pairs = zip(self.operands, contraction.sources(i), strict=False)
         return any_of(value.vanishes(k) for value, k in pairs if k is not None)
 
     def _zero_of_operand(self, value: Labelled, axis: Axis) -> Conditions:
         """When an operand is zero at an index of an axis, which may be one of its own or consist of several."""
-        wanted = self.labels.atoms(axis.label)
-        zero_of_axis = [(self.labels.atoms(own_axis.label), value.vanishes(i)) for i, own_axis in enumerate(value.axes)]
-        overlapping = [(atoms, zero) for atoms, zero in zero_of_axis if atoms & wanted]
-        covered = frozenset[int]().union(*(atoms for atoms, _ in overlapping))
-        if not overlapping or not wanted <= covered:
+        atoms_of_axis = self.labels.atoms(axis.label)
+        pairs = [(self.labels.atoms(old_axis.label), value.vanishes(i)) for i, old_axis in enumerate(value.axes)]
+        overlapping = [(atoms, zero) for atoms, zero in pairs if atoms & atoms_of_axis]
+        if not overlapping or not atoms_of_axis.issubset(chain(*(atoms for atoms, _ in overlapping))):
             return ALWAYS if value.is_zero else NEVER
         return all_of(zero for _, zero in overlapping)
 
@@ -412,8 +443,8 @@ class Zeros:
             return not any(value.varies(i) for value in self.operands)
         if not isinstance(self.view, (*MOVES, Gather)):
             return False
-        value, wanted = self.operands[0], self.labels.atoms(axis.label)
-        overlapping = [k for k, own_axis in enumerate(value.axes) if self.labels.atoms(own_axis.label) & wanted]
+        value, atoms = self.operands[0], self.labels.atoms(axis.label)
+        overlapping = [k for k, old_axis in enumerate(value.axes) if self.labels.atoms(old_axis.label) & atoms]
         if overlapping:
             return not any(map(value.varies, overlapping))
         return isinstance(self.view, equations.Broadcast) or type_of(self.view.eqn.outvars[n]).shape[i] == 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from reparax.axes._values import Axes, Axis, DataProduct, Labelled, Labels, Origin, Origins, Source, origins
 from reparax.core.roles import CONVOLUTION, LOOKUP, PRODUCT, TRANSPOSED
@@ -11,12 +12,20 @@ from reparax.programs.equations import Conv, Dot, DynamicSlice, Gather, RaggedDo
 from reparax.programs.jaxprs import type_of
 
 
+class Side(NamedTuple):
+    """The axes of one weight in a product: those that it contracts, those that stay, and those that it keeps apart."""
+
+    contracted: Origins
+    free: Origins
+    stacked: Origins
+
+
 @dataclass(frozen=True)
 class Between:
-    """A product of two weights: of each, the axes that it contracts and those that stay."""
+    """A product of two weights, and the axes that it keeps apart."""
 
-    left: tuple[Origins, Origins]
-    right: tuple[Origins, Origins]
+    left: Side
+    right: Side
     stacked: Origins
     line: str
 
@@ -48,18 +57,19 @@ class Uses(list[DataProduct | Between | OtherRead]):
         if kind is Source.WEIGHT:
             return self._weights(view, operands, axes, line)
         if kind is Source.DATA:
-            self._add_read(view, operands, line)
+            self._add_reads(view, operands, line)
         outs = [Labelled(tuple(Axis(axis.label) for axis in axes_of_out), kind) for axes_of_out in axes]
         products = [use for use in self[n_before:] if isinstance(use, DataProduct)]
-        made = Origins().union(*(product.outputs for product in products))
+        new_outputs = Origins().union(*(product.outputs for product in products))
         if not products or contraction_of(view) is None:
             outs = [self.members.follow(view, operands, out) for out in outs]
-        return [replace(out, made=out.made | made) for out in outs]
+        return [replace(out, unread_outputs=out.unread_outputs | new_outputs) for out in outs]
 
     def _weights(self, view: View, operands: Sequence[Labelled], axes: Sequence[Axes], line: str) -> list[Labelled]:
         """The outputs of an equation that makes weights of weights, and perhaps of constants."""
-        for value in operands if type(view) is View else ():  # what it does to axes is not known
-            self._add_other_read(value, line)
+        if type(view) is View:  # what it does to axes is not known
+            for value in operands:
+                self._add_other_read(value, line)
         if isinstance(view, Dot):
             axes = [self._axes_of_weights(view, operands, axes[0], line)]
         stacked = Origins().union(*(value.stacked for value in operands))
@@ -80,24 +90,28 @@ class Uses(list[DataProduct | Between | OtherRead]):
             lookups = [i for i, value in enumerate(operands) if value.kind is Source.WEIGHT and not value.if_rows]
         return earlier | set(filter(None, (_product(view, operands[i], i, line) for i in lookups)))
 
-    def _add_read(self, view: View, operands: Sequence[Labelled], line: str) -> None:
+    def _add_reads(self, view: View, operands: Sequence[Labelled], line: str) -> None:
         """Adds what an equation with data does to each weight that it reads: a product, or another read."""
         for i, value in enumerate(operands):
-            if value.kind is not Source.WEIGHT:
-                continue
-            if (product := _product(view, value, i, line)) is not None:
-                self.append(product)
-                if isinstance(view, Dot | RaggedDot | Conv):
-                    self.members.read_product(view, value, operands[1 - i], 1 - i)
-                # What other weights made of entries that constants chose may be data, or a weight.
-                if any(use.how != LOOKUP for use in value.if_rows):
-                    self.extend(value.if_rows)
-            else:
-                self._add_other_read(value, line)
-                sizes = zip(value.axes, view.operands[i].aval.shape, strict=True)
-                shown = origins(axis for axis, n in sizes if n > 1)
-                if any(use.outputs & shown for use in value.if_rows):  # rows, not a sum of their squares
-                    self.extend(value.if_rows)
+            if value.kind is Source.WEIGHT:
+                product = _product(view, value, i, line)
+                if product is not None:
+                    self._add_product(product, view, operands, i)
+                else:
+                    self._add_other_read(value, line)
+                    sizes = zip(value.axes, view.operands[i].aval.shape, strict=True)
+                    long_axes = origins(axis for axis, n in sizes if n > 1)
+                    if any(use.outputs & long_axes for use in value.if_rows):  # rows, not a sum of their squares
+                        self.extend(value.if_rows)
+
+    def _add_product(self, product: DataProduct, view: View, operands: Sequence[Labelled], i: int) -> None:
+        """Adds a product of the weight ``i`` with data."""
+        self.append(product)
+        if isinstance(view, Dot | RaggedDot | Conv):
+            self.members.read_product(view, operands[i], operands[1 - i], 1 - i)
+        # What other weights made of entries that constants chose may be data, or a weight.
+        if any(use.kind != LOOKUP for use in operands[i].if_rows):
+            self.extend(operands[i].if_rows)
 
     def _add_other_read(self, value: Labelled, line: str) -> None:
         """Adds that an equation, which is no product, reads a weight."""
@@ -108,17 +122,22 @@ class Uses(list[DataProduct | Between | OtherRead]):
         """The axes of a product of weights with weights, which is added, or with a constant."""
         dot = contraction_of(view)
         assert dot is not None
-        sides = [
-            (value.of(dot.contracted(i)), value.of(dot.kept(i)), value.of(dot.batch(i)) | value.stacked)
-            for i, value in enumerate(operands)
-        ]
-        if all(value.kind is Source.WEIGHT for value in operands):
-            self.append(Between(sides[0][:2], sides[1][:2], sides[0][2] | sides[1][2], line))
+        kinds = [value.kind for value in operands]
+        if Source.CONSTANT not in kinds:
+            left, right = (
+                Side(
+                    contracted=value.origins_of(dot.contracted(i)),
+                    free=value.origins_of(dot.kept(i)),
+                    stacked=value.origins_of(dot.batch(i)) | value.stacked,
+                )
+                for i, value in enumerate(operands)
+            )
+            self.append(Between(left, right, left.stacked | right.stacked, line))
             return axes
         # A constant matrix changes the basis: its other axes stand for those that it contracts.
-        constant = [value.kind for value in operands].index(Source.CONSTANT)
+        constant = kinds.index(Source.CONSTANT)
         labels = {operands[constant].axes[k].label for k in dot.kept(constant)}
-        contracted = sides[1 - constant][0]
+        contracted = operands[1 - constant].origins_of(dot.contracted(1 - constant))
         return tuple(Axis(axis.label, contracted, in_place=False) if axis.label in labels else axis for axis in axes)
 
 
@@ -155,23 +174,27 @@ def _single_axes(view: Gather) -> list[int]:
 
 def _with_stacked_axes(view: View, operands: Sequence[Labelled], out: Labelled, sizes: Sequence[int]) -> Labelled:
     """An output whose axes of the weight of which it has a single index are those of stacked arrays."""
-    old = operands[0].axes if operands else ()
-    axes = out.axes
-    stacked = Origins()
-    if isinstance(view, equations.Slice | DynamicSlice | equations.SplitAxis):
-        shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
-        axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
-        stacked = origins(out.axes) - origins(axes)
-    elif isinstance(view, equations.Unstack):
-        stacked = old[view.axis].of
-    elif isinstance(view, Gather):
-        single = _single_axes(view)
-        kept = [i for i in range(len(old)) if i not in view.gone]
-        offsets = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True))
-        selects = _selects(view, operands[1])
-        keeps = (offsets[k] not in single if k in offsets else selects for k in range(len(axes)))
-        axes = tuple(axis if keep else Axis(axis.label) for axis, keep in zip(axes, keeps, strict=True))
-        stacked = Origins() if selects else origins(old[i] for i in (*view.gone, *single))
+    if isinstance(view, Gather):
+        return _with_stacked_axes_of_gather(view, operands, out)
+    if isinstance(view, equations.Unstack):
+        return replace(out, stacked=out.stacked | operands[0].axes[view.axis].origins)
+    if not isinstance(view, equations.Slice | DynamicSlice | equations.SplitAxis):
+        return out
+    shapes = zip(out.axes, view.operands[0].aval.shape, sizes, strict=True)
+    axes = tuple(Axis(axis.label) if n > 1 and m == 1 else axis for axis, n, m in shapes)
+    return replace(out, axes=axes, stacked=out.stacked | (origins(out.axes) - origins(axes)))
+
+
+def _with_stacked_axes_of_gather(view: Gather, operands: Sequence[Labelled], out: Labelled) -> Labelled:
+    """A look-up whose axes are stacked where slices have one index, unless constants choose entries as slices do."""
+    table, places = operands[0], operands[1]
+    single = _single_axes(view)
+    kept = [i for i in range(len(table.axes)) if i not in view.gone]
+    axis_of_table = dict(zip(view.dimension_numbers.offset_dims, kept, strict=True))
+    selects = _selects(view, places)
+    keeps = (axis_of_table[k] not in single if k in axis_of_table else selects for k in range(len(out.axes)))
+    axes = tuple(axis if keep else Axis(axis.label) for axis, keep in zip(out.axes, keeps, strict=True))
+    stacked = Origins() if selects else table.origins_of((*view.gone, *single))
     return replace(out, axes=axes, stacked=out.stacked | stacked)
 
 
@@ -180,13 +203,18 @@ def _product(view: View, value: Labelled, i: int, line: str) -> DataProduct | No
     contraction = contraction_of(view)
     if contraction is None or not _multiplies(view, contraction, i):
         return None
-    inputs, outputs = value.of(contraction.contracted(i)), value.of(contraction.kept(i))
+    inputs, outputs = value.origins_of(contraction.contracted(i)), value.origins_of(contraction.kept(i))
     # Of an axis whose parts are put together again, one part may be a single index.
-    stacked = value.of(contraction.batch(i)) | (value.stacked - inputs - outputs)
-    if not isinstance(view, Conv):
-        return DataProduct(inputs, outputs, stacked, line, PRODUCT if isinstance(view, Dot) else LOOKUP)
-    how = CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
-    return DataProduct(inputs, outputs, stacked, line, how, value.of(view.dimension_numbers.rhs_spec[2:]))
+    stacked = value.origins_of(contraction.batch(i)) | (value.stacked - inputs - outputs)
+    windows = value.origins_of(view.dimension_numbers.rhs_spec[2:]) if isinstance(view, Conv) else Origins()
+    return DataProduct(inputs, outputs, stacked, line, _kind_of_product(view), windows)
+
+
+def _kind_of_product(view: View) -> str:
+    """The word for what a contraction does with a weight."""
+    if isinstance(view, Conv):
+        return CONVOLUTION if set(view.window["lhs_dilation"]) <= {1} else TRANSPOSED
+    return PRODUCT if isinstance(view, Dot) else LOOKUP
 
 
 def _multiplies(view: View, contraction: Contraction, i: int) -> bool:
@@ -213,7 +241,7 @@ class Members:
     def __init__(self, labels: Labels) -> None:
         """Nothing was read yet."""
         self._labels = labels
-        self._of = dict[Origin, int]()
+        self._label_of = dict[Origin, int]()
         self._apart, self._mixed = set[Origin](), set[Origin]()
 
     @property
@@ -221,33 +249,36 @@ class Members:
         """The outputs that index members."""
         return frozenset(self._apart - self._mixed)
 
-    def add_parameter(self, axes: Mapping[Origin, int]) -> None:
+    def add_parameter(self, labels: Mapping[Origin, int]) -> None:
         """Adds the labels of a parameter's axes."""
-        self._of |= axes
+        self._label_of |= labels
 
     def read_product(self, view: Dot | RaggedDot | Conv, weights: Labelled, data: Labelled, i: int) -> None:
         """Adds what a product of weights with its operand ``i``, which is data, keeps apart."""
         if isinstance(view, Conv):
-            blocks = self._blocks(view, data)
-            own = self._inside(data.made, blocks)
-            self._apart |= self._inside(weights.axes[view.dimension_numbers.rhs_spec[0]].of, blocks)
+            atoms = self._blocks(view, data)
+            self._apart |= self._inside(weights.axes[view.dimension_numbers.rhs_spec[0]].origins, atoms)
         else:
-            own = self._inside(data.made, self._atoms(data.axes[k] for k in view.batch[i]))
-        self._apart |= own - data.mixed
-        self._mixed |= own & data.mixed
+            atoms = self._atoms(data.axes[k] for k in view.batch[i])
+        outputs_apart = self._inside(data.unread_outputs, atoms)
+        self._apart |= outputs_apart - data.mixed_outputs
+        self._mixed |= outputs_apart & data.mixed_outputs
 
     def follow(self, view: View, operands: Iterable[Labelled], out: Labelled) -> Labelled:
         """An output of any other equation, with what it is made of."""
-        made, mixed = Origins(), Origins()
         data = [value for value in operands if value.kind is Source.DATA]
+        mixed_by_view = Origins().union(*(self._mixed_outputs(value, out) for value in data))
+        if isinstance(view, Dot) and len(data) == 2:
+            self._mixed |= mixed_by_view
+        unread = Origins().union(*(value.unread_outputs for value in data))
+        mixed = mixed_by_view.union(*(value.mixed_outputs for value in data))
+        return replace(out, unread_outputs=unread, mixed_outputs=mixed)
+
+    def _mixed_outputs(self, value: Labelled, out: Labelled) -> Origins:
+        """The outputs of products of which a value is made, and along which an equation that makes ``out`` mixes it."""
         kept = self._atoms(out.axes)
-        for value in data:
-            lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
-            own = frozenset(origin for origin in value.made if self._labels.atoms(self._of[origin]) & lost)
-            made, mixed = made | value.made, mixed | value.mixed | own
-            if isinstance(view, Dot) and len(data) == 2:
-                self._mixed |= own
-        return replace(out, made=made, mixed=mixed)
+        lost = self._atoms(axis for axis in value.axes if not self._labels.atoms(axis.label) <= kept)
+        return frozenset(axis for axis in value.unread_outputs if self._labels.atoms(self._label_of[axis]) & lost)
 
     def _blocks(self, view: Conv, data: Labelled) -> frozenset[int]:
         """The labels of blocks of features of which a convolution keeps each apart; none if a block has one output."""
@@ -261,7 +292,7 @@ class Members:
 
     def _inside(self, axes: Origins, atoms: frozenset[int]) -> Origins:
         """Those axes of parameters whose labels are among these."""
-        return frozenset(axis for axis in axes if self._labels.atoms(self._of[axis]) <= atoms)
+        return frozenset(axis for axis in axes if self._labels.atoms(self._label_of[axis]) <= atoms)
 
     def _atoms(self, axes: Iterable[Axis]) -> frozenset[int]:
         """The labels of which those of axes consist."""

@@ -38,7 +38,7 @@ class DataProduct:
     outputs: Origins
     stacked: Origins
     line: str
-    how: str = PRODUCT
+    kind: str = PRODUCT
     windows: Origins = frozenset()
 
 
@@ -47,15 +47,15 @@ class Axis:
     """An axis of a value: its label, the axes of parameters that it is, and whether it has their indices in place."""
 
     label: int
-    of: frozenset[Origin] = frozenset()
+    origins: frozenset[Origin] = frozenset()
     in_place: bool = True
 
     @classmethod
     def joined(cls, axes: Sequence["Axis"]) -> "Axis":
-        """The axis that several, whose labels are one, are. Two axes of one parameter are not both in place."""
-        sources = origins(axes)
-        is_in_place = all(axis.in_place for axis in axes) and len({owner for owner, _ in sources}) == len(sources)
-        return cls(axes[0].label, sources, is_in_place)
+        """The one axis that several with the same label are. Two axes of one parameter are not both in place."""
+        all_origins = origins(axes)
+        has_one_each = len({parameter for parameter, _ in all_origins}) == len(all_origins)
+        return cls(axes[0].label, all_origins, has_one_each and all(axis.in_place for axis in axes))
 
 
 Axes = tuple[Axis, ...]
@@ -67,9 +67,9 @@ class Labelled:
 
     ``vanishing`` has an entry for each axis, or none at all where nothing is known; ``is_zero`` is for constants.
     ``equal`` says of each axis whether all entries along it are equal, or nothing where they may differ along each.
-    Data are ``made`` of the outputs of products that no other product has read since; along those of them that are
-    ``mixed``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what look-ups and products
-    were until here, if these are rows of a table.
+    Of data, ``unread_outputs`` are the outputs of products that no other product has read since; along those of them
+    that are ``mixed_outputs``, entries have met. Where constants chose entries of a weight, ``if_rows`` has what
+    look-ups and products were until here, if these are rows of a table.
     """
 
     axes: tuple[Axis, ...]
@@ -78,8 +78,8 @@ class Labelled:
     vanishing: tuple[Conditions, ...] = ()
     is_zero: bool = False
     equal: tuple[bool, ...] = ()
-    made: frozenset[Origin] = frozenset()
-    mixed: frozenset[Origin] = frozenset()
+    unread_outputs: frozenset[Origin] = frozenset()
+    mixed_outputs: frozenset[Origin] = frozenset()
     if_rows: frozenset[DataProduct] = frozenset()
 
     @property
@@ -91,18 +91,20 @@ class Labelled:
         """Whether entries may differ along an axis; a number is the same along all."""
         return bool(self.axes) and not (self.equal and self.equal[i])
 
-    def of(self, axes: Iterable[int]) -> Origins:
+    def origins_of(self, axes: Iterable[int]) -> Origins:
         """The axes of parameters that some of its axes are."""
         return origins(self.axes[k] for k in axes)
 
     def vanishes(self, i: int) -> Conditions:
         """When the slice at an index of an axis is zero."""
-        return ALWAYS if self.is_zero else self.vanishing[i] if i < len(self.vanishing) else NEVER
+        if self.is_zero:
+            return ALWAYS
+        return self.vanishing[i] if self.vanishing else NEVER
 
 
 def origins(axes: Iterable[Axis]) -> Origins:
     """The axes of parameters that several axes are."""
-    return Origins().union(*(axis.of for axis in axes))
+    return Origins().union(*(axis.origins for axis in axes))
 
 
 # ---- labels
@@ -144,28 +146,37 @@ class Labels:
         return label
 
     def same(self, a: int, b: int) -> int:
-        """Makes two labels one."""
+        """Makes two labels one, and returns it: what is known of either holds for it, and for its parts."""
         a, b = sorted((self.root(a), self.root(b)))
         if a == b:
             return a
         self._parent[b] = a
-        why, parts = self._why.pop(b, None), self._parts.pop(b, None)
+        why = self._why.pop(b, None)
         if b in self._shared:
             self.share(a)
-        if parts is not None and a not in self._parts:
-            self._parts[a] = parts
-            for part in parts[0] if a in self._shared else ():
-                self.share(part)
-        elif parts is not None and self._parts[a][1] != parts[1]:
-            self.freeze(a, f"it is divided by {self._parts[a][1]} and by {parts[1]}")
-            for part in parts[0]:
-                self.freeze(part, self._why[self.root(a)])
-        elif parts is not None:
-            for x, y in zip(self._parts[a][0], parts[0], strict=True):
-                self.same(x, y)
-        if (found := why or self._why.get(self.root(a))) is not None:
-            self.freeze(a, found)
+        if b in self._parts:
+            self._add_parts(a, *self._parts.pop(b))
+        reason = why or self._why.get(self.root(a))
+        if reason is not None:
+            self.freeze(a, reason)
         return self.root(a)
+
+    def _add_parts(self, root: int, parts: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Says that a label consists of parts; if it does already, the parts are the same, or allow no permutation."""
+        if root not in self._parts:
+            self._parts[root] = parts, sizes
+            if root in self._shared:
+                for part in parts:
+                    self.share(part)
+            return
+        known_parts, known_sizes = self._parts[root]
+        if known_sizes == sizes:
+            for known_part, part in zip(known_parts, parts, strict=True):
+                self.same(known_part, part)
+        else:
+            self.freeze(root, f"it is divided by {known_sizes} and by {sizes}")
+            for part in parts:
+                self.freeze(part, self._why[self.root(root)])
 
     def freeze(self, label: int, why: str) -> None:
         """Says that a label allows no permutation; the first reason stays."""
@@ -178,8 +189,10 @@ class Labels:
     def why(self, label: int) -> str | None:
         """Why a label allows no permutation, or None if it allows all or some."""
         root = self.root(label)
-        reasons = [] if root in self._why else [self.why(part) for part in self._parts.get(root, ((), ()))[0]]
-        return reasons[0] if reasons and None not in reasons else self._why.get(root)
+        if root in self._why:
+            return self._why[root]
+        reasons = [self.why(part) for part in self._parts.get(root, ((), ()))[0]]
+        return reasons[0] if reasons and None not in reasons else None
 
     def share(self, label: int) -> None:
         """Says that a label is the same in all steps of a scan."""
@@ -204,16 +217,14 @@ class Labels:
     def divided(self, label: int, sizes: Sequence[int]) -> Sequence[int]:
         """The labels of an axis that becomes several."""
         root = self.root(label)
-        if root in self._parts and self._parts[root][1] == tuple(sizes):
-            return self._parts[root][0]
-        if root in self._parts:
-            self.freeze(root, f"it is divided by {self._parts[root][1]} and by {tuple(sizes)}")
+        known_parts, known_sizes = self._parts.get(root, ((), None))
+        if known_sizes == tuple(sizes):
+            return known_parts
+        if known_sizes is not None:
+            self.freeze(root, f"it is divided by {known_sizes} and by {tuple(sizes)}")
         parts = tuple(self.new(self._why.get(root)) for _ in sizes)
-        if root not in self._parts:
-            self._parts[root] = parts, tuple(sizes)
-            if root in self._shared:
-                for part in parts:
-                    self.share(part)
+        if known_sizes is None:
+            self._add_parts(root, parts, tuple(sizes))
         return parts
 
     def atoms(self, label: int) -> frozenset[int]:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ from reparax.io._peft_row import (
     known_number,
     one_of_all,
     ranks_and_alphas,
-    require,
+    require_shapes,
 )
 from reparax.io._peft_target import Target
 from reparax.numerics.linalg import identity, product
@@ -43,13 +43,13 @@ _NO_DORA = "PEFT has no DoRA of experts"
 
 def _token_parts(target: Target, axis: int, count: int) -> dict[str, Part]:
     """The rows of tokens, which are slices along ``axis``."""
-    turn = jnp.asarray if axis == 0 else jnp.transpose
-    return {_DELTA: Part("@trainable_slices/x", (count, target.shape[1 - axis]), turn, turn)}
+    as_rows = jnp.asarray if axis == 0 else jnp.transpose
+    return {_DELTA: Part("@trainable_slices/x", (count, target.shape[1 - axis]), read=as_rows, write=as_rows)}
 
 
 def _token_axis(target: Target) -> int:
     """The axis of tokens: the inputs of a table, and the outputs of a head."""
-    return target.ins[0] if target.is_table else target.out
+    return target.input_axes[0] if target.is_table else target.output_axis
 
 
 def _read_tokens(stored: StoredAdapter) -> Adapted:
@@ -64,13 +64,10 @@ def _read_tokens(stored: StoredAdapter) -> Adapted:
 
 def _write_tokens(node: StageNode) -> Written:
     """The rows of trained slices."""
-    stage, target = node.stage, node.target
+    target = node.target
+    stage: Any = node.stage
     axis = _token_axis(target)
-    if (
-        not isinstance(stage, TrainableSlices)
-        or not isinstance(stage.axis, int)
-        or stage.axis % len(target.shape) != axis
-    ):
+    if not isinstance(stage.axis, int) or stage.axis % len(target.shape) != axis:
         raise ValueError(f"PEFT has tokens along axis {axis}, but no equivalent of {stage!r}")
     parts = _token_parts(target, axis, len(stage.indices))
     return Written(node.write(parts), flags={"token_indices": stage.indices})
@@ -103,12 +100,12 @@ def _read_vera(stored: StoredAdapter) -> Adapted:
     target, tensors = stored.target, stored.tensors
     rank = np.size(tensors.get("vera_lambda_d", 0))
     parts = _vera_parts(target, rank)
-    own = {  # of the shared tensors, if they have as many axes
+    shares_of_banks = {
         name: x[tuple(map(slice, parts[name].shape))]
         for name, x in tensors.items()
         if name in VERA.banks and x.ndim == len(parts[name].shape)
     }
-    values = replace(stored, tensors={**tensors, **own}).values(parts)
+    values = replace(stored, tensors={**tensors, **shares_of_banks}).values(parts)
     gains = Freeze(where="/@lora/[ab]/@gain/w"), Gain(axis=-1, where="/@lora/[ab]")
     return Adapted((*gains, LoRA(rank, **target.sides)), values)
 
@@ -138,20 +135,17 @@ VERA = Method(
 )
 
 
-def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, Part]:
+def _lora_parts(target: Target, rank: int, *, is_dora: bool = False) -> dict[str, Part]:
     """The factors, and the lengths of DoRA."""
-    outputs = target.outputs
-    ones = target.ones
-    place = "@weight_norm/v/@lora" if dora else "@lora"
-    names = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
+    outputs, ones = target.outputs, target.ones
+    place = "@weight_norm/v/@lora" if is_dora else "@lora"
+    a, b = ("lora_embedding_A", "lora_embedding_B") if target.is_table else ("lora_A.weight", "lora_B.weight")
     parts = {
-        names[0]: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
-        names[1]: Part(
-            f"{place}/b", (outputs, rank, *ones), lambda b: b.reshape(outputs, rank).T, lambda b: jnp.transpose(b)
-        ),
+        a: Part(f"{place}/a", target.inputs_shape(rank), target.read_inputs, target.write_inputs),
+        b: Part(f"{place}/b", (outputs, rank, *ones), lambda x: x.reshape(outputs, rank).T, jnp.transpose),
     }
-    if dora:
-        lengths = [outputs if axis == target.out else 1 for axis in range(len(target.shape))]
+    if is_dora:
+        lengths = [outputs if axis == target.output_axis else 1 for axis in range(len(target.shape))]
         shape = (1, outputs, *ones) if ones else (outputs,)
         parts["lora_magnitude_vector"] = Part("@weight_norm/g", shape, lambda g: g.reshape(lengths))
     return parts
@@ -159,71 +153,81 @@ def _lora_parts(target: Target, rank: int, *, dora: bool = False) -> dict[str, P
 
 def _expert_parts(target: Target, rank: int) -> dict[str, Part]:
     """Factors of all experts: ``lora_A`` has those of one after another, and ``lora_B`` has them alternate."""
-    expert, count = target.expert(), target.n_experts
-    ins = expert.shape[expert.ins[0]]
+    count, outputs = target.n_experts, target.expert().outputs
+    inputs = math.prod(target.shape[1:]) // max(outputs, 1)
+    a_shape, b_shape = (count * rank, inputs), (outputs, rank * count)
     return {
-        "lora_A.weight": Part("@lora/a", (count * rank, ins), lambda a: a.reshape(count, rank, ins).mT, lambda a: a.mT),
-        "lora_B.weight": Part(
-            "@lora/b", (expert.outputs, rank * count), lambda b: b.reshape(expert.outputs, rank, count).T, lambda b: b.T
-        ),
+        "lora_A.weight": Part("@lora/a", a_shape, lambda x: x.reshape(count, rank, inputs).mT, jnp.matrix_transpose),
+        "lora_B.weight": Part("@lora/b", b_shape, lambda x: x.reshape(outputs, rank, count).T, jnp.transpose),
     }
 
 
 def _read_lora(stored: StoredAdapter) -> Adapted:
     """LoRA, with the lengths of DoRA; or what trains beside it: tokens, or the difference of a bias."""
-    target, config, rank = stored.target, stored.config, stored.rank
-    dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
     if _TOKENS in stored.tensors:
-        TOKENS.require_matrix(target)
-        tensors = {_DELTA: stored.tensors[_TOKENS]}
-        indices = _token_indices(target, config)
-        return _read_tokens(replace(stored, tensors=tensors, config={"token_indices": indices}))
+        return _read_tokens_beside(stored)
+    target, config, rank = stored.target, stored.config, stored.rank
+    is_dora, by_root = bool(config.get("use_dora")), bool(config.get("use_rslora"))
     if BIAS in stored.tensors:
         values = stored.values({BIAS: Part("@delta/x/@scale/x", target.shape)})
         return Adapted((Scale(stored.alpha / (math.sqrt(rank) if by_root else rank)), Delta()), values)
     lora = LoRA(rank, stored.alpha, use_rslora=by_root, **target.expert().sides)
-    if not target.n_experts:
-        values = stored.values(_lora_parts(target, rank, dora=dora))
-        axis = -1 if target.out == len(target.shape) - 1 else target.out
-        return Adapted((lora, WeightNorm(axis=axis, detach=True)) if dora else (lora,), values)
-    if dora:
-        raise ValueError(_NO_DORA)
+    if target.n_experts:
+        if is_dora:
+            raise ValueError(_NO_DORA)
+        return _read_expert_lora(stored, lora)
+    values = stored.values(_lora_parts(target, rank, is_dora=is_dora))
+    axis = -1 if target.output_axis == len(target.shape) - 1 else target.output_axis
+    return Adapted((lora, WeightNorm(axis=axis, detach=True)) if is_dora else (lora,), values)
+
+
+def _read_expert_lora(stored: StoredAdapter, lora: LoRA) -> Adapted:
+    """LoRA of a stack of experts."""
     try:
-        return Adapted((replace(lora, stacked=0),), stored.values(_expert_parts(target, rank)))
+        return Adapted((replace(lora, stacked=0),), stored.values(_expert_parts(stored.target, stored.rank)))
     except ValueError as error:
         raise ValueError(
             f"{error}. Correct its layout, or the order of `names` if they are another parameter's"
         ) from error
 
 
-def _token_indices(target: Target, config: Mapping[str, Any]) -> list[int]:
-    """The numbers of the tokens that train beside LoRA, which may be given by table."""
-    indices = config.get("trainable_token_indices") or {}
-    of_table = indices if isinstance(indices, Mapping) else {"": indices}
-    return next((x for name, x in of_table.items() if f".{target.module}".endswith(f".{name}" if name else "")), [])
+def _read_tokens_beside(stored: StoredAdapter) -> Adapted:
+    """Tokens that train beside LoRA; their numbers may be given by table."""
+    TOKENS.require_matrix(stored.target)
+    indices = stored.config.get("trainable_token_indices") or {}
+    by_table = indices if isinstance(indices, Mapping) else {"": indices}
+    module = f".{stored.target.module}"
+    tables = (table for table in by_table if not table or module.endswith(f".{table}"))
+    config = {"token_indices": next((by_table[table] for table in tables), [])}
+    return _read_tokens(replace(stored, tensors={_DELTA: stored.tensors[_TOKENS]}, config=config))
 
 
 def _write_lora(node: StageNode) -> Written:
     """The factors, with the lengths of DoRA; or the difference of a bias."""
-    target = node.target
     if isinstance(node.stage, Delta):
         return Written({BIAS: node.at("@delta/x/@scale/x")}, known_number(node.at("@delta/x/@scale").stage.factor))
-    dora = isinstance(node.stage, WeightNorm)
-    stage: Any = node.at("@weight_norm/v/@lora").stage if dora else node.stage
-    target.expert().require_rows(stage)
-    if stage.init_weights in ("pissa", "olora"):
-        raise ValueError(f"PEFT adds the factors to the base of its model, from which {stage!r} has taken them away")
-    if dora and target.n_experts:
-        raise ValueError(_NO_DORA)
-    axis = last_to_number(node.stage.axis) if isinstance(node.stage, WeightNorm) else target.out
-    if not isinstance(axis, int) or axis % len(target.shape) != target.out:
-        raise ValueError(f"PEFT has lengths of outputs, along axis {target.out}, but no equivalent of {node.stage!r}")
-    parts = _expert_parts(target, stage.rank) if target.n_experts else _lora_parts(target, stage.rank, dora=dora)
+    target, is_dora = node.target, isinstance(node.stage, WeightNorm)
+    lora: Any = node.at("@weight_norm/v/@lora").stage if is_dora else node.stage
+    target.expert().require_rows(lora)
+    if lora.init_weights in ("pissa", "olora"):
+        raise ValueError(f"PEFT adds the factors to the base of its model, from which {lora!r} has taken them away")
+    if isinstance(node.stage, WeightNorm):
+        _require_dora(node.stage, target)
+    parts = _expert_parts(target, lora.rank) if target.n_experts else _lora_parts(target, lora.rank, is_dora=is_dora)
     tensors = node.write(parts)
     dtype = next(iter(tensors.values())).dtype
-    by_root = stage.use_rslora and stage.alpha is not None
-    flags = {"by_root": by_root, "use_dora": dora, "lora_bias": False}
-    return Written({name: x.astype(dtype) for name, x in tensors.items()}, _factor_of(stage), stage.rank, flags)
+    by_root = lora.use_rslora and lora.alpha is not None
+    flags = {"by_root": by_root, "use_dora": is_dora, "lora_bias": False}
+    return Written({name: x.astype(dtype) for name, x in tensors.items()}, _factor_of(lora), lora.rank, flags)
+
+
+def _require_dora(stage: WeightNorm, target: Target) -> None:
+    """Refuses lengths that PEFT's DoRA does not have: those of experts, or along another axis than the outputs."""
+    if target.n_experts:
+        raise ValueError(_NO_DORA)
+    axis, output_axis = last_to_number(stage.axis), target.output_axis
+    if not isinstance(axis, int) or axis % len(target.shape) != output_axis:
+        raise ValueError(f"PEFT has lengths of outputs, along axis {output_axis}, but no equivalent of {stage!r}")
 
 
 def _factor_of(lora: Any) -> float:
@@ -324,21 +328,28 @@ def _write_loha(node: StageNode) -> Written:
     return Written(node.write(_loha_parts(node.target, stages[0].rank, place)), factor, stages[0].rank)
 
 
-def _lokr_parts(
-    target: Target, sizes: Mapping[str, Any], ranks: Mapping[str, int], place: str = _SCALED
-) -> dict[str, Part]:
-    """Two factors, by their torch names with their sizes there; those that are products of low rank have a rank."""
+class _Factor(NamedTuple):
+    """A factor of a Kronecker product: its shape in torch, and its rank if it is a product of low rank."""
+
+    shape: tuple[int, ...]
+    rank: int | None = None
+
+
+_FACTORS = {"a": "lokr_w1", "b": "lokr_w2"}
+"""The factors by our names, with the names of their tensors."""
+
+
+def _lokr_parts(target: Target, factors: Mapping[str, _Factor], place: str = _SCALED) -> dict[str, Part]:
+    """The tensors of two factors, which are given by our names."""
     parts: dict[str, Part] = {}
-    for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
-        rows, columns = sizes[tensor]
-        factor = f"{place}@kronecker/{name}"
-        if tensor not in ranks:
-            parts[tensor] = Part(factor, (rows, columns), target.flip, target.flip)
-            continue
-        u, v = "uv" if target.out == 0 else "vu"
-        rank, low = ranks[tensor], f"{factor}/@low_rank"
-        parts[f"{tensor}_a"] = Part(f"{low}/{u}", (rows, rank), target.flip, target.flip)
-        parts[f"{tensor}_b"] = Part(f"{low}/{v}", (rank, columns), target.flip, target.flip)
+    for name, ((rows, columns), rank) in factors.items():
+        tensor, path = _FACTORS[name], f"{place}@kronecker/{name}"
+        if rank is None:
+            parts[tensor] = Part(path, (rows, columns), target.flip, target.flip)
+        else:
+            u, v = "uv" if target.output_axis == 0 else "vu"
+            parts[f"{tensor}_a"] = Part(f"{path}/@low_rank/{u}", (rows, rank), target.flip, target.flip)
+            parts[f"{tensor}_b"] = Part(f"{path}/@low_rank/{v}", (rank, columns), target.flip, target.flip)
     return parts
 
 
@@ -347,58 +358,59 @@ def _read_lokr(stored: StoredAdapter) -> Adapted:
     target, tensors = stored.target, stored.tensors
     if wrong := [x for x in tensors.values() if x.ndim != 2]:
         raise ValueError(f"expected matrices as factors, got one of shape {wrong[0].shape}")
-    sizes: dict[str, tuple[int, int]] = {}
-    ranks: dict[str, int] = {}
-    for tensor in ("lokr_w1", "lokr_w2"):
-        if tensor in tensors:
-            sizes[tensor] = tensors[tensor].shape
-        else:
-            first, second = (tensors.get(f"{tensor}_{end}", np.empty((0, 0))).shape for end in "ab")
-            sizes[tensor], ranks[tensor] = (first[0], second[1]), stored.rank
-    parts = _lokr_parts(target, sizes, ranks)
-    values = stored.values(parts)
-    first, second = (target.flip(size) for size in sizes.values())
-    if (shape := (first[0] * second[0], first[1] * second[1])) != target.shape:
+    factors = {name: _stored_factor(stored, tensor) for name, tensor in _FACTORS.items()}
+    values = stored.values(_lokr_parts(target, factors))
+    first, second = (target.flip(factor.shape) for factor in factors.values())
+    shape = (first[0] * second[0], first[1] * second[1])
+    if shape != target.shape:
         raise ValueError(f"expected a Kronecker product of shape {target.shape}, got {shape}")
-    low = [
-        LowRank(stored.rank, where=f"/.*@kronecker/{name}")
-        for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2"))
-        if tensor in ranks
-    ]
-    return Adapted((*low, Kronecker(first), Scale(stored.alpha / stored.rank), Delta()), values)
+    names_of_low_rank = [name for name, factor in factors.items() if factor.rank is not None]
+    low_rank = [LowRank(stored.rank, where=f"/.*@kronecker/{name}") for name in names_of_low_rank]
+    return Adapted((*low_rank, Kronecker(first), Scale(stored.alpha / stored.rank), Delta()), values)
+
+
+def _stored_factor(stored: StoredAdapter, tensor: str) -> _Factor:
+    """The factor that a file holds as one tensor, or as two."""
+    if tensor in stored.tensors:
+        return _Factor(stored.tensors[tensor].shape)
+    left, right = (stored.tensors.get(f"{tensor}_{end}", np.empty((0, 0))) for end in "ab")
+    return _Factor((left.shape[0], right.shape[1]), stored.rank)
 
 
 def _write_lokr(node: StageNode) -> Written:
     """The factors, of which the sizes and ranks tell PEFT's settings."""
-    place, factor = _place_and_factor(node)
+    place, scale = _place_and_factor(node)
     kronecker = node.at(f"{place}@kronecker")
-    sizes: dict[str, tuple[int, ...]] = {}
-    ranks: dict[str, int] = {}
-    for name, tensor in (("a", "lokr_w1"), ("b", "lokr_w2")):
-        if kronecker.maker(name):
-            u, v = (kronecker.at(f"@kronecker/{name}/@low_rank/{end}") for end in "uv")
-            sizes[tensor] = node.target.flip((u.shape[0], v.shape[1]))
-            ranks[tensor] = u.shape[1]
-        else:
-            sizes[tensor] = node.target.flip(kronecker.at(f"@kronecker/{name}").shape)
-    pairs = tuple(sizes.values())
-    full_rank = math.ceil(max(*pairs[0], *pairs[1]) / 2)  # from this rank on, PEFT stores full factors
-    rank = next(iter(ranks.values()), full_rank)
-    if len({*ranks.values()}) > 1 or any(rank >= max(sizes[tensor]) / 2 for tensor in ranks):
+    factors = {name: _factor_at(kronecker, name) for name in _FACTORS}
+    shapes = tuple(factor.shape for factor in factors.values())
+    ranks = [factor.rank for factor in factors.values() if factor.rank is not None]
+    low_rank_sizes = [max(factor.shape) for factor in factors.values() if factor.rank is not None]
+    full_rank = math.ceil(max(*shapes[0], *shapes[1]) / 2)  # from this rank on, PEFT stores full factors
+    rank = ranks[0] if ranks else full_rank
+    if len({*ranks}) > 1 or any(rank >= size / 2 for size in low_rank_sizes):
         raise ValueError(
             f"PEFT has low-rank factors of one rank, below half of the larger size, but got ranks "
-            f"{[*ranks.values()]} for factors of shapes {[*pairs]}"
+            f"{ranks} for factors of shapes {[*shapes]}"
         )
-    tensors = node.write(_lokr_parts(node.target, sizes, ranks, place))
-    return Written(tensors, factor, rank, {"products": ("lokr_w1" in ranks, "lokr_w2" in ranks), "sizes": pairs})
+    flags = {"products": tuple(factor.rank is not None for factor in factors.values()), "sizes": shapes}
+    return Written(node.write(_lokr_parts(node.target, factors, place)), scale, rank, flags)
+
+
+def _factor_at(kronecker: StageNode, name: str) -> _Factor:
+    """A factor of a chain, which one array holds, or the two arrays of a stage of low rank."""
+    place, flip = f"@kronecker/{name}", kronecker.target.flip
+    if not kronecker.maker(name):
+        return _Factor(flip(kronecker.at(place).shape))
+    u, v = (kronecker.at(f"{place}/@low_rank/{end}") for end in "uv")
+    return _Factor(flip((u.shape[0], v.shape[1])), u.shape[1])
 
 
 def _configure_lokr(modules: Mapping[str, Written]) -> dict[str, Any]:
     """Ranks and alphas, and the settings with which PEFT chooses the sizes and ranks of factors."""
     decomposes_both = any(written.flags["products"][0] for written in modules.values())
     for module, written in modules.items():
-        first_is_low, second_is_low = ((written.rank or 1) < max(size) / 2 for size in written.flags["sizes"])
-        if (decomposes_both and first_is_low, second_is_low) != written.flags["products"]:
+        first_may_be_low, second_is_low = ((written.rank or 1) < max(size) / 2 for size in written.flags["sizes"])
+        if (decomposes_both and first_may_be_low, second_is_low) != written.flags["products"]:
             raise ValueError(
                 f"PEFT has a low-rank second factor, or two low-rank factors, if the rank is below half of the "
                 f"larger size, but {module!r} differs"
@@ -430,14 +442,14 @@ def _ia3_parts(target: Target, axis: int, *, inputs: bool) -> dict[str, Part]:
 
 def _input_axis(target: Target) -> int:
     """The axis of the inputs that IA3 multiplies: torch's second axis."""
-    return target.ins[-1] if target.out == len(target.shape) - 1 else target.ins[0]
+    return target.input_axes[-1] if target.output_axis == len(target.shape) - 1 else target.input_axes[0]
 
 
 def _read_ia3(stored: StoredAdapter) -> Adapted:
     """Factors on outputs, including the bias, or on inputs."""
     target = stored.target
     inputs = selects_module(target.module, stored.config.get("feedforward_modules") or [])
-    axis = _input_axis(target) if inputs else target.out
+    axis = _input_axis(target) if inputs else target.output_axis
     return Adapted((Gain(axis=axis),), stored.values(_ia3_parts(target, axis, inputs=inputs)))
 
 
@@ -445,9 +457,9 @@ def _write_ia3(node: StageNode) -> Written:
     """The factors."""
     target, gain = node.target, node.stage
     axis = gain.axis % len(target.shape) if isinstance(gain, Gain) and isinstance(gain.axis, int) else None
-    if axis not in (_input_axis(target), target.out):
+    if axis not in (_input_axis(target), target.output_axis):
         raise ValueError(f"PEFT has factors on inputs or on outputs, but no equivalent of {gain!r}")
-    inputs = axis != target.out
+    inputs = axis != target.output_axis
     return Written(node.write(_ia3_parts(target, axis, inputs=inputs)), flags={"inputs": inputs})
 
 
@@ -468,17 +480,15 @@ def selects_module(module: str, names: Any) -> bool:
 def _read_oft(stored: StoredAdapter) -> Adapted:
     """Rotations of the inputs, block by block."""
     target, config = stored.target, stored.config
-    rows, is_shared = target.shape[target.ins[0]], bool(config.get("block_share"))
+    rows, is_shared = target.shape[target.input_axes[0]], bool(config.get("block_share"))
     free = stored.tensors["oft_R.weight"]
     if free.ndim != 2:
         raise ValueError(f"expected oft_R.weight with two axes, got shape {free.shape}")
     size = (1 + math.isqrt(1 + 8 * free.shape[-1])) // 2 if is_shared else rows // max(free.shape[0], 1)
     blocks = rows // max(size, 1)
-    require(stored.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
-    if config.get("coft"):  # PEFT moves it into a ball around zero for each block, before each use
-        lengths = np.sqrt(2 * np.sum(np.square(free, dtype=np.float64), axis=1, keepdims=True))
-        most = config["eps"] / math.sqrt(free.shape[0])
-        free = (free * np.where(lengths <= most, 1.0, most / np.maximum(lengths, most))).astype(free.dtype)
+    require_shapes(stored.tensors, {"oft_R.weight": (1 if is_shared else blocks, size * (size - 1) // 2)})
+    if config.get("coft"):
+        free = _shrink_into_ball(free, config["eps"] / math.sqrt(free.shape[0]))
     rotated = Rotated(blocks, block_share=is_shared, **target.sides)
     if config.get("use_cayley_neumann"):
         terms = config["num_cayley_neumann_terms"]
@@ -491,27 +501,33 @@ def _read_oft(stored: StoredAdapter) -> Adapted:
     return Adapted((Orthogonal(stacked=0), rotated), {"@rotated/r/@orthogonal/x": jnp.asarray(-2 * upper)})
 
 
+def _shrink_into_ball(x: np.ndarray, radius: float) -> np.ndarray:
+    """The numbers of each block, scaled into a ball around zero, as PEFT does before each use."""
+    lengths = np.sqrt(2 * np.sum(np.square(x, dtype=np.float64), axis=1, keepdims=True))
+    return (x * np.where(lengths <= radius, 1.0, radius / np.maximum(lengths, radius))).astype(x.dtype)
+
+
 def _write_oft(node: StageNode) -> Written:
     """The free numbers of the rotations."""
     target = node.target
-    terms = 5
-    target.require_rows(node.stage)
-    series = isinstance(node.maker("r"), CayleyNeumann)
-    inside = node.at(f"@rotated/r/@{'cayley_neumann' if series else 'orthogonal'}")
-    x, base = (inside.at(f"@{inside.stage.kind}/{name}") for name in ("x", "base"))
-    has_identity = jnp.array_equal(base, identity(base))
-    if series:
-        terms = inside.stage.degree + 1
-        if terms < 4 or not has_identity:
-            raise ValueError(
-                f"PEFT has series of degree 3 or more around the identity, but no equivalent of {inside.stage!r}"
-            )
-    else:
-        x = _skew_numbers(inside.stage, x, None if has_identity else base)
     rotated: Any = node.stage
-    flags = {"oft_block_size": target.shape[target.ins[0]] // rotated.num_blocks, "r": rotated.num_blocks}
-    flags |= {"block_share": rotated.block_share, "num_cayley_neumann_terms": terms, "use_cayley_neumann": series}
-    return Written({"oft_R.weight": x}, flags=flags)
+    target.require_rows(rotated)
+    is_series = isinstance(node.maker("r"), CayleyNeumann)
+    inside = node.at(f"@rotated/r/@{'cayley_neumann' if is_series else 'orthogonal'}")
+    stage = inside.stage
+    x, base = (inside.at(f"@{stage.kind}/{name}") for name in ("x", "base"))
+    has_identity = jnp.array_equal(base, identity(base))
+    if is_series and (stage.degree < 3 or not has_identity):
+        raise ValueError(f"PEFT has series of degree 3 or more around the identity, but no equivalent of {stage!r}")
+    flags = {
+        "oft_block_size": target.shape[target.input_axes[0]] // rotated.num_blocks,
+        "r": rotated.num_blocks,
+        "block_share": rotated.block_share,
+        "num_cayley_neumann_terms": stage.degree + 1 if is_series else 5,
+        "use_cayley_neumann": is_series,
+    }
+    numbers = x if is_series else _skew_numbers(stage, x, None if has_identity else base)
+    return Written({"oft_R.weight": numbers}, flags=flags)
 
 
 def _skew_numbers(stage: Any, x: Array, base: Array | None) -> Array:
@@ -601,13 +617,17 @@ def method_of(node: StageNode) -> Method:
             return OFT
         case TrainableSlices():
             return TOKENS
-        case Delta():
-            scaled = isinstance(node.maker("x"), Scale)
-            stage = node.values["x"].maker("x") if scaled else node.maker("x")
-            if isinstance(stage, Kronecker | Hadamard):
-                return LOKR if isinstance(stage, Kronecker) else LOHA
-            if scaled and stage is None and len(node.target.shape) == 1:  # of a bias
-                return LORA
+        case Delta() if isinstance(_maker_of_difference(node), Kronecker):
+            return LOKR
+        case Delta() if isinstance(_maker_of_difference(node), Hadamard):
+            return LOHA
+        case Delta() if isinstance(_maker_of_difference(node), Scale) and len(node.target.shape) == 1:  # of a bias
+            return LORA
         case _:
-            pass
-    raise ValueError(f"PEFT has no equivalent of {node.stage!r}")
+            raise ValueError(f"PEFT has no equivalent of {node.stage!r}")
+
+
+def _maker_of_difference(node: StageNode) -> Any:
+    """The stage that makes a difference before it is scaled; of one whose numbers train, its scale, or None."""
+    maker = node.maker("x")
+    return node.values["x"].maker("x") or maker if isinstance(maker, Scale) else maker

@@ -6,9 +6,10 @@ each adapter.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from reparax.io._files import is_finite, read_tensors, shown
 from reparax.io._layouts import permute, read_layout
 from reparax.io._parameters import Index, Rules, pattern_of, require_known, stack_parts
 from reparax.io._peft_methods import BIAS, METHODS, selects_module
-from reparax.io._peft_row import MERGE, Adapted, Method, StoredAdapter, in_a_name, require
+from reparax.io._peft_row import MERGE, Adapted, Method, StoredAdapter, in_a_name, require_shapes
 from reparax.io._peft_target import ATTENTION, WRAPPED, Target, names_by_parameter, targets_of
 from reparax.numerics.arithmetic import is_array
 from reparax.stages.adapters import Gain
@@ -111,24 +112,10 @@ def from_peft(
         targets = targets_of(like, names, layouts, roles)
         plain = names_by_parameter(arrays, method.suffixes, config, targets)
     tensors_of, whole, lines = _sort_tensors(method, targets, {plain[name]: x for name, x in arrays.items()})
-    adapters, wholes = dict[str, dict[Index, Adapted]](), dict[str, dict[Index, Array]]()
-    for tensor, x in whole.items():
-        try:
-            target = targets[tensor].like([x])
-            require_known([target])
-            require({tensor: x}, {tensor: permute(target.shape, target.layout)})
-            whole_array = read_layout(jnp.asarray(x), target.layout).reshape(target.shape)
-            wholes.setdefault(target.path, {})[target.index] = whole_array
-        except ValueError as error:
-            lines.append(f"{targets[tensor].path}: {error}")
-    for tensor, tensors in tensors_of.items():
-        target = targets[tensor].by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
-        try:
-            adapters.setdefault(target.path, {})[target.index] = _read_array(method, target, tensors, config)
-        except ValueError as error:
-            lines.append(f"{target.path}: {error}")
+    wholes, errors_of_wholes = _read_each(_read_whole, targets, whole)
+    adapters, errors_of_adapters = _read_each(functools.partial(_read_adapter, method, config), targets, tensors_of)
     counts = Counter(target.path for target in targets.values())
-    lines = lines or [
+    lines = [*lines, *errors_of_wholes, *errors_of_adapters] or [
         *_tied_tables(adapters, like),
         *_missing_layers(counts, adapters),
         *_missing_layers(counts, wholes),
@@ -169,12 +156,26 @@ def _of_adapter(arrays: Tensors, method: Method, config: Mapping[str, Any], adap
     """The tensors of one adapter, by the names that its file has; those of a file as they are."""
     # PEFT's unused original of a module whose copy trains.
     arrays = {name: x for name, x in arrays.items() if ".original_module." not in name}
-    patterns = [re.compile(pattern) for pattern in _name_patterns(method)]
-    fits = ((name, next(filter(None, (pattern.fullmatch(name) for pattern in patterns)), None)) for name in arrays)
-    match_of_name = {name: match for name, match in fits if match}
+    patterns = _name_patterns(method)
+    matches = {name: [match for pattern in patterns if (match := re.fullmatch(pattern, name))] for name in arrays}
+    match_of_name = {name: found[0] for name, found in matches.items() if found}
     names = sorted({match[2] for match in match_of_name.values()})
     if not names and adapter is None:
         return arrays
+    adapter = _choose_adapter(names, adapter)
+    others = {name: x for name, x in arrays.items() if name not in match_of_name}
+    if bare := next((name for name in others if method.end_of(name)), None):
+        raise ValueError(
+            f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and "
+            f"{next(iter(match_of_name))!r} of a model in memory. Read them one by one."
+        )
+    tensors = {match[1] + match[3]: arrays[name] for name, match in match_of_name.items() if match[2] == adapter}
+    modules = {name.removesuffix(f".{method.end_of(name)}") for name in tensors}
+    return tensors | _tensors_beside(others, adapter, config.get("bias", "none"), modules)
+
+
+def _choose_adapter(names: Sequence[str], adapter: str | None) -> str:
+    """The name of the adapter to read: the given one, or the only one there is."""
     names_text = ", ".join(map(repr, names))
     if adapter is None and len(names) > 1:
         raise ValueError(
@@ -183,21 +184,19 @@ def _of_adapter(arrays: Tensors, method: Method, config: Mapping[str, Any], adap
     if adapter is not None and adapter not in names:
         has = f"adapters named {names_text}" if names else "no adapter's name, as in a file"
         raise ValueError(f"from_peft got adapter={shown(adapter)}, but the tensors hold {has}. Correct `adapter`.")
-    if bare := next((name for name in arrays if name not in match_of_name and method.end_of(name)), None):
-        raise ValueError(
-            f"from_peft takes the tensors of one adapter, but {bare!r} is that of a file, and "
-            f"{next(iter(match_of_name))!r} of a model in memory. Read them one by one."
-        )
-    chosen = adapter or names[0]
-    tensors = {match[1] + match[3]: arrays[name] for name, match in match_of_name.items() if match[2] == chosen}
-    modules = {name.removesuffix(f".{method.end_of(name)}") for name in tensors}
-    which_biases = config.get("bias", "none")
-    for name in [name for name in arrays if name not in match_of_name]:
-        if match := re.fullmatch(r"(.*\.modules_to_save)\.([^.]+)(\..+)", name):
-            tensors |= {match[1] + match[3]: arrays[name]} if match[2] == chosen else {}
-        elif name.endswith(".bias") and which_biases != "none":
-            is_adapted = name.removesuffix(f"{WRAPPED}.bias") in modules
-            tensors |= {name: arrays[name]} if which_biases == "all" or is_adapted else {}
+    return adapter or names[0]
+
+
+def _tensors_beside(arrays: Tensors, adapter: str, biases: str, adapted_modules: Collection[str]) -> Tensors:
+    """The tensors that train beside an adapter: modules that it saves whole, and biases, all or those of adapters."""
+    tensors: Tensors = {}
+    for name, x in arrays.items():
+        is_adapted = name.removesuffix(f"{WRAPPED}.bias") in adapted_modules
+        saved = re.fullmatch(r"(.*\.modules_to_save)\.([^.]+)(\..+)", name)
+        if saved and saved[2] == adapter:
+            tensors[saved[1] + saved[3]] = x
+        elif not saved and name.endswith(".bias") and (biases == "all" or (biases != "none" and is_adapted)):
+            tensors[name] = x
     return tensors
 
 
@@ -225,22 +224,52 @@ def _sort_tensors(
     lines = list[str]()
     for name, x in arrays.items():
         end = method.end_of(name)
-        module = name if end is None else name.removesuffix(f".{end}")
-        tensor = f"{module}.{'bias' if end == BIAS else 'weight'}"
-        tensor = module if module in targets and targets[module].n_experts else tensor
+        bank = name.removeprefix("base_model.")
+        parameter = name if end is None else _parameter_of(name, end, targets)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             lines.append(f"{name}: expected floating numbers, got {x.dtype}")
         elif not is_finite(x):
             lines.append(f"{name}: expected finite numbers, got infinite ones or NaN")
-        elif name.removeprefix("base_model.") in method.banks:
-            banks[name.removeprefix("base_model.")] = x
-        elif end is not None and tensor in targets:
-            tensors_of.setdefault(tensor, {})[end] = x
-        elif end is not None or name not in targets:
-            lines.append(f"{name}: the model has no {module if end is None else tensor}")
-        else:
+        elif bank in method.banks:
+            banks[bank] = x
+        elif parameter not in targets:
+            lines.append(f"{name}: the model has no {parameter}")
+        elif end is None:
             whole[name] = x
-    return {tensor: tensors | banks for tensor, tensors in tensors_of.items()}, whole, lines
+        else:
+            tensors_of.setdefault(parameter, {})[end] = x
+    return {parameter: tensors | banks for parameter, tensors in tensors_of.items()}, whole, lines
+
+
+def _parameter_of(name: str, end: str, targets: Mapping[str, Target]) -> str:
+    """The parameter that a tensor with this suffix adapts: a stack of experts, or a weight or a bias of a module."""
+    owner = name.removesuffix(f".{end}")
+    if owner in targets and targets[owner].n_experts:
+        return owner
+    return f"{owner}.{'bias' if end == BIAS else 'weight'}"
+
+
+def _read_each(
+    read: Callable[[Target, Any], Any], targets: Mapping[str, Target], stored: Mapping[str, Any]
+) -> tuple[dict[str, dict[Index, Any]], list[str]]:
+    """What ``read`` makes of the tensors of each parameter, by path and index, and an error for each that fails."""
+    values: dict[str, dict[Index, Any]] = {}
+    lines: list[str] = []
+    for name, tensors in stored.items():
+        target = targets[name]
+        try:
+            values.setdefault(target.path, {})[target.index] = read(target, tensors)
+        except ValueError as error:
+            lines.append(f"{target.path}: {error}")
+    return values, lines
+
+
+def _read_whole(target: Target, x: np.ndarray) -> Array:
+    """A parameter that trains whole, in our layout."""
+    target = target.like([x])
+    require_known([target])
+    require_shapes({target.tensor: x}, {target.tensor: permute(target.shape, target.layout)})
+    return read_layout(jnp.asarray(x), target.layout).reshape(target.shape)
 
 
 def _tied_tables(layers_of_path: Mapping[str, Mapping[Index, Adapted]], like: PyTree) -> list[str]:
@@ -282,24 +311,26 @@ def _stack_stages(path: str, layers: Mapping[Index, Adapted]) -> Adapted:
                 f"{first_index} and {index} have {chains}. Do not stack these."
             )
     values = {
-        name: stack_parts({index: jnp.asarray(x.values[name]) for index, x in layers.items()})
+        name: stack_parts({index: jnp.asarray(layer.values[name]) for index, layer in layers.items()})
         for name in first_layer.values
     }
     count, stages = len(first_index), list[Any](first_layer.stages)
-    axes = ((*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages)
-    return Adapted(tuple(replace(stage, stacked=x) for stage, x in zip(stages, axes, strict=True)), values)
+    stacked_axes = [(*range(count), *(axis + count for axis in list_axes(stage.stacked))) for stage in stages]
+    stacked_stages = (replace(stage, stacked=axes) for stage, axes in zip(stages, stacked_axes, strict=True))
+    return Adapted(tuple(stacked_stages), values)
 
 
-def _read_array(method: Method, target: Target, tensors: Tensors, config: Mapping[str, Any]) -> Adapted:
+def _read_adapter(method: Method, config: Mapping[str, Any], target: Target, tensors: Tensors) -> Adapted:
     """The adapter of one parameter, from its tensors."""
+    target = target.by_axes(tensors.values())  # PEFT has no adapters of transposed convolutions
     method.require_layout(target)
     method.require_matrix(target)
 
     def number(name: str | None, patterns: str) -> Any:
         """That of the first matching pattern, or the common one."""
-        of_pattern = (config.get(patterns) or {}).items()
+        by_pattern = (config.get(patterns) or {}).items()
         common = None if name is None else config.get(name)
-        return next((x for pattern, x in of_pattern if re.fullmatch(in_a_name(pattern), target.owner)), common)
+        return next((x for pattern, x in by_pattern if re.fullmatch(in_a_name(pattern), target.owner)), common)
 
     rank = number("r", "rank_pattern") or 1
     alpha = number(method.alpha, "alpha_pattern") or 0
@@ -308,15 +339,15 @@ def _read_array(method: Method, target: Target, tensors: Tensors, config: Mappin
 
 def _join_stages(layers: Mapping[str, Adapted], known_paths: Collection[str]) -> list[Parametrization]:
     """The stages of all arrays; equal stages are joined into one."""
-    groups: dict[tuple[Any, ...], list[str]] = {}
+    paths_of: dict[tuple[Any, ...], list[str]] = {}
     for path, layer in layers.items():
-        groups.setdefault(layer.stages, []).append(path)
-    stages: list[Parametrization] = []
-    for stages_of_group, paths in groups.items():
-        below = f"({'|'.join(map(re.escape, sorted(paths)))})"  # whose places are longer than all that is known
+        paths_of.setdefault(layer.stages, []).append(path)
+    joined: list[Parametrization] = []
+    for stages, paths in paths_of.items():
         arrays = pattern_of(paths, known_paths)
-        stages += [replace(x, where=arrays if x.where is None else below + x.where) for x in stages_of_group]
-    return stages
+        arrays_above = f"({'|'.join(map(re.escape, sorted(paths)))})"  # as places of values are longer than known paths
+        joined += [replace(x, where=arrays if x.where is None else arrays_above + x.where) for x in stages]
+    return joined
 
 
 def _gains_of_biases(
@@ -342,6 +373,5 @@ def _gains_of_biases(
 def _place_values(tree: PyTree, values: Mapping[str, Array]) -> PyTree:
     """A tree with these values at their paths, cast to its dtypes."""
     paths, leaves, treedef = flatten_with_names(tree)
-    texts = list(map(path_text, paths))
-    new = [values[text].astype(x.dtype) if text in values else x for text, x in zip(texts, leaves, strict=True)]
-    return treedef.unflatten(new)
+    places = zip(map(path_text, paths), leaves, strict=True)
+    return treedef.unflatten([values[path].astype(x.dtype) if path in values else x for path, x in places])

@@ -1,7 +1,6 @@
 """What a row of the table of PEFT methods is: settings that are understood, and how it reads and writes one array."""
 
 import math
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -138,7 +137,7 @@ class StoredAdapter:
 
     def values(self, parts: Mapping[str, Part]) -> dict[str, Array]:
         """The raw values of the tensors; raises an error if one is missing, unexpected or of another shape."""
-        require(self.tensors, {name: part.shape for name, part in parts.items()})
+        require_shapes(self.tensors, {name: part.shape for name, part in parts.items()})
         return {part.place: part.read(jnp.asarray(self.tensors[name])) for name, part in parts.items()}
 
 
@@ -161,26 +160,34 @@ class StageNode:
         value = self.values[name]
         return value.stage if isinstance(value, StageNode) else None
 
-    def of_one(self, *, inside: bool = False) -> "StageNode":
-        """The node for one array of a stack; ``inside`` another stage, it may act on that stage's blocks."""
+    def of_one(self, *, acts_on_blocks: bool = False) -> "StageNode":
+        """The node for one array of a stack; a stage inside of another one may act on a stack of its blocks."""
         if isinstance(self.stage, Freeze | Quantized | Tie):  # of which most methods store nothing
             return self
         stage = unstack_stage(self.stage, len(self.target.index))
-        if self.target.n_experts and not inside:
+        stage = stage if acts_on_blocks else self._unstack_experts(stage)
+        has_blocks = isinstance(stage, Rotated)
+        values = {
+            name: value.of_one(acts_on_blocks=has_blocks) if isinstance(value, StageNode) else value
+            for name, value in self.values.items()
+        }
+        return StageNode(stage, values, self.target)
+
+    def _unstack_experts(self, stage: Parametrization) -> Parametrization:
+        """The stage for one expert, or for an array that has none; refuses one that acts on a stack of another kind."""
+        if self.target.n_experts:
             if list_axes(getattr(stage, "stacked", ())) != (0,):
                 raise ValueError(
                     f"PEFT has one adapter for each expert, but {self.stage!r} acts on all "
                     f"together. Give it `stacked`, with the axis of experts"
                 )
-            stage = unstack_stage(stage, 1)
-        if getattr(stage, "stacked", ()) != () and not inside:
+            return unstack_stage(stage, 1)
+        if getattr(stage, "stacked", ()) != ():
             raise ValueError(
                 f"PEFT has one adapter for each layer, but {self.stage!r} acts on a stack. Give the layers names with "
                 f"{{i}} by `names`, such as 'layers.{{i}}.weight'"
             )
-        blocks = isinstance(stage, Rotated)
-        values = {name: x.of_one(inside=blocks) if isinstance(x, StageNode) else x for name, x in self.values.items()}
-        return StageNode(stage, values, self.target)
+        return stage
 
     def at(self, place: str) -> Any:
         """The array at a place such as ``@gain/g``, or the node at one such as ``@gain/w/@freeze``.
@@ -285,29 +292,30 @@ class Method:
           ValueError: If a setting is not understood and has a value other than a neutral one, which means "none", or
             if its value is not one of those that are understood.
         """
-        set_values = {key: value for key, value in config.items() if value is not None}
-        known = [*self.settings.items(), ("any", _COMMON)]
-        words = self.words | ({"bias": ("none", "all", self.biases)} if self.biases else {})
-        kinds = {key: kind for kind, keys in known for key in keys.split()}
-        wrong: list[str] = []
-        for key, value in set_values.items():
-            if key in words:
-                fits = shown(value).lower() in [repr(word).lower() for word in words[key]]
-                takes = ""
-            else:
-                is_one, takes = _KINDS[kinds[key]] if key in kinds else (operator.not_, "")
-                fits = is_one(value)
-            if takes and not fits:
-                raise ValueError(
-                    f"from_peft takes {takes} as {key} of {self.name}, but got {shown(value)}. Correct `config`."
-                )
-            wrong += [] if fits else [f"{key}={shown(value)}"]
+        values = {key: value for key, value in config.items() if value is not None}
+        wrong = [f"{key}={shown(value)}" for key, value in values.items() if not self._is_understood(key, value)]
         if wrong:
             raise ValueError(f"from_peft has no stage for {self.name} with {', '.join(wrong)}. {MERGE}")
-        return {**self.defaults, **set_values}
+        return {**self.defaults, **values}
+
+    def _is_understood(self, key: str, value: Any) -> bool:
+        """Whether a setting is known, or neutral; raises an error for a value that PEFT itself does not take."""
+        words = self.words | ({"bias": ("none", "all", self.biases)} if self.biases else {})
+        if key in words:
+            return shown(value).lower() in [repr(word).lower() for word in words[key]]
+        known = [*self.settings.items(), ("any", _COMMON)]
+        kinds = {name: kind for kind, names in known for name in names.split()}
+        if key not in kinds:
+            return not value
+        fits, expected = _KINDS[kinds[key]]
+        if not fits(value):
+            raise ValueError(
+                f"from_peft takes {expected} as {key} of {self.name}, but got {shown(value)}. Correct `config`."
+            )
+        return True
 
 
-def require(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def require_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuses tensors that are missing, unexpected, or of another shape."""
     lines = [f"{name} is missing, expected shape {shape}" for name, shape in shapes.items() if name not in tensors]
     lines += [f"{name} is unexpected" for name in tensors if name not in shapes]

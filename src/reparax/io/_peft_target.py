@@ -62,19 +62,19 @@ class Target(Entry):
         return "kernel" if self.layout in ("conv1d", "embedding") else self.layout
 
     @property
-    def out(self) -> int:
+    def output_axis(self) -> int:
         """The axis of the outputs, in our array."""
         return axis_order(self.adapter_layout, len(self.shape))[0]
 
     @property
-    def ins(self) -> tuple[int, ...]:
+    def input_axes(self) -> tuple[int, ...]:
         """All other axes of our array."""
-        return tuple(axis for axis in range(len(self.shape)) if axis != self.out)
+        return tuple(axis for axis in range(len(self.shape)) if axis != self.output_axis)
 
     @property
     def outputs(self) -> int:
         """How many outputs there are."""
-        return self.shape[self.out]
+        return self.shape[self.output_axis]
 
     @property
     def ones(self) -> tuple[int, ...]:
@@ -84,29 +84,33 @@ class Target(Entry):
     @property
     def sides(self) -> dict[str, Any]:
         """The arguments for a stage whose rows are the inputs; none for an array ``(in, out)`` whose name says it."""
-        ins, out = self.ins, self.out
-        named = convention_by_name(self.path.rpartition("/")[2]).axes
-        return {} if (ins, out) == ((0,), 1) and named else {"rows": ins[0] if len(ins) == 1 else ins, "columns": out}
+        inputs, output = self.input_axes, self.output_axis
+        is_named = convention_by_name(self.path.rpartition("/")[2]).axes
+        if is_named and (inputs, output) == ((0,), 1):
+            return {}
+        return {"rows": inputs[0] if len(inputs) == 1 else inputs, "columns": output}
 
     def require_rows(self, stage: Any) -> None:
         """Refuses a stage whose rows are not the inputs."""
         ndim = len(self.shape)
-        axes_of_sides = (None if axes is None else list_axes(axes) for axes in (stage.rows, stage.columns))
-        rows, columns = (None if axes is None else {axis % ndim for axis in axes} for axes in axes_of_sides)
-        inputs = rows if rows is not None else set(range(ndim)) - (columns if columns is not None else {ndim - 1})
-        if inputs != set(self.ins):
+        if stage.rows is not None:
+            rows = {axis % ndim for axis in list_axes(stage.rows)}
+        else:
+            columns = list_axes(-1 if stage.columns is None else stage.columns)
+            rows = set(range(ndim)) - {axis % ndim for axis in columns}
+        if rows != set(self.input_axes):
             raise ValueError(
-                f"PEFT has adapters from inputs to outputs (rows={self.ins}, columns={self.out}), but no equivalent of "
-                f"{stage!r}"
+                f"PEFT has adapters from inputs to outputs (rows={self.input_axes}, columns={self.output_axis}), but "
+                f"no equivalent of {stage!r}"
             )
 
     def read_inputs(self, factor: Array) -> Array:
         """Converts PEFT's factor (rank, in, *kernel) to ours: input axes in our order, the rank last."""
-        return jnp.moveaxis(read_layout(factor, self.adapter_layout), self.out, -1)
+        return jnp.moveaxis(read_layout(factor, self.adapter_layout), self.output_axis, -1)
 
     def write_inputs(self, factor: Array) -> Array:
         """Converts our factor to PEFT's."""
-        return write_layout(jnp.moveaxis(factor, -1, self.out), self.adapter_layout)
+        return write_layout(jnp.moveaxis(factor, -1, self.output_axis), self.adapter_layout)
 
     def inputs_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of PEFT's factor."""
@@ -114,7 +118,7 @@ class Target(Entry):
 
     def flip(self, matrix: Any) -> Any:
         """Converts a matrix (out, in) to ours, or back, or its shape: transposed unless our outputs are first too."""
-        if self.out == 0:
+        if self.output_axis == 0:
             return matrix
         return matrix[::-1] if isinstance(matrix, tuple) else matrix.T
 
@@ -140,17 +144,17 @@ def wrapper_names(targets: Iterable[Target]) -> dict[str, str]:
     for target in targets:
         targets_of_module.setdefault(target.module, []).append(target)
     names: dict[str, str] = {}
-    for module, targets_there in targets_of_module.items():
-        rules_given = {target.rule for target in targets_there} - {None}
-        if len(targets_there) > 1 and len(rules_given) < len(targets_there):
-            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in targets_there)
+    for module, siblings in targets_of_module.items():
+        rules_given = {target.rule for target in siblings} - {None}
+        if len(siblings) > 1 and len(rules_given) < len(siblings):
+            rules = ", ".join(f"{target.path!r}: {target.tensor!r}" for target in siblings)
             raise ValueError(
                 f"PEFT adapts several parameters of {module!r} without recording which is which, in the order of the "
                 f"module. Give each its own rule in that order, such as names={{{rules}}}."
             )
         # PEFT wraps the module once for each parameter, and the last one of them stands outside.
-        innermost_last = sorted(targets_there, key=lambda target: target.rule or 0, reverse=True)
-        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(innermost_last)}
+        outermost_first = sorted(siblings, key=lambda target: target.rule or 0, reverse=True)
+        names |= {target.tensor: module + WRAPPED * depth for depth, target in enumerate(outermost_first)}
     return names
 
 
@@ -158,8 +162,33 @@ def names_by_parameter(
     names: Collection[str], ends: tuple[str, ...], config: Mapping[str, Any], targets: Mapping[str, Target]
 ) -> dict[str, str]:
     """For each name of a file the plain one, in which a stack of experts stands for its wrapper."""
-    chosen = tuple(f".{name}" for name in config.get("target_parameters") or ())
-    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(chosen)]
+    parameters = _adapted_parameters(config, targets)
+    tensor_of_wrapper = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
+    plain_names: dict[str, str] = {}
+    tensors_used: set[str] = set()
+    for name in names:
+        end = next((end for end in ends if name.endswith(f".{end}")), None)
+        tensor = None if end is None else tensor_of_wrapper.get(_plain_wrapper(name.removesuffix(f".{end}")))
+        if tensor is not None:
+            tensors_used.add(tensor)
+        plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
+    if missing := sorted(set(tensor_of_wrapper.values()) - tensors_used):
+        raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
+    return plain_names
+
+
+def _plain_wrapper(wrapper: str) -> str:
+    """The name of a wrapper, with that of its module without PEFT's prefix."""
+    module = wrapper
+    while module.endswith(WRAPPED):
+        module = module.removesuffix(WRAPPED)
+    return plain_name(module) + wrapper.removeprefix(module)
+
+
+def _adapted_parameters(config: Mapping[str, Any], targets: Mapping[str, Target]) -> list[Target]:
+    """The parameters that a configuration lists to adapt by themselves: matrices, and stacks of experts."""
+    endings = tuple(f".{name}" for name in config.get("target_parameters") or ())
+    parameters = [target for target in targets.values() if f".{target.tensor}".endswith(endings)]
     for target in parameters:
         if not target.n_experts and (len(target.shape) != 2 or not target.tensor.endswith(".weight")):
             raise ValueError(
@@ -168,18 +197,4 @@ def names_by_parameter(
                 f"torch, 'experts:conv1d' for (experts, in, out) in both, or 'experts:same' for (experts, out, in) in "
                 f"both."
             )
-    owners = {wrapper: tensor for tensor, wrapper in wrapper_names(parameters).items()}
-    plain_names = dict[str, str]()
-    tensors_used = set[str]()
-    for name in names:
-        end = next((end for end in ends if name.endswith(f".{end}")), None)
-        wrapper = name.removesuffix(f".{end}")
-        module = wrapper
-        while module.endswith(WRAPPED):
-            module = module.removesuffix(WRAPPED)
-        tensor = owners.get(plain_name(module) + wrapper.removeprefix(module)) if end else None
-        tensors_used |= {tensor} if tensor else set()
-        plain_names[name] = f"{tensor}.{end}" if tensor and targets[tensor].n_experts else plain_name(name)
-    if missing := sorted(set(owners.values()) - tensors_used):
-        raise ValueError(f"target_parameters lists {missing[0]!r}, but the file has no tensors for it.")
-    return plain_names
+    return parameters

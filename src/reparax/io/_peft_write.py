@@ -192,7 +192,12 @@ def _method_at(tensor: str, nodes: Mapping[str, StageNode], targets: Targets) ->
             raise ValueError("PEFT multiplies a bias by the factors of its outputs. Tie the two gains")
         return None
     bias, axis = f"{target.module}.bias", node.stage.axis
-    if isinstance(axis, int) and axis % len(target.shape) == target.out and bias in targets and bias not in nodes:
+    if (
+        isinstance(axis, int)
+        and axis % len(target.shape) == target.output_axis
+        and bias in targets
+        and bias not in nodes
+    ):
         raise ValueError(
             f"PEFT also multiplies {targets[bias].path!r} by the factors of its outputs. Give it a tied Gain"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,27 +94,11 @@ def from_quantized(
     arrays = read_tensors("from_quantized", state_dict, "dict", "Read the file with `safetensors.numpy.load_file`.")
     with locate_errors("from_quantized"):
         entries = list_entries(like, names, layouts)
-        tensors_of = {entry: _tensors_of(entry, arrays, config) for entry in entries}
-        require_known(
-            entry.like(x for _, x in tensors_of_entry.values())
-            for entry, tensors_of_entry in tensors_of.items()
-            if tensors_of_entry
-        )
-    stages = dict[str, Quantized]()
-    values = dict[str, dict[Index, Array]]()
-    lines = list[str]()
-    names_used = set[str]()
-    for entry, tensors_of_entry in tensors_of.items():
-        names_used |= {name for name, _ in tensors_of_entry.values()}
-        try:
-            stage, raw_values = _read_parameter(entry, {end: x for end, (_, x) in tensors_of_entry.items()}, config)
-        except ValueError as error:
-            lines.append(f"{entry.tensor}: {error}")
-            continue
-        if stage is not None and stages.setdefault(entry.path, stage) != stage:
-            lines.append(f"{entry.tensor}: its layers have several formats. Give each a parameter of its own")
-        for end, x in raw_values.items():
-            values.setdefault(f"{entry.path}{end}", {})[entry.index] = x
+        names_of = {entry: _names_of(entry, arrays, config) for entry in entries}
+        tensors_of = {entry: {end: arrays[name] for end, name in of_end.items()} for entry, of_end in names_of.items()}
+        require_known(entry.like(tensors.values()) for entry, tensors in tensors_of.items() if tensors)
+    stages, parts_of_path, lines = _read_parameters(tensors_of, config)
+    names_used = {name for name_of_end in names_of.values() for name in name_of_end.values()}
     lines += [f"{name}: the model has no parameter for it" for name in sorted(arrays.keys() - names_used)]
     if lines or not stages:
         text = "\n  ".join(lines or ["it holds no quantized weight"])
@@ -122,15 +106,10 @@ def from_quantized(
             f"from_quantized: the file does not fit this model:\n  {text}\nCorrect `like`, `names` or `layouts`. If "
             f"they fit, quantize the model again, without the layers whose form is not read."
         )
-    paths_of: dict[Quantized, list[str]] = {}
-    for path, stage in stages.items():
-        paths_of.setdefault(stage, []).append(path)
-    known = {entry.path for entry in entries}
-    p = Chain(tuple(replace(stage, where=pattern_of(paths, known)) for stage, paths in paths_of.items()))
-    p = p.stages[0] if len(p.stages) == 1 else p
+    p = _chain_of(stages, {entry.path for entry in entries})
+    raw_arrays = {path: stack_parts(parts) for path, parts in parts_of_path.items()}
     paths, leaves, treedef = flatten_with_names(jax.eval_shape(p.init, like))
-    arrays_by_path = {path: stack_parts(parts) for path, parts in values.items()}
-    return p, treedef.unflatten([arrays_by_path.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
+    return p, treedef.unflatten([raw_arrays.get(path_text(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _require_method(config: Any) -> None:
@@ -148,28 +127,56 @@ def _require_method(config: Any) -> None:
         )
 
 
-def _tensors_of(entry: Entry, arrays: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The tensors of a parameter: their names, and their numbers, by what comes after the name of its module."""
+def _names_of(entry: Entry, names: Collection[str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the names that are a parameter's, by what comes after the name of its module."""
     if config["quant_method"] == "gguf":
-        return {"data": (entry.tensor, arrays[entry.tensor])} if entry.tensor in arrays else {}
+        return {"data": entry.tensor} if entry.tensor in names else {}
     module, _, ending = entry.tensor.rpartition(".")
     if ending != "weight":
         ends = ("", *(MXFP4 if config["quant_method"] == "mxfp4" else ()))
-        return {f"{ending}{end}": (name, arrays[name]) for end in ends if (name := f"{entry.tensor}{end}") in arrays}
+        return {f"{ending}{end}": f"{entry.tensor}{end}" for end in ends if f"{entry.tensor}{end}" in names}
     start = f"{module}." if module else ""
-    tensors_of_module = {name.removeprefix(start): (name, x) for name, x in arrays.items() if name.startswith(start)}
-    known_ends = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
-    return {
-        end: pair
-        for end, pair in tensors_of_module.items()
-        if end in known_ends or re.fullmatch(r"weight([._].*)?", end)
-    }
+    names_of_module = {name.removeprefix(start): name for name in names if name.startswith(start)}
+    return {end: name for end, name in names_of_module.items() if end in _ENDS or re.fullmatch(r"weight([._].*)?", end)}
+
+
+_ENDS = {"qweight", "qzeros", "scales", "g_idx", "SCB", "weight_format", "input_global_scale", "input_scale"}
+"""What the names of a quantized weight's tensors end with, besides those that begin with ``weight``."""
+
+
+def _read_parameters(
+    tensors_of: Mapping[Entry, Tensors], config: Mapping[str, Any]
+) -> tuple[dict[str, Quantized], dict[str, dict[Index, Array]], list[str]]:
+    """The stages by path, the parts of raw arrays by path and index, and an error for each tensor that fails."""
+    stages: dict[str, Quantized] = {}
+    parts_of_path: dict[str, dict[Index, Array]] = {}
+    lines: list[str] = []
+    for entry, tensors in tensors_of.items():
+        try:
+            stage, raw_values = _read_parameter(entry, tensors, config)
+        except ValueError as error:
+            lines.append(f"{entry.tensor}: {error}")
+            continue
+        if stage is not None and stages.setdefault(entry.path, stage) != stage:
+            lines.append(f"{entry.tensor}: its layers have several formats. Give each a parameter of its own")
+        for end, x in raw_values.items():
+            parts_of_path.setdefault(f"{entry.path}{end}", {})[entry.index] = x
+    return stages, parts_of_path, lines
+
+
+def _chain_of(stages: Mapping[str, Quantized], known_paths: Collection[str]) -> Parametrization:
+    """The chain of these stages, given by path, where one acts on all arrays with equal ones."""
+    paths_of: dict[Quantized, list[str]] = {}
+    for path, stage in stages.items():
+        paths_of.setdefault(stage, []).append(path)
+    joined = [replace(stage, where=pattern_of(paths, known_paths)) for stage, paths in paths_of.items()]
+    return joined[0] if len(joined) == 1 else Chain(tuple(joined))
 
 
 def _read_parameter(
     entry: Entry, tensors: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[Quantized | None, dict[str, Array]]:
-    """The stage of a parameter, if it is stored, and its raw values, by the ends of their paths."""
+    """The stage of a parameter, if it is quantized, and its raw values, by the ends of their paths."""
     shape = permute(entry.shape, entry.layout)
     if not tensors:
         raise ValueError("there is no tensor for it")
@@ -177,21 +184,36 @@ def _read_parameter(
     if matrix is None:
         x = _read_plain(entry, tensors, shape, config)
         return None, {"": read_layout(jnp.asarray(x), entry.layout).reshape(entry.shape).astype(entry.dtype)}
-    numbers = FORMATS[matrix.format].numbers
-    is_transposed = _output_axis(entry) == 1
-    *experts, _, ins = matrix.values["q"].shape
-    if ins % group_of_codes(numbers.bits)[0]:
-        raise ValueError(f"its {ins} inputs of {numbers.bits} bits do not fill whole bytes")
-    turn = {name for name, x in matrix.values.items() if is_transposed and x.ndim > 1}
-    values = {name: jnp.asarray(x.swapaxes(-1, -2) if name in turn else x) for name, x in matrix.values.items()}
-    values["q"] = pack(values["q"], numbers.bits, len(experts) + (not is_transposed))
-    block = None if matrix.block in (None, FORMATS[matrix.format].block, ins) else matrix.block
-    by_output = FORMATS[matrix.format].block is None and block is None
-    axes = _output_axis(entry) if by_output or not is_transposed else None
-    stacked = tuple(range(len(entry.index) + len(experts)))
-    format: Any = matrix.format
-    stage = Quantized(format, block_size=block, axis=axes, desc_act="order" in values, stacked=stacked)
-    return stage, {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
+    values = _values_in_layout(matrix, is_transposed=_output_axis(entry) == 1)
+    return _stage_of(matrix, entry), {f"/@quantized/@fixed/{name}": x for name, x in values.items()}
+
+
+def _values_in_layout(matrix: Matrix, *, is_transposed: bool) -> dict[str, Array]:
+    """The raw values of a stored matrix, ``(in, out)`` if it is transposed here, with codes that share bytes."""
+    bits = FORMATS[matrix.format].numbers.bits
+    inputs = matrix.values["q"].shape[-1]
+    if inputs % group_of_codes(bits)[0]:
+        raise ValueError(f"its {inputs} inputs of {bits} bits do not fill whole bytes")
+    arrays = matrix.values.items()
+    values = {name: jnp.asarray(x.swapaxes(-1, -2) if is_transposed and x.ndim > 1 else x) for name, x in arrays}
+    input_axis = values["q"].ndim - (2 if is_transposed else 1)
+    return {**values, "q": pack(values["q"], bits, input_axis)}
+
+
+def _stage_of(matrix: Matrix, entry: Entry) -> Quantized:
+    """The stage that makes a parameter of the values of a stored matrix."""
+    *experts, _, inputs = matrix.values["q"].shape
+    name: Any = matrix.format
+    usual_block, output_axis = FORMATS[name].block, _output_axis(entry)
+    block = None if matrix.block in (None, usual_block, inputs) else matrix.block
+    has_scale_by_output = usual_block is None and block is None
+    return Quantized(
+        name,
+        block_size=block,
+        axis=output_axis if has_scale_by_output or output_axis == 0 else None,
+        desc_act="order" in matrix.values,
+        stacked=tuple(range(len(entry.index) + len(experts))),
+    )
 
 
 def _read_matrix(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
@@ -213,8 +235,8 @@ def _read_plain(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: 
     x = tensors.get("data" if config["quant_method"] == "gguf" else entry.tensor.rpartition(".")[2])
     if x is None:
         raise ValueError("there is no tensor for it")
-    halves = config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16"
-    if halves and x.dtype == np.uint8 and x.shape == (*shape[:-1], 2 * math.prod(shape[-1:])):
+    is_bfloat16 = config["quant_method"] == "gguf" and config["types"][entry.tensor] == "BF16"
+    if is_bfloat16 and x.dtype == np.uint8 and x.shape == (*shape[:-1], 2 * math.prod(shape[-1:])):
         x = np.ascontiguousarray(x).view(jnp.bfloat16)
     if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"expected floating numbers of shape {shape}, got {x.dtype.name}{list(x.shape)}")

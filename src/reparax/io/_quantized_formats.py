@@ -103,24 +103,26 @@ def gptq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) ->
     bits = _require_bits(config, (2, 3, 4, 8), "2, 3, 4 or 8")
     size = _group_size(config, inputs)
     groups = -(-inputs // max(size, 1))
-    codes = _read_words(tensors, "qweight", (inputs, outputs), bits, 0, "inputs")
-    zeros = _read_words(tensors, "qzeros", (groups, outputs), bits, 1, "outputs")
-    scales = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
-    zero_offset = config.get("checkpoint_format", "gptq") != "gptq_v2"
-    zero = (zeros.astype(np.int32) + zero_offset).astype(scales.dtype)
-    values = _in_order({"q": codes.T, "scale": scales.T, "zero": zero.T}, tensors, "g_idx", size)
+    q = _read_words(tensors, "qweight", (inputs, outputs), bits, 0, "inputs")
+    stored_zero = _read_words(tensors, "qzeros", (groups, outputs), bits, 1, "outputs")
+    scale = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
+    zero_offset = 0 if config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
+    zero = (stored_zero.astype(np.int32) + zero_offset).astype(scale.dtype)
+    values = _in_order({"q": q.T, "scale": scale.T, "zero": zero.T}, tensors, "g_idx", size)
     return Matrix(f"uint{bits}", size, values)
 
 
 def _in_order(values: dict[str, np.ndarray], tensors: Tensors, name: str, size: int) -> dict[str, np.ndarray]:
     """Values whose inputs are in the order of their scales, and where each input is, if that is another order."""
     inputs = values["q"].shape[1]
-    scale = take_tensor(tensors, name, (inputs,), "int32", "int64") if name in tensors else np.full(inputs, -1)
-    if np.all(scale == -1):  # compressed-tensors says so where there is no order
+    if name not in tensors:
         return values
-    if not np.array_equal(np.sort(scale), np.arange(inputs) // size):
+    group_of_input = take_tensor(tensors, name, (inputs,), "int32", "int64")
+    if np.all(group_of_input == -1):  # compressed-tensors says so where there is no order
+        return values
+    if not np.array_equal(np.sort(group_of_input), np.arange(inputs) // size):
         raise ValueError(f"expected each scale for {size} inputs in {name!r}, got other counts")
-    order = np.argsort(scale, kind="stable")
+    order = np.argsort(group_of_input, kind="stable")
     if np.array_equal(order, np.arange(inputs)):
         return values
     return {**values, "q": values["q"][:, order], "order": np.argsort(order).astype(np.int32)}
@@ -136,37 +138,47 @@ def awq(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> 
         raise ValueError(f"expected version 'gemm' in the configuration, got {shown(config['version'])}")
     size = _group_size(config, inputs)
     groups = count_whole_parts(inputs, size, "group_size")
-    scales = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
+    scale = take_tensor(tensors, "scales", (groups, outputs), *_SCALES)
+    q = _read_awq_words(tensors, "qweight", (inputs, outputs), bits)
+    zero = _read_awq_words(tensors, "qzeros", (groups, outputs), bits).astype(scale.dtype)
+    return Matrix("uint4", size, {"q": q.T, "scale": scale.T, "zero": zero.T})
 
-    def numbers(name: str, rows: int) -> np.ndarray:
-        apart = _read_words(tensors, name, (rows, outputs), bits, 1, "outputs").reshape(rows, -1, 8)
-        return apart[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(rows, outputs)  # the inverse of that order
 
-    zero = numbers("qzeros", groups).astype(scales.dtype)
-    return Matrix("uint4", size, {"q": numbers("qweight", inputs).T, "scale": scales.T, "zero": zero.T})
+def _read_awq_words(tensors: Tensors, name: str, shape: tuple[int, int], bits: int) -> np.ndarray:
+    """The numbers in words of AWQ along the outputs, put back in order."""
+    words = _read_words(tensors, name, shape, bits, 1, "outputs").reshape(shape[0], -1, 8)
+    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(shape)
 
 
 def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, Any]) -> Matrix | None:
-    """bitsandbytes: NF4 by blocks of the flat matrix, whose scales may be rounded too; or int8 by rows.
+    """bitsandbytes: NF4 by blocks of the flat matrix, or int8 by rows; None for another format."""
+    del config
+    if "SCB" in tensors:
+        q = take_tensor(tensors, "weight", shape, "int8")
+        scale = take_tensor(tensors, "SCB", shape[:1], "float32")[:, None] * np.float32(1 / 127)
+        return Matrix("int8", None, {"q": q, "scale": scale})
+    if _NF4_STATE in tensors:
+        return _nf4(tensors, shape)
+    if other_state := next((name for name in tensors if ".quant_state." in name), None):
+        raise ValueError(f"expected numbers of nf4, got {other_state!r}")
+    return None
+
+
+_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def _nf4(tensors: Tensors, shape: tuple[int, int]) -> Matrix:
+    """NF4 of bitsandbytes: two codes in a byte, the first in the high half, and scales, which may be rounded too.
 
     Blocks may go over the ends of rows, and the last one may be short. Their scales are then repeated, one for each run
     of inputs that lies in one block wherever its row begins.
     """
-    del config
     outputs, inputs = shape
-    if "SCB" in tensors:
-        q = take_tensor(tensors, "weight", shape, "int8")
-        scale = take_tensor(tensors, "SCB", (outputs,), "float32")[:, None] * np.float32(1 / 127)
-        return Matrix("int8", None, {"q": q, "scale": scale})
-    if _NF4_STATE not in tensors:
-        if other_state := next((name for name in tensors if ".quant_state." in name), None):
-            raise ValueError(f"expected numbers of nf4, got {other_state!r}")
-        return None
     state = _read_json(tensors[_NF4_STATE])
     size = state.get("blocksize")
     if not is_size(size) or state.get("shape") != list(shape):
-        got = f"{shown(size)} and {shown(state.get('shape'))}"
-        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {_NF4_STATE!r}, got {got}")
+        found = f"{shown(size)} and {shown(state.get('shape'))}"
+        raise ValueError(f"expected a blocksize and the shape {list(shape)} in {_NF4_STATE!r}, got {found}")
     if inputs % 2:
         raise ValueError(f"its {inputs} inputs are an odd number, and two numbers of nf4 along the inputs share a byte")
     if not np.array_equal(take_tensor(tensors, "weight.quant_map", (16,), "float32"), np.asarray(NF4, np.float32)):
@@ -179,17 +191,14 @@ def bitsandbytes(tensors: Tensors, shape: tuple[int, int], config: Mapping[str, 
     return Matrix("nf4", run, {"q": codes, "scale": scale[block_of_run]})
 
 
-_NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-
-
 def _absmax(tensors: Tensors, state: Mapping[str, Any], blocks: int) -> np.ndarray:
     """The scale of each block: a number, or a code in a table, times the unit of many blocks, plus an offset."""
     if "weight.nested_absmax" not in tensors:
         return take_tensor(tensors, "weight.absmax", (blocks,), "float32")
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if not is_size(size) or offset is None or not is_number(offset):
-        got = f"{shown(size)} and {shown(offset)}"
-        raise ValueError(f"expected a nested_blocksize and a nested_offset in {_NF4_STATE!r}, got {got}")
+        found = f"{shown(size)} and {shown(offset)}"
+        raise ValueError(f"expected a nested_blocksize and a nested_offset in {_NF4_STATE!r}, got {found}")
     table = take_tensor(tensors, "weight.nested_quant_map", (256,), "float32")
     units = take_tensor(tensors, "weight.nested_absmax", (-(-blocks // size),), "float32")
     codes = take_tensor(tensors, "weight.absmax", (blocks,), "uint8")
@@ -305,9 +314,10 @@ def _bits_of_groups(config: Mapping[str, Any]) -> int:
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = (group.get("weights") for group in groups if isinstance(group, Mapping))
     all_bits: list[Any] = [x.get("num_bits") for x in weights if isinstance(x, Mapping)]
-    if not all_bits or any(type(x) is not int or x != all_bits[0] for x in all_bits) or all_bits[0] not in range(1, 9):
-        raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
-    return all_bits[0]
+    for bits in range(1, 9):
+        if all_bits and all(type(x) is int and x == bits for x in all_bits):
+            return bits
+    raise ValueError(f"expected one number of bits, from 1 to 8, in config_groups, got {shown(all_bits)}")
 
 
 def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

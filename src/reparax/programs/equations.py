@@ -13,6 +13,10 @@ Axes = tuple[Sequence[int], Sequence[int]]
 """Axes of the left and of the right operand, in pairs."""
 
 
+KINDS: dict[str, "type[View]"] = {}
+"""The class of the views of each primitive that has its own."""
+
+
 @dataclass(frozen=True, eq=False)
 class View:
     """An equation of any kind. Its subclasses say what is particular to theirs; this one stands for all others.
@@ -23,8 +27,13 @@ class View:
 
     eqn: JaxprEqn
 
-    names: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[tuple[str, ...]]
     """The primitives of this kind."""
+
+    def __init_subclass__(cls, names: tuple[str, ...]) -> None:
+        """Makes a kind of these primitives known."""
+        cls.names = names
+        KINDS.update(dict.fromkeys(names, cls))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, View) and self._compared == other._compared
@@ -73,15 +82,11 @@ class Setting(Generic[T]):
 # ---- sums over axes of two operands, and parts of one where the other says
 
 
-class Dot(View):
-    """A ``jax.lax.dot_general``.
+class Dot(View, names=("dot_general",)):
+    """A ``jax.lax.dot_general``."""
 
-    Attributes:
-      precision: The precision of both operands, or an algorithm.
-    """
-
-    names = ("dot_general",)
     precision = Setting[Any]()
+    """The precision of both operands, or an algorithm."""
 
     @property
     def contracting(self) -> Axes:
@@ -94,17 +99,14 @@ class Dot(View):
         return self.eqn.params["dimension_numbers"][1]
 
 
-class RaggedDot(View):
+class RaggedDot(View, names=("ragged_dot_general",)):
     """A ``jax.lax.ragged_dot_general``: a product of matrices for each group of entries along an axis of the first.
 
     The third operand holds how many entries each group has. Entries beyond all groups give zeros.
-
-    Attributes:
-      precision: The precision of both operands, or an algorithm.
     """
 
-    names = ("ragged_dot_general",)
     precision = Setting[Any]()
+    """The precision of both operands, or an algorithm."""
 
     @property
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
@@ -147,21 +149,17 @@ class RaggedDot(View):
         return *batch, *kind[: list(kind).index(self.ragged)]
 
 
-class Conv(View):
-    """A ``jax.lax.conv_general_dilated``.
+class Conv(View, names=("conv_general_dilated",)):
+    """A ``jax.lax.conv_general_dilated``."""
 
-    Attributes:
-      dimension_numbers: Where batch, features and places stand in the data, the kernel and the output.
-      feature_group_count: The number of groups of input features, each with its own kernels.
-      batch_group_count: The number of groups of examples, each with its own kernels.
-      precision: The precision of both operands.
-    """
-
-    names = ("conv_general_dilated",)
     dimension_numbers = Setting[lax.ConvDimensionNumbers]()
+    """Where batch, features and places stand in the data, the kernel and the output."""
     feature_group_count = Setting[int]()
+    """The number of groups of input features, each with its own kernels."""
     batch_group_count = Setting[int]()
+    """The number of groups of examples, each with its own kernels."""
     precision = Setting[Any]()
+    """The precision of both operands."""
 
     @property
     def window(self) -> dict[str, Any]:
@@ -169,21 +167,17 @@ class Conv(View):
         return {name: self.eqn.params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
 
 
-class Gather(View):
-    """A ``jax.lax.gather``: slices of the first operand, at the places in the second.
+class Gather(View, names=("gather",)):
+    """A ``jax.lax.gather``: slices of the first operand, at the places in the second."""
 
-    Attributes:
-      dimension_numbers: Where the axes of the operands stand in the output.
-      mode: What happens beyond the operand.
-      fill_value: What stands beyond the operand; None for the default of the dtype.
-      slice_sizes: The size of a slice along each axis of the operand.
-    """
-
-    names = ("gather",)
     dimension_numbers = Setting[lax.GatherDimensionNumbers]()
+    """Where the axes of the operands stand in the output."""
     mode = Setting[lax.GatherScatterMode]()
+    """What happens beyond the operand."""
     fill_value = Setting[Any]()
+    """What stands beyond the operand; None for the default of the dtype."""
     slice_sizes = Setting[Sequence[int]]()
+    """The size of a slice along each axis of the operand."""
 
     @property
     def hints(self) -> dict[str, bool]:
@@ -231,33 +225,23 @@ class Gather(View):
 # ---- reductions along axes
 
 
-class Reduce(View):
-    """A reduction along axes: of one of these kinds if it is no sum.
+class Reduce(View, names=("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")):
+    """A reduction along axes: of one of these kinds if it is no sum."""
 
-    Attributes:
-      axes: The axes that go.
-    """
-
-    names = ("reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod")
     axes = Setting[Sequence[int]]()
+    """The axes that go."""
 
 
-class ReduceSum(Reduce):
+class ReduceSum(Reduce, names=("reduce_sum",)):
     """A ``jax.lax.reduce_sum``."""
 
-    names = ("reduce_sum",)
 
-
-class ReduceIndex(Reduce):
+class ReduceIndex(Reduce, names=("argmax", "argmin")):
     """The place of the largest or smallest entry along axes."""
 
-    names = ("argmax", "argmin")
 
-
-class ReduceWindow(View):
+class ReduceWindow(View, names=("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")):
     """A reduction of windows, such as pooling."""
-
-    names = ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
 
     @property
     def keeps(self) -> Sequence[bool]:
@@ -269,32 +253,22 @@ class ReduceWindow(View):
         return [size == stride == dilation == 1 and tuple(pad) == (0, 0) for size, stride, pad, dilation in settings]
 
 
-class Cumulative(View):
-    """A reduction of all entries up to each along an axis.
+class Cumulative(View, names=("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")):
+    """A reduction of all entries up to each along an axis."""
 
-    Attributes:
-      axis: The axis along which it goes.
-    """
-
-    names = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
     axis = Setting[int]()
+    """The axis along which it goes."""
 
 
-class Sort(View):
-    """A ``jax.lax.sort``: all operands in the order of the first ones.
+class Sort(View, names=("sort",)):
+    """A ``jax.lax.sort``: all operands in the order of the first ones."""
 
-    Attributes:
-      axis: The axis along which it sorts.
-    """
-
-    names = ("sort",)
     axis = Setting[int]("dimension")
+    """The axis along which it sorts."""
 
 
-class TopK(View):
+class TopK(View, names=("top_k",)):
     """A ``jax.lax.top_k``: the largest entries along an axis, and their places."""
-
-    names = ("top_k",)
 
     @property
     def axis(self) -> int:
@@ -306,26 +280,18 @@ class TopK(View):
 # ---- moves: entries change their places, are repeated, or some are taken
 
 
-class Transpose(View):
-    """A ``jax.lax.transpose``.
+class Transpose(View, names=("transpose",)):
+    """A ``jax.lax.transpose``."""
 
-    Attributes:
-      permutation: For each axis of the output, that of the operand.
-    """
-
-    names = ("transpose",)
     permutation = Setting[Sequence[int]]()
+    """For each axis of the output, that of the operand."""
 
 
-class Reshape(View):
-    """A ``jax.lax.reshape``.
+class Reshape(View, names=("reshape",)):
+    """A ``jax.lax.reshape``."""
 
-    Attributes:
-      new_sizes: The new shape.
-    """
-
-    names = ("reshape",)
     new_sizes = Setting[Sequence[int]]()
+    """The new shape."""
 
     @property
     def dimensions(self) -> Sequence[int] | None:
@@ -333,10 +299,8 @@ class Reshape(View):
         return self.eqn.params.get("dimensions")
 
 
-class Squeeze(View):
+class Squeeze(View, names=("squeeze",)):
     """A ``jax.lax.squeeze``."""
-
-    names = ("squeeze",)
 
     @property
     def dimensions(self) -> Sequence[int]:
@@ -344,23 +308,17 @@ class Squeeze(View):
         return [i % self.operands[0].aval.ndim for i in self.eqn.params["dimensions"]]
 
 
-class Broadcast(View):
-    """A ``jax.lax.broadcast_in_dim``.
+class Broadcast(View, names=("broadcast_in_dim",)):
+    """A ``jax.lax.broadcast_in_dim``."""
 
-    Attributes:
-      shape: The new shape.
-      broadcast_dimensions: For each axis of the operand, that of the output.
-    """
-
-    names = ("broadcast_in_dim",)
     shape = Setting[Sequence[int]]()
+    """The new shape."""
     broadcast_dimensions = Setting[Sequence[int]]()
+    """For each axis of the operand, that of the output."""
 
 
-class Slice(View):
+class Slice(View, names=("slice",)):
     """A ``jax.lax.slice``."""
-
-    names = ("slice",)
 
     @property
     def bounds(self) -> Iterable[tuple[int, int, int]]:
@@ -369,26 +327,18 @@ class Slice(View):
         return zip(starts, limits, self.eqn.params["strides"] or (1,) * len(starts), strict=True)
 
 
-class DynamicSlice(View):
-    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts.
+class DynamicSlice(View, names=("dynamic_slice",)):
+    """A ``jax.lax.dynamic_slice``; the operands after the first are the starts."""
 
-    Attributes:
-      slice_sizes: The size along each axis.
-    """
-
-    names = ("dynamic_slice",)
     slice_sizes = Setting[Sequence[int]]()
+    """The size along each axis."""
 
 
-class SplitAxis(View):
-    """A ``jax.lax.split``.
+class SplitAxis(View, names=("split",)):
+    """A ``jax.lax.split``."""
 
-    Attributes:
-      axis: The axis that is split.
-    """
-
-    names = ("split",)
     axis = Setting[int]()
+    """The axis that is split."""
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -396,251 +346,177 @@ class SplitAxis(View):
         return [int(n) for n in self.eqn.params["sizes"]]
 
 
-class Reverse(View):
-    """A ``jax.lax.rev``.
+class Reverse(View, names=("rev",)):
+    """A ``jax.lax.rev``."""
 
-    Attributes:
-      dimensions: The axes whose entries change their order.
-    """
-
-    names = ("rev",)
     dimensions = Setting[Sequence[int]]()
+    """The axes whose entries change their order."""
 
 
-class ReadInStep(View):
+class ReadInStep(View, names=("reparax_read",)):
     """An array that is read in a step: ``numerics/tie.py``."""
 
-    names = ("reparax_read",)
 
+class Vary(View, names=("pvary",)):
+    """An array marked as varying over the shards of a ``jax.shard_map``."""
 
-class Vary(View):
-    """An array marked as varying over the shards of a ``jax.shard_map``.
-
-    Attributes:
-      axes: The mesh axes.
-    """
-
-    names = ("pvary",)
     axes = Setting[Sequence[str]]()
+    """The mesh axes."""
 
 
-class Iota(View):
-    """A ``jax.lax.broadcasted_iota``.
+class Iota(View, names=("iota",)):
+    """A ``jax.lax.broadcasted_iota``."""
 
-    Attributes:
-      shape: The shape.
-      dimension: The axis along which it counts.
-    """
-
-    names = ("iota",)
     shape = Setting[Sequence[int]]()
+    """The shape."""
     dimension = Setting[int]()
+    """The axis along which it counts."""
 
 
-class Concatenate(View):
-    """A ``jax.lax.concatenate``.
+class Concatenate(View, names=("concatenate",)):
+    """A ``jax.lax.concatenate``."""
 
-    Attributes:
-      dimension: The axis along which the operands follow each other.
-    """
-
-    names = ("concatenate",)
     dimension = Setting[int]()
+    """The axis along which the operands follow each other."""
 
 
-class Stack(View):
-    """Arrays along a new axis.
+class Stack(View, names=("stack",)):
+    """Arrays along a new axis."""
 
-    Attributes:
-      axis: The new axis.
-    """
-
-    names = ("stack",)
     axis = Setting[int]()
+    """The new axis."""
 
 
-class Unstack(View):
-    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this.
+class Unstack(View, names=("unstack",)):
+    """Arrays of which each is one index along an axis; since jax 0.11.1, loops over an array are this."""
 
-    Attributes:
-      axis: The axis that goes.
-    """
-
-    names = ("unstack",)
     axis = Setting[int]()
+    """The axis that goes."""
 
 
-class Pad(View):
-    """A ``jax.lax.pad``.
+class Pad(View, names=("pad",)):
+    """A ``jax.lax.pad``."""
 
-    Attributes:
-      padding: For each axis how many entries are added before, behind and between.
-    """
-
-    names = ("pad",)
     padding = Setting[Sequence[tuple[int, int, int]]]("padding_config")
+    """For each axis how many entries are added before, behind and between."""
 
 
-class DynamicUpdateSlice(View):
+class DynamicUpdateSlice(View, names=("dynamic_update_slice",)):
     """A ``jax.lax.dynamic_update_slice``: the second operand replaces part of the first."""
 
-    names = ("dynamic_update_slice",)
 
-
-class Barrier(View):
+class Barrier(View, names=("optimization_barrier",)):
     """A ``jax.lax.optimization_barrier``: its operands as they are."""
 
-    names = ("optimization_barrier",)
 
+class Named(View, names=("name",)):
+    """A ``jax.ad_checkpoint.checkpoint_name``."""
 
-class Named(View):
-    """A ``jax.ad_checkpoint.checkpoint_name``.
-
-    Attributes:
-      name: The name of the value.
-    """
-
-    names = ("name",)
     name = Setting[str]()
+    """The name of the value."""
 
 
 # ---- each entry from the same entries of the operands
 
 
-class Pointwise(View):
-    """An equation that computes each entry from the same entries; this one takes longer than a sum, or is rare."""
-
-    names = (
+class Pointwise(
+    View,
+    names=(
         *("rem", "pow", "shift_right_arithmetic", "clamp", "nextafter", "real", "imag", "complex", "conj"),
         *("exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "tanh", "logistic"),
         *("erf", "erfc", "erf_inv", "sin", "cos", "tan", "floor", "ceil", "round", "reduce_precision"),
-    )
+    ),
+):
+    """An equation that computes each entry from the same entries; this one takes longer than a sum, or is rare."""
 
 
-class Add(Pointwise):
+class Add(Pointwise, names=("add", "add_any")):
     """A sum of two arrays; derivatives have a primitive of their own for it."""
 
-    names = ("add", "add_any")
 
-
-class Subtract(Pointwise):
+class Subtract(Pointwise, names=("sub",)):
     """A difference of two arrays."""
 
-    names = ("sub",)
 
-
-class Multiply(Pointwise):
+class Multiply(Pointwise, names=("mul",)):
     """A product, entry by entry."""
 
-    names = ("mul",)
 
-
-class Divide(Pointwise):
+class Divide(Pointwise, names=("div",)):
     """A quotient, entry by entry."""
 
-    names = ("div",)
 
-
-class Negate(Pointwise):
+class Negate(Pointwise, names=("neg",)):
     """The numbers with the other sign."""
 
-    names = ("neg",)
 
-
-class Arithmetic(Pointwise):
-    """Another operation that takes about as long as a sum, also one on bits, or a comparison."""
-
-    names = (
+class Arithmetic(
+    Pointwise,
+    names=(
         *("max", "min", "abs", "sign", "is_finite", "square", "integer_pow", "eq", "ne", "lt", "le", "gt", "ge"),
         *("and", "or", "xor", "not", "shift_left", "shift_right_logical"),
-    )
+    ),
+):
+    """Another operation that takes about as long as a sum, also one on bits, or a comparison."""
 
 
-class Select(Pointwise):
+class Select(Pointwise, names=("select_n",)):
     """A ``jax.lax.select_n``: entries of the operands after the first, as this says."""
 
-    names = ("select_n",)
 
+class ConvertType(Pointwise, names=("convert_element_type",)):
+    """A ``jax.lax.convert_element_type``."""
 
-class ConvertType(Pointwise):
-    """A ``jax.lax.convert_element_type``.
-
-    Attributes:
-      new_dtype: The dtype of the output.
-    """
-
-    names = ("convert_element_type",)
     new_dtype = Setting[Any]()
+    """The dtype of the output."""
 
 
-class Bitcast(Pointwise):
+class Bitcast(Pointwise, names=("bitcast_convert_type",)):
     """A ``jax.lax.bitcast_convert_type``."""
 
-    names = ("bitcast_convert_type",)
 
-
-class StopGradient(Pointwise):
+class StopGradient(Pointwise, names=("stop_gradient",)):
     """A ``jax.lax.stop_gradient``."""
 
-    names = ("stop_gradient",)
 
-
-class Copy(Pointwise):
+class Copy(Pointwise, names=("copy",)):
     """A copy of an array."""
-
-    names = ("copy",)
 
 
 # ---- equations that hold programs
 
 
-class Jit(View):
-    """A call of ``jax.jit``.
+class Jit(View, names=("jit",)):
+    """A call of ``jax.jit``."""
 
-    Attributes:
-      name: The name of the function.
-    """
-
-    names = ("jit",)
     name = Setting[str]()
+    """The name of the function."""
 
 
-class CustomJvp(View):
+class CustomJvp(View, names=("custom_jvp_call",)):
     """A call of a ``jax.custom_jvp``."""
 
-    names = ("custom_jvp_call",)
 
+class Checkpoint(View, names=("remat2",)):
+    """A call of ``jax.checkpoint``."""
 
-class Checkpoint(View):
-    """A call of ``jax.checkpoint``.
-
-    Attributes:
-      policy: What may be stored.
-      prevent_cse: Whether the compiler must compute again what was computed before.
-    """
-
-    names = ("remat2",)
     policy = Setting[Any]()
+    """What may be stored."""
     prevent_cse = Setting[Any]()
+    """Whether the compiler must compute again what was computed before."""
 
 
-class Scan(View):
-    """A ``jax.lax.scan``.
+class Scan(View, names=("scan",)):
+    """A ``jax.lax.scan``."""
 
-    Attributes:
-      length: The number of steps.
-      reverse: Whether the last slices are taken first.
-    """
-
-    names = ("scan",)
     length = Setting[int]()
+    """The number of steps."""
     reverse = Setting[bool]()
+    """Whether the last slices are taken first."""
 
 
-class While(View):
+class While(View, names=("while",)):
     """A ``jax.lax.while_loop``."""
-
-    names = ("while",)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -648,21 +524,15 @@ class While(View):
         return self.eqn.params["cond_nconsts"], self.eqn.params["body_nconsts"]
 
 
-class Cond(View):
+class Cond(View, names=("cond",)):
     """A ``jax.lax.switch`` or ``cond``."""
 
-    names = ("cond",)
 
+class ShardMap(View, names=("shard_map",)):
+    """A ``jax.shard_map``."""
 
-class ShardMap(View):
-    """A ``jax.shard_map``.
-
-    Attributes:
-      in_specs: The partition spec of each operand.
-    """
-
-    names = ("shard_map",)
     in_specs = Setting[Sequence[Any]]()
+    """The partition spec of each operand."""
 
     @property
     def mesh_shape(self) -> Mapping[str, int]:
@@ -671,14 +541,6 @@ class ShardMap(View):
 
 
 # ---- the kind of an equation
-
-
-def _with_subclasses(kind: type[View]) -> list[type[View]]:
-    """A class of views and all that are derived from it."""
-    return [kind, *(each for derived in kind.__subclasses__() for each in _with_subclasses(derived))]
-
-
-KINDS: dict[str, type[View]] = {name: kind for kind in _with_subclasses(View) for name in kind.names}
 
 
 def view_class_of(eqn: JaxprEqn) -> type[View]:
