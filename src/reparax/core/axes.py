@@ -51,7 +51,7 @@ def check_optional_axes(axes: Any, who: str, name: str) -> Axes | None:
 
 def check_features(axes: Any, who: str, name: str) -> Axes | None:
     """Like :func:`check_optional_axes`, but ``"each"`` is allowed, for each number of the array."""
-    return EACH if _is_each(axes) else check_optional_axes(axes, who, name)
+    return EACH if _is_given_as(axes, EACH) else check_optional_axes(axes, who, name)
 
 
 def check_slices(axes: Any, who: str, name: str) -> Axes:
@@ -61,7 +61,7 @@ def check_slices(axes: Any, who: str, name: str) -> Axes:
             f"{who} got {name}=None, which means the whole array elsewhere, but acts on single weights or on slices. "
             f"Write {name}='each' for single weights, the default."
         )
-    return EACH if _is_each(axes) else check_axes(axes, who, name)
+    return EACH if _is_given_as(axes, EACH) else check_axes(axes, who, name)
 
 
 def check_axis(axis: Any, who: str, name: str) -> Axis:
@@ -73,17 +73,17 @@ def check_axis(axis: Any, who: str, name: str) -> Axis:
 
 def check_along(axes: Any, who: str, name: str) -> Axes | None:
     """Like :func:`check_optional_axes`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_last(axes) else check_optional_axes(axes, who, name)
+    return LAST if _is_given_as(axes, LAST) else check_optional_axes(axes, who, name)
 
 
 def check_one_along(axis: Any, who: str, name: str) -> Axis:
     """Like :func:`check_axis`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_last(axis) else check_axis(axis, who, name)
+    return LAST if _is_given_as(axis, LAST) else check_axis(axis, who, name)
 
 
 def check_channels(axes: Any, who: str, name: str) -> Axes | None:
     """Like :func:`check_features`, but ``"last"`` is allowed, the default."""
-    return LAST if _is_last(axes) else check_features(axes, who, name)
+    return LAST if _is_given_as(axes, LAST) else check_features(axes, who, name)
 
 
 def check_front_axes(axes: Any, who: str, name: str) -> Axes:
@@ -144,14 +144,9 @@ def _is_axis(value: object) -> bool:
     return (isinstance(value, str) and value not in (EACH, LAST)) or is_whole(value)
 
 
-def _is_each(axes: object) -> bool:
-    """Whether axes are given as ``"each"``; a comparison with an array would not be a bool."""
-    return isinstance(axes, str) and axes == EACH
-
-
-def _is_last(axes: object) -> bool:
-    """Whether axes are given as ``"last"``."""
-    return isinstance(axes, str) and axes == LAST
+def _is_given_as(axes: object, text: str) -> bool:
+    """Whether axes are given as ``"each"`` or ``"last"``; a comparison with an array would not be a bool."""
+    return isinstance(axes, str) and axes == text
 
 
 def _as_tuple(axes: Axes) -> tuple[Axis, ...]:
@@ -239,7 +234,7 @@ def why_axes_do_not_fit(axes: Any, w: Array, field: str) -> str | None:
 
 def last_to_number(axes: Axes | None) -> Any:
     """``axes`` with a number in place of ``"last"``."""
-    return -1 if _is_last(axes) else axes
+    return -1 if _is_given_as(axes, LAST) else axes
 
 
 def count_from_front(axes: Axes | None, w: Array) -> tuple[int, ...]:

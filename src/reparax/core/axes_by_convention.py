@@ -89,7 +89,7 @@ def axes_in_words(stage: Any, bound: Any, convention: Convention) -> str:
         return ""
     shown = used or {"rows": 0, "columns": 1}
     if bound.stacked != ():
-        shown |= {"stacked": bound.stacked}
+        shown = shown | {"stacked": bound.stacked}
     return f"{', '.join(f'{name}={x}' for name, x in shown.items())} ({_source_of_axes(stage, used, convention)})"
 
 

@@ -47,10 +47,9 @@ def visit_with_roles(
 def _inherit_roles(roles_of_params: Roles, tree: PyTree, origins: Origins) -> dict[Names, Role]:
     """The role of each array of ``tree`` that follows a parameter, from those of the parameters."""
     roles = dict[Names, Role]()
-    arrays = {place: x for place, x in items(tree) if is_array(x)}
-    for place, x in arrays.items():
-        source, axes = origins[place]
-        if source in roles_of_params:
+    for place, x in items(tree):
+        if is_array(x) and origins[place][0] in roles_of_params:
+            source, axes = origins[place]
             roles[place] = roles_of_params[source].of_value(axes, x.shape, x.dtype)
     return roles
 
@@ -157,13 +156,14 @@ def _split_by_axes(stage: Any, axes_of_leaves: Iterable[tuple[Leaf, Mapping[str,
     Axes by path are those of arrays, and both factors of one, for example, have its path.
     """
     axes_of_path = dict[str, list[Mapping[str, Any]]]()
-    parts = dict[int, list[Leaf]]()
+    leaves_of_part = dict[int, list[Leaf]]()
     for leaf, axes in axes_of_leaves:
         known_axes = axes_of_path.setdefault(leaf.path, [])
         if axes not in known_axes:
             known_axes.append(axes)
-        parts.setdefault(known_axes.index(axes), []).append(leaf)
-    return [_stage_at(stage, leaves) for leaves in parts.values()] if len(parts) > 1 else []
+        part = known_axes.index(axes)  # the first axes of each path are those of the first stage, and so on
+        leaves_of_part.setdefault(part, []).append(leaf)
+    return [_stage_at(stage, leaves) for leaves in leaves_of_part.values()] if len(leaves_of_part) > 1 else []
 
 
 def _stage_at(stage: Any, leaves: Sequence[Leaf]) -> Any:
@@ -182,10 +182,10 @@ def _fields_in_words(stage: Any) -> dict[str, Any]:
 
 def unset_fields(stage: Any) -> dict[str, Any]:
     """The fields of axes with a meaning in networks that nobody set, with that meaning."""
-    if not (words := stage.by_roles):
+    if not stage.by_roles:
         return {}
     defaults = {field.name: field.default for field in fields(stage)}
-    return {name: word for name, word in words.items() if getattr(stage, name) == defaults[name]}
+    return {name: word for name, word in stage.by_roles.items() if getattr(stage, name) == defaults[name]}
 
 
 def _asks_stacked(stage: Any) -> bool:
@@ -193,11 +193,12 @@ def _asks_stacked(stage: Any) -> bool:
     if are_words(stage.stacked):
         return True
     words = _fields_in_words(stage)
-    other_axes = (getattr(stage, name) for name in stage._axis_fields if name not in words)
-    # Axes by number count all axes of the array, as nobody set ``stacked``.
-    by_number = any(axes not in (None, EACH, LAST, ()) for axes in other_axes)
-    counts_all = by_number or any(are_words(axes, (STACKED,)) for axes in words.values())
-    return stage.stacked == () and not counts_all and (bool(words) or not stage.elementwise)
+    if stage.stacked != () or (stage.elementwise and not words):
+        return False
+    # Axes by number, and those that are called stacked, count all axes of the array, as nobody set ``stacked``.
+    if any(are_words(axes, (STACKED,)) for axes in words.values()):
+        return False
+    return all(getattr(stage, name) in (None, EACH, LAST, ()) for name in stage._axis_fields if name not in words)
 
 
 def _stacked_axes(stage: Any, leaf: Leaf, role: Role | None) -> Any:

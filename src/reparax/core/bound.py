@@ -123,8 +123,7 @@ class Bound:
         order = {**self.stage.raw_values, **values}
         fixed = [value for value in order if value in values and value_of(self.stage.raw_values, value).fixed]
         placed = {(*node, value): x for value, x in values.items() if value not in fixed}
-        placed |= {(*node, FIXED, value): values[value] for value in fixed}
-        return placed or {node: {}}
+        return (placed | {(*node, FIXED, value): values[value] for value in fixed}) or {node: {}}
 
 
 Waiting = dict[Names, tuple[Bound, Array]]
@@ -353,7 +352,7 @@ def _change_values(
         bounds = stage.bind(method, effective.before(stages[i + 1 :]))
         arrays = dict(effective.arrays)
         for bound in bounds:
-            types_of(bound, effective)
+            types_of(bound, effective)  # an error if the formula does not take the raw values
         for bound, values in zip(bounds, values_of_stage(i, bounds, effective), strict=False):
             for name, values_of_one in values.items():
                 arrays |= {bound.values[name][value]: x for value, x in values_of_one.items()}

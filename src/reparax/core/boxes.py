@@ -94,10 +94,8 @@ def _around_all(node: Mapping[str, Any]) -> Any:
     parts, treedef = jax.tree.flatten(node, is_leaf=_is_part)
     contents = [value_in(part) if _is_part(part) else part for part in parts]
     values = treedef.unflatten([{} if isinstance(x, tuple) else x for x in contents])
-    for box, content in zip(parts, contents, strict=True):
-        if not _is_part(box):
-            continue
-        if _is_unnamed_variable(box) or isinstance(content, tuple):  # of a place without a value of its own
+    for box in filter(_is_part, parts):
+        if _is_unnamed_variable(box) or isinstance(value_in(box), tuple):  # of a place without a value of its own
             return box.replace(values)
         names = _stated_entries(box)
         if isinstance(names, PartNames):

@@ -356,8 +356,7 @@ class Parametrization(Static, ABC):
           {'in': 'in', 'out': 'in'}
         """
         require_no_raw(CallName(self, "raw_paths"), params, "Pass `params`.")
-        raw = types_of_result(with_any_key(self.init), params)
-        bindings = provenance_of(self, raw).bindings
+        bindings = provenance_of(self, types_of_result(with_any_key(self.init), params)).bindings
         sources_of_stages = [dict(chain(*(bound.copies.items() for bound in bounds))) for _, bounds in bindings]
 
         def owner(path: str) -> str:

@@ -122,9 +122,9 @@ def _outer_marker(content: dict[str, str]) -> str:
     return path_below.split("/")[0] if path_below else "a plain array"
 
 
-def _short_description(content: dict[str, str]) -> str:
-    """A short description of a parameter: its outermost marker, or the type of the plain array."""
-    return content.get("") or _outer_marker(content)
+def _short_description(content: dict[str, str]) -> str | None:
+    """The outermost marker of a parameter, or the type of the plain array; None if it is not there."""
+    return (content.get("") or _outer_marker(content)) if content else None
 
 
 def describe_as_stored(x: Any) -> str:
@@ -143,10 +143,8 @@ def _list_differences(raw: PyTree, like: PyTree, init: Callable[[PyTree], PyTree
 
 def _list_at(parameter: str, found: dict[str, str], expected: dict[str, str]) -> list[str]:
     """A line for a parameter that is missing, unexpected or of another stage; else one for each value that differs."""
-    if not found:
-        return [_difference(parameter, None, _short_description(expected))]
-    if not expected:
-        return [_difference(parameter, _short_description(found), None)]
+    if not found or not expected:
+        return [_difference(parameter, _short_description(found), _short_description(expected))]
     found_mark, expected_mark = _outer_marker(found), _outer_marker(expected)
     if found_mark != expected_mark:
         return [_difference(parameter, found_mark, expected_mark)]

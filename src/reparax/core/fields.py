@@ -254,7 +254,8 @@ def _with_plain_values(init: Callable[..., None]) -> Callable[..., None]:
 def _explain_wrong_arguments(init: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """What is wrong with the arguments of a class, of which the first is an object; None if they fit it."""
     cls: Any = type(args[0])
-    if (wrong := wrong_arguments(init, args[1:], kwargs, skip=1)) is None:
+    wrong = wrong_arguments(init, args[1:], kwargs, skip=1)
+    if wrong is None:
         return None
     defaults = {field.name: field.default for field in config.declared_fields(cls) if field.init}
     if unknown := [name for name in kwargs if name not in defaults]:

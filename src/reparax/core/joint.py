@@ -180,10 +180,10 @@ class Joint(Leafwise):
         """The arrays of one group, from the raw values of all of them."""
         effective = map_stacked(self.stacked_axes, self.apply_leaves)(_as_dicts(values))
         if not self.changes_type:
-            self._require_start(values, effective)
+            self._require_fit(values, effective)
         return effective
 
-    def _require_start(self, values: RawValues, effective: Mapping[str, Any]) -> None:
+    def _require_fit(self, values: RawValues, effective: Mapping[str, Any]) -> None:
         """Requires values of the shapes that ``init`` gives for such arrays, unless it needs their numbers."""
         with suppress(jax.errors.JAXTypeError, jax.errors.JAXIndexError):
             types = {name: type_of(w) for name, w in effective.items()}
@@ -194,26 +194,26 @@ class Joint(Leafwise):
     def _update_at(self, bound: Bound, values: RawValues, grads: Mapping[str, Any], key: Array | None) -> RawValues:
         """The fixed values of the arrays that ``update_leaves`` changes."""
 
-        def update(values: checks.Leaves) -> checks.Leaves:
+        def checked_update(values: checks.Leaves) -> checks.Leaves:
             new_values = self.update_leaves(values)
             checks.require_names("update_leaves", "the new values of", new_values, values)
             for name, new_values_of_one in new_values.items():
                 checks.require_update("update_leaves", self, values[name], new_values_of_one)
             return new_values
 
-        return map_stacked(self.stacked_axes, update)(_as_dicts(values))
+        return map_stacked(self.stacked_axes, checked_update)(_as_dicts(values))
 
     def _number_at(self, bound: Bound, formula: str, values: RawValues) -> Array:
         """The penalty of one group; a Joint has no log-determinant, and 0 in its place."""
         if formula != "penalty":
             return jnp.zeros(())
 
-        def penalty(values: checks.Leaves) -> Array:
+        def checked_penalty(values: checks.Leaves) -> Array:
             number = self.penalty_leaves(values)
             checks.require_number("penalty_leaves", number)
             return number
 
-        return map_stacked(self.stacked_axes, penalty)(_as_dicts(values))
+        return map_stacked(self.stacked_axes, checked_penalty)(_as_dicts(values))
 
     def _with_axes(self, tree: Flat, roles: Mapping[Names, Role]) -> list[Any]:
         """The stage with its stacked axes as numbers, which are the same in all groups."""

@@ -56,12 +56,12 @@ class Keys:
         """A key for each pair of number and path; None for each without a key."""
         key_of_site: dict[tuple[int, str], jax.Array] = {}
         for number in {number for number, _ in sites}:
-            sites_of_number = [site for site in sites if site[0] == number]
-            batch = self.of_arrays(kind, number, [path for _, path in sites_of_number])
+            paths = [path for site_number, path in sites if site_number == number]
+            batch = self.of_arrays(kind, number, paths)
             if batch is not None:
                 # Where nothing is traced, one at a time: a program of many results is slow to compile.
-                keys_of_batch = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
-                key_of_site |= zip(sites_of_number, keys_of_batch, strict=True)
+                keys_of_paths = batch if isinstance(batch, Tracer) else (batch[i] for i in range(len(batch)))
+                key_of_site |= {(number, path): key for path, key in zip(paths, keys_of_paths, strict=True)}
         return [key_of_site.get(site) for site in sites]
 
 

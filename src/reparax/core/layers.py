@@ -73,8 +73,7 @@ class Convention:
         Raises:
           ValueError: If the array does not fit.
         """
-        n_front = len(shape) - len(self.axes) if self.is_class else 0
-        front = stacked or tuple(range(n_front))
+        front = stacked or tuple(range(len(shape) - len(self.axes) if self.is_class else 0))
         axes = [axis for axis in range(len(shape)) if axis not in front]
         sizes = tuple(shape[axis] for axis in axes)
         if not self.axes or len(axes) != len(self.axes) or (self.sizes and not _fit(sizes, self.sizes)):

@@ -193,9 +193,12 @@ class Leafwise(Parametrization):
                 raise ValueError(
                     f"expected {name} for {leaf.path!r}, got {name}={axes!r}. Add an expression that matches it."
                 )
-        numbers = self._varying_fields.keys() - self._axes_by_path.keys() if typical else ()
-        stage = (replace(self, **dict.fromkeys(numbers, TYPICAL)) if numbers else self).for_array(leaf.path, w)
-        return with_axes_by_convention(stage, leaf, w, typical=typical)._with_numbered_axes(self.names_at(leaf))
+        stage = self
+        if typical:
+            number_fields = self._varying_fields.keys() - self._axes_by_path.keys()
+            stage = replace(self, **dict.fromkeys(number_fields, TYPICAL))
+        stage = with_axes_by_convention(stage.for_array(leaf.path, w), leaf, w, typical=typical)
+        return stage._with_numbered_axes(self.names_at(leaf))
 
     def _with_numbered_axes(self, names: AxisNames | None) -> Self:
         """This stage with numbers in place of axis names, for an array whose axes have these ``names``."""
@@ -225,8 +228,8 @@ class Leafwise(Parametrization):
         """The arrays that the stage takes, each with the stage as it acts on it; but for ``init``, by types."""
         leaves = tree.leaves(bases=self._takes_base)
         if method != "init":
-            for leaf in filter(lambda leaf: is_array(leaf.content), leaves):
-                leaf.content = type_of(leaf.content)
+            for leaf in leaves:
+                leaf.content = type_of(leaf.content) if is_array(leaf.content) else leaf.content
         return [(leaf, self._checked_for(method, leaf)) for leaf in self._selected(method, leaves)]
 
     def _checked_for(self, method: str, leaf: Leaf) -> Self:
@@ -278,9 +281,9 @@ class Leafwise(Parametrization):
             return self._acts_by_default(who, leaf, array_at, stacked_at or self._stacked_at)
 
         chosen = choose(who, self.where, leaves, acts_by_default, array_at)
+        if not chosen and self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
+            return []
         if not chosen:
-            if self._may_select_nothing and self.where is None and any(leaf.is_there for leaf in leaves):
-                return []
             raise chose_nothing_error(who, self.where, leaves, self.stacked)
         chosen = without_unmatched(who, self._varying_fields, chosen)
         # In the body of a scan over the layers, no array has their axis any more.

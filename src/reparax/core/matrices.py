@@ -73,6 +73,17 @@ class Layout:
         """How many axes are merged to one of a matrix."""
         return {"rows": len(self.rows), "columns": len(self.columns)}.get(axis, 1)
 
+    def with_sizes_of(self, name: str, axes: tuple[str, ...], x: Array) -> Layout:
+        """The layout with the sizes of a raw value too; an error if they are not those of other values."""
+        ndim = sum(map(self.count, axes))
+        if x.ndim != ndim:
+            raise ValueError(f"expected {name} of {ndim} axes, got one of shape {x.shape}: {OTHER_CHAIN}")
+        sizes = dict(self.sizes)
+        for axis, size in zip(axes, self.sizes_of(axes, x), strict=True):
+            if sizes.setdefault(axis, size) != size:
+                raise ValueError(f"expected {name} of {sizes[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+        return replace(self, sizes=sizes)
+
     def sizes_of(self, axes: tuple[str, ...], x: Array) -> list[tuple[int, ...]]:
         """For each axis of a raw value the sizes that are merged to it."""
         ends = [*accumulate(map(self.count, axes), initial=0)]
@@ -211,15 +222,8 @@ class RowsAndColumns(MatrixAxes):
             sizes = {"rows": tuple(aligned.shape[i] for i in rows), "columns": tuple(aligned.shape[i] for i in columns)}
         layout = Layout(rows, columns, sizes)
         for name, x in arrays.items():
-            axes = self._axes_of_value(name)
-            if not axes:
-                continue
-            ndim = sum(map(layout.count, axes))
-            if x.ndim != ndim:
-                raise ValueError(f"expected {name} of {ndim} axes, got one of shape {x.shape}: {OTHER_CHAIN}")
-            for axis, size in zip(axes, layout.sizes_of(axes, x), strict=True):
-                if sizes.setdefault(axis, size) != size:
-                    raise ValueError(f"expected {name} of {sizes[axis]} as {axis}, got {size}: {OTHER_CHAIN}")
+            if axes := self._axes_of_value(name):
+                layout = layout.with_sizes_of(name, axes, x)
         return layout
 
     def _count_axes(self, values: Mapping[str, Array]) -> int:

@@ -111,7 +111,7 @@ def _trace_doublings(init: Init, params: PyTree) -> Iterator[tuple[Shapes, Shape
     working = list[Length]()
     waiting = list[Length]()  # those that were refused: a square matrix takes two lengths together
     for length in sorted({length for shape in original[0].values() for length in _lengths(shape)}, reverse=True):
-        for together in ([*waiting, length], [length]) if waiting else ([length],):
+        for together in dict.fromkeys([(*waiting, length), (length,)]):  # one, if none are waiting
             shapes = trace_if_possible([*working, *together])
             if shapes is not None:
                 yield shapes

@@ -579,8 +579,7 @@ def _describe_wrong_values(mark: str, content: Any) -> str:
     if FIXED in content and not fixed_values:
         return f"found no values under {FIXED!r}. Restore the whole raw tree."
     all_values = {**content, **fixed_values}
-    name = next(name for name, x in all_values.items() if not is_array(x) and name != FIXED)
-    x = all_values[name]
+    name, x = next((name, x) for name, x in all_values.items() if not is_array(x) and name != FIXED)
     found = f"a tree with {', '.join(map(repr, x))}" if isinstance(x, Mapping) else type(x).__name__
     return f"expected an array as {name!r}, got {found}: {_explain_other(x)}"
 
