@@ -71,7 +71,8 @@ def to_peft(
         provenance = provenance_of(weights.deterministic, raw)
         targets = targets_of(provenance.effective, names, layouts, roles)
     nodes, free, lines = _sort_arrays(provenance, targets)
-    written_by_method = _write_nodes(nodes, targets, lines)
+    written_by_method, errors_of_nodes = _write_nodes(nodes, targets)
+    lines += errors_of_nodes
     tokens = written_by_method.pop(TOKENS.name, {}) if LORA.name in written_by_method else {}
     method = _only_method(written_by_method, lines)
     written = written_by_method[method.name]
@@ -94,8 +95,9 @@ def to_peft(
     return dict(sorted((tensors | beside).items())), config | config_beside
 
 
-def _write_nodes(nodes: Mapping[str, StageNode], targets: Targets, lines: list[str]) -> dict[str, dict[str, Written]]:
-    """What PEFT stores of each adapted tensor, by the method; adds an error for each that it does not have."""
+def _write_nodes(nodes: Mapping[str, StageNode], targets: Targets) -> tuple[dict[str, dict[str, Written]], list[str]]:
+    """What PEFT stores of each adapted tensor, by the method, and an error for each that it does not have."""
+    lines: list[str] = []
     written_by_method: dict[str, dict[str, Written]] = {}
     for tensor, node in nodes.items():
         try:
@@ -104,7 +106,7 @@ def _write_nodes(nodes: Mapping[str, StageNode], targets: Targets, lines: list[s
                 written_by_method.setdefault(method.name, {})[tensor] = _write_node(method, node)
         except ValueError as error:
             lines.append(f"{targets[tensor].path}: {error}")
-    return written_by_method
+    return written_by_method, lines
 
 
 def _only_method(names: Collection[str], lines: Sequence[str]) -> Method:
