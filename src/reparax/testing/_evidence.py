@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import all_leaves
 
 from reparax.core.bound import Stages, apply_all, init_all, mean_stages
@@ -54,53 +55,75 @@ def compiled_fold(p: Parametrization, raw: PyTree) -> PyTree:
     return compiled_apply(p.deterministic, raw, None)
 
 
+class RoundTrip(NamedTuple):
+    """A tree, and what ``init`` and then ``apply`` of a stage make of it."""
+
+    tree: PyTree
+    result: PyTree
+
+
 @compiled
-def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[tuple[PyTree, PyTree]], ...]:
-    """What each stage of a chain gives back, alone, with what it got: of the starts for ``params``, and of its image.
-
-    The last stage comes first.
-    """
-
-    def opened(stage: Parametrization, tree: PyTree) -> PyTree:
-        return init_all((stage,), tree, key)
-
-    def closed(stage: Parametrization, tree: PyTree) -> PyTree:
-        return apply_raw(mean_stages([stage]), tree)
-
-    starts = list[tuple[PyTree, PyTree]]()
-    images = list[tuple[PyTree, PyTree]]()
+def compiled_stages(p: Parametrization, params: PyTree, key: Array) -> tuple[list[RoundTrip], list[RoundTrip]]:
+    """The round trips of each stage alone, the last one first: of its start for ``params``, and of its own image."""
+    starts = list[RoundTrip]()
+    images = list[RoundTrip]()
     tree = params
     for stage in reversed(stages_of(p)):
-        raw = opened(stage, tree)
-        starts.append((closed(stage, raw), tree))
-        point = closed(stage, _moved(raw))
-        if jax.tree.leaves(partition(raw)[1]):
-            point = closed(stage, opened(stage, point))
-        images.append((closed(stage, opened(stage, point)), point))
+        raw = init_all((stage,), tree, key)
+        starts.append(RoundTrip(tree, _apply_mean(stage, raw)))
+        point = _apply_mean(stage, _move_traced(raw))
+        if jax.tree.leaves(partition(raw)[1]):  # fixed values belong to the point from which they were made
+            point = _apply_mean(stage, init_all((stage,), point, key))
+        images.append(RoundTrip(point, _apply_mean(stage, init_all((stage,), point, key))))
         tree = raw
     return starts, images
 
 
-def _moved(raw: PyTree) -> PyTree:
+def _apply_mean(stage: Parametrization, raw: PyTree) -> PyTree:
+    """What a stage alone makes of a raw tree, without noise."""
+    return apply_raw(mean_stages([stage]), raw)
+
+
+def _move_traced(raw: PyTree) -> PyTree:
     """The raw tree, traced, with changes to free values that look random."""
     rng = np.random.default_rng(0)
-    moving, still = trainable(raw)
-    moved = jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), moving)
-    return combine(moved, still)
+    free, rest = trainable(raw)
+    moved = jax.tree.map(lambda w: w + jnp.asarray(0.1 * rng.normal(size=w.shape)).astype(w.dtype), free)
+    return combine(moved, rest)
 
 
 @compiled
 def slope(p: Parametrization, raw: PyTree, key: Array) -> tuple[Array, PyTree]:
     """A generic linear function of the effective tree, and its gradient with respect to the free values."""
-    moving, fixed = trainable(raw)
+    free, rest = trainable(raw)
 
-    def objective(moving: PyTree) -> Array:
+    def objective(free: PyTree) -> Array:
         rng = np.random.default_rng(0)
-        wide = [widened(w) for _, w in named_arrays(p.apply(combine(moving, fixed), key)) if is_inexact(w)]
-        terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in wide]
+        arrays = [widened(w) for _, w in named_arrays(p.apply(combine(free, rest), key)) if is_inexact(w)]
+        terms = [jnp.sum(jnp.asarray(rng.normal(size=w.shape)).astype(w.dtype) * w).real for w in arrays]
         return sum((term.astype(float) for term in terms), jnp.zeros((), float))
 
-    return jax.value_and_grad(objective)(moving)
+    return jax.value_and_grad(objective)(free)
+
+
+@compiled
+def transformed(p: Parametrization, params: PyTree, raw: PyTree, raws: PyTree, keys: Array) -> dict[str, PyTree]:
+    """What transformations give of a raw tree, of a batch of two, and of the starts for two sets of parameters.
+
+    All in one program, because compilation takes most of the time.
+    """
+    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
+    apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    apply_batch = jax.vmap(jax.checkpoint(p.apply))
+
+    def step(carry: int, key: Array) -> tuple[int, PyTree]:
+        return carry, apply_batch(raws, jnp.stack([key, keys[1]]))
+
+    return {
+        "vmap of init": jax.vmap(p.fold)(jax.vmap(p.init, in_axes=(0, None))(params, keys[0])),
+        "scan of vmap of checkpoint": jax.lax.scan(step, 0, keys)[1],
+        "shard_map": apply_shard(raw, keys[0]),
+    }
 
 
 @compiled
@@ -134,53 +157,51 @@ class Doubled(Reparametrization):
 def beside_another(p: Parametrization, params: PyTree, key: Array) -> dict[str, tuple[PyTree, PyTree]]:
     """What ``p`` gives behind and before another stage, each with what it should give."""
     doubled = Doubled()
-
     # Weights that an earlier stage computes cannot be moved.
-    moves = any(stage.moves_weights for stage in stages_of(p))
+    moves_weights = any(stage.moves_weights for stage in stages_of(p))
 
-    def after_a_step(chain: Parametrization, params: PyTree) -> PyTree:
+    def after_update(chain: Parametrization, params: PyTree) -> PyTree:
         raw = chain.init(params, key)
-        return chain.apply(raw if moves else update_raw(chain, raw, key), key if p.stochastic else None)
+        return chain.apply(raw if moves_weights else update_raw(chain, raw, key), key if p.stochastic else None)
 
     halves = jax.tree.map(lambda w: doubled.init_leaf(w)["x"], params)
     return {
-        "behind": (after_a_step(doubled >> p, params), after_a_step(p, params)),
+        "behind": (after_update(doubled >> p, params), after_update(p, params)),
         "before": (
-            after_a_step(p >> doubled, params),
-            jax.tree.map(lambda w: doubled.apply_leaf({"x": w}), after_a_step(p, halves)),
+            after_update(p >> doubled, params),
+            jax.tree.map(lambda w: doubled.apply_leaf({"x": w}), after_update(p, halves)),
         ),
     }
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def deviations(p: Parametrization, number: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
+def deviations(p: Parametrization, index: int, raw: PyTree, keys: Array) -> tuple[PyTree, PyTree, PyTree]:
     """Deviations of draws from the mean that a stage claims: the claim, and their sum and sum of squares over ``keys``.
 
-    The stage is that of a number in a chain, on the output of earlier stages without noise; what it makes still holds
-    later markers. For each array there are the entries, their average, and their average in units of the claim.
+    The stage is that of an index in a chain, on the output of earlier stages without noise; what it makes still holds
+    later markers. The deviations are those of ``_deviations_of_draw``.
     """
-    stage = stages_of(p)[number]
-    tree = apply_raw(mean_stages(stages_of(p)[:number]), raw)
-    mean = apply_raw(mean_stages([stage]), tree)
-    claimed_mean = jax.tree.map(comparable, mean)
-    sums = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), claimed_mean)
+    stage = stages_of(p)[index]
+    tree = apply_raw(mean_stages(stages_of(p)[:index]), raw)
+    claimed_mean = _apply_mean(stage, tree)
+    comparable_mean = jax.tree.map(comparable, claimed_mean)
+    zeros = jax.tree.map(lambda m: jnp.zeros(m.size + 2, m.dtype), comparable_mean)
 
-    def spread(w: Array, m: Array) -> Array:
-        entries = jnp.ravel(comparable(w) - m)
-        largest = jnp.maximum(jnp.max(jnp.abs(m), initial=0.0), jnp.finfo(m.dtype).tiny)
-        units = jnp.ravel(jnp.conj(m)) / largest.astype(m.dtype)
-        totals = jnp.stack([jnp.sum(entries), jnp.sum(entries * units)])
-        return jnp.concatenate([entries, totals / max(1, m.size)])
-
-    def add(sums_so_far: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
-        differences = jax.tree.map(spread, apply_raw([stage], tree, key), claimed_mean)
+    def add(sums: tuple[PyTree, PyTree], key: Array) -> tuple[tuple[PyTree, PyTree], None]:
+        differences = jax.tree.map(_deviations_of_draw, apply_raw([stage], tree, key), comparable_mean)
         squares = jax.tree.map(lambda d: jnp.square(jnp.abs(d)).astype(d.dtype), differences)
-        return (
-            jax.tree.map(jnp.add, sums_so_far[0], differences),
-            jax.tree.map(jnp.add, sums_so_far[1], squares),
-        ), None
+        return jax.tree.map(jnp.add, sums, (differences, squares)), None
 
-    return mean, *jax.lax.scan(add, (sums, sums), keys)[0]
+    return claimed_mean, *jax.lax.scan(add, (zeros, zeros), keys)[0]
+
+
+def _deviations_of_draw(draw: Array, mean: Array) -> Array:
+    """The deviation of each entry, the average of all, and their average in units of the mean."""
+    entries = jnp.ravel(comparable(draw) - mean)
+    largest = jnp.maximum(jnp.max(jnp.abs(mean), initial=0.0), jnp.finfo(mean.dtype).tiny)
+    units = jnp.ravel(jnp.conj(mean)) / largest.astype(mean.dtype)
+    totals = jnp.stack([jnp.sum(entries), jnp.sum(entries * units)])
+    return jnp.concatenate([entries, totals / max(1, mean.size)])
 
 
 def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -190,9 +211,10 @@ def deviation(total: np.ndarray, squares: np.ndarray, n: int) -> tuple[np.ndarra
     """
     mean = total / n
     variance = np.real(squares) / n - np.square(np.abs(mean))
-    entries = variance[:-2]
-    least = np.mean(entries) if entries.size else 0.0
-    return mean, np.sqrt(np.maximum(np.concatenate([np.maximum(entries, least), variance[-2:]]), 0.0) / n)
+    of_entries, of_averages = variance[:-2], variance[-2:]
+    least = np.mean(of_entries) if of_entries.size else 0.0
+    variance = np.concatenate([np.maximum(of_entries, least), of_averages])
+    return mean, np.sqrt(np.maximum(variance, 0.0) / n)
 
 
 def comparable(w: Array) -> Array:
@@ -206,74 +228,81 @@ class Case:
 
     Attributes:
       law: The name of the law, as errors say it.
-      p: The chain.
+      chain: The chain, or a stage.
       params: The model's parameters.
       key: The key of all draws.
     """
 
     law: str
-    p: Parametrization
+    chain: Parametrization
     params: PyTree
     key: Array
 
     @functools.cached_property
     def raw(self) -> PyTree:
         """The raw tree of the parameters."""
-        return compiled_init(self.p, self.params, self.key)
+        return compiled_init(self.chain, self.params, self.key)
 
     @functools.cached_property
     def moved(self) -> PyTree:
         """A generic raw tree."""
         return move_randomly(self.raw, self.key)
 
-    def of(self, stage: Parametrization) -> "Case":
+    def of_stage(self, stage: Parametrization) -> "Case":
         """The same of one stage of the chain, which errors name."""
-        return replace(self, p=stage)
+        return replace(self, chain=stage)
 
-    def require(self, holds: object, otherwise: str) -> None:
-        """Raises an AssertionError that says ``otherwise``, unless the law holds."""
+    def require(self, holds: object, message: str) -> None:
+        """Raises an AssertionError with ``message``, unless the law holds."""
         if not holds:
-            raise self.error(otherwise)
+            raise self.error(message)
 
-    def error(self, otherwise: str) -> AssertionError:
+    def error(self, message: str) -> AssertionError:
         """The error for a law that does not hold."""
-        return AssertionError(f"{self.p!r} breaks the law of {self.law}: {otherwise}.")
+        return AssertionError(f"{self.chain!r} breaks the law of {self.law}: {message}.")
 
-    def require_raises(self, call: Callable[[], object], otherwise: str) -> None:
+    def require_raises(self, call: Callable[[], object], message: str) -> None:
         """Requires that a call raises a ValueError or a TypeError; any other error breaks the law too."""
         try:
             call()
         except (ValueError, TypeError):
             return
         except Exception as error:
-            raise self.error(f"{otherwise}, and ends in a bare {error!r}") from error
-        raise self.error(otherwise)
+            raise self.error(f"{message}, and ends in a bare {error!r}") from error
+        raise self.error(message)
 
-    def require_close(self, actual: PyTree, want: PyTree, bound: float, otherwise: str) -> None:
-        """Requires arrays that differ by at most ``bound``, in units of the largest entry of each wanted one."""
-        for path, error in errors(actual, want):
-            self.require(error <= bound, f"{otherwise} at {path!r}, by {error:.1e} of the largest entry")
+    def require_close(self, actual: PyTree, expected: PyTree, bound: float, message: str) -> None:
+        """Requires arrays that differ by at most ``bound``, in units of the largest entry of each expected one."""
+        for path, error in errors(actual, expected):
+            self.require(error <= bound, f"{message} at {path!r}, by {error:.1e} of the largest entry")
 
-    def require_same_types(self, actual: PyTree, want: PyTree, who: str) -> None:
+    def require_same_types(self, actual: PyTree, expected: PyTree, who: str) -> None:
         """Requires the same structure, and for each array the same shape, dtype and weak type."""
-        structure, expected = jax.tree.structure(actual), jax.tree.structure(want)
-        self.require(structure == expected, f"{who} gives {structure}, not {expected}")
-        for path, a, b in paired(actual, want):
-            actual_type, wanted_type = _describe_type(a), _describe_type(b)
-            self.require(actual_type == wanted_type, f"{who} makes {path!r} {actual_type}, but it was {wanted_type}")
+        structure, expected_structure = jax.tree.structure(actual), jax.tree.structure(expected)
+        self.require(structure == expected_structure, f"{who} gives {structure}, not {expected_structure}")
+        for path, *arrays in paired(actual, expected):
+            type, expected_type = map(_describe_type, arrays)
+            self.require(type == expected_type, f"{who} makes {path!r} {type}, but it was {expected_type}")
 
 
-def is_close(actual: PyTree, want: PyTree, bound: float) -> bool:
-    """Whether arrays differ by at most ``bound``, in units of the largest entry of each wanted one."""
-    return all(error <= bound for _, error in errors(actual, want))
+def is_close(actual: PyTree, expected: PyTree, bound: float) -> bool:
+    """Whether arrays differ by at most ``bound``, in units of the largest entry of each expected one."""
+    return all(error <= bound for _, error in errors(actual, expected))
 
 
-def errors(actual: PyTree, want: PyTree) -> Iterator[tuple[str, float]]:
-    """The path of each wanted array, and the largest difference from it in units of its largest entry."""
-    for path, a, b in paired(actual, want):
-        x, y = (np.asarray(w).astype(complex) for w in (a, b))
-        size = max(1e-30, float(np.max(np.abs(y), initial=0.0)))
-        yield path, float(np.max(np.abs(x - y), initial=0.0)) / size if x.shape == y.shape else np.inf
+def errors(actual: PyTree, expected: PyTree) -> Iterator[tuple[str, float]]:
+    """The path of each expected array, and the largest difference from it in units of its largest entry."""
+    for path, *arrays in paired(actual, expected):
+        x, y = (np.asarray(w).astype(complex) for w in arrays)
+        if x.shape == y.shape:
+            yield path, largest_entry(x - y) / max(1e-30, largest_entry(y))
+        else:
+            yield path, np.inf
+
+
+def largest_entry(x: np.ndarray) -> float:
+    """The largest magnitude in an array; 0 if it is empty."""
+    return float(np.max(np.abs(x), initial=0.0))
 
 
 def named_arrays(tree: PyTree) -> list[tuple[str, Array]]:
@@ -295,11 +324,13 @@ def rounding(*trees: PyTree) -> float:
 
 def equal(a: PyTree, b: PyTree) -> bool:
     """Whether two trees hold the same bits at the same paths."""
-    bits_of_a, bits_of_b = ([(path, np.asarray(w)) for path, w in named_arrays(tree)] for tree in (a, b))
-    return [path for path, _ in bits_of_a] == [path for path, _ in bits_of_b] and all(
-        (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
-        for (_, x), (_, y) in zip(bits_of_a, bits_of_b, strict=True)
-    )
+    return _bits(a) == _bits(b)
+
+
+def _bits(tree: PyTree) -> list[tuple[str, Any, tuple[int, ...], bytes]]:
+    """The path, the dtype, the shape and the bits of each array."""
+    arrays = [(path, np.asarray(w)) for path, w in named_arrays(tree)]
+    return [(path, x.dtype, x.shape, x.tobytes()) for path, x in arrays]
 
 
 def array_paths(tree: PyTree) -> list[str]:
@@ -316,15 +347,15 @@ def _describe_type(w: Array) -> str:
 # These use numpy, because JAX would compile a program for each operation and shape.
 def trainable(raw: PyTree) -> tuple[PyTree, PyTree]:
     """The values that an optimizer moves, and the rest: fixed values and integers."""
-    moving = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
-    still = jax.tree.map(lambda w, x: x if w is None else None, moving, raw, is_leaf=lambda x: x is None)
-    return moving, still
+    free = jax.tree.map(lambda w: w if is_inexact(w) else None, partition(raw)[0])
+    rest = jax.tree.map(lambda w, x: x if w is None else None, free, raw, is_leaf=lambda x: x is None)
+    return free, rest
 
 
 def move_randomly(raw: PyTree, key: Array) -> PyTree:
     """The raw tree with random changes to free values: a generic point, unlike many a start."""
-    moving, still = trainable(raw)
-    return combine(move_along(moving, normal(moving, key), 0.1), still)
+    free, rest = trainable(raw)
+    return combine(move_along(free, normal(free, key), 0.1), rest)
 
 
 def normal(tree: PyTree, key: Array) -> PyTree:
@@ -348,6 +379,17 @@ def move_along(tree: PyTree, direction: PyTree, by: float) -> PyTree:
     return jax.tree.map(step, tree, direction)
 
 
+def wrong_trees(raw: PyTree) -> Iterator[PyTree]:
+    """The raw tree with one wrong leaf: each leaf is wrong once, and each kind of error occurs."""
+    leaves, treedef = jax.tree.flatten(raw)
+    for count in range(max(3, len(leaves)) if leaves else 0):
+        i = count % len(leaves)
+        leaf = np.asarray(leaves[i])
+        other_dtype = np.int16 if leaf.dtype == np.int8 else np.int8
+        wrong_leaf = (None, leaf[None], np.zeros(leaf.shape, other_dtype))[count % 3]
+        yield treedef.unflatten([*leaves[:i], wrong_leaf, *leaves[i + 1 :]])
+
+
 def batch_of_two(tree: PyTree) -> PyTree:
     """A batch of two equal copies."""
     return jax.tree.map(lambda w: jnp.asarray(np.stack([w, w])), tree)
@@ -366,7 +408,7 @@ def large(w: Array) -> Array:
     if not jnp.issubdtype(w.dtype, jnp.floating):
         return w
     wide = np.asarray(w).astype(np.float32)
-    return jnp.asarray((wide * (300 / max(1e-9, float(np.max(np.abs(wide), initial=0.0))))).astype(np.float16))
+    return jnp.asarray((wide * (300 / max(1e-9, largest_entry(wide)))).astype(np.float16))
 
 
 def widened_if_inexact(w: Array) -> Array:
@@ -396,7 +438,7 @@ def picklable(p: Parametrization) -> bool:
 
 
 def has_functions(p: Parametrization) -> bool:
-    """Whether it holds something without a form in JSON: a predicate, or a function that is not from jax."""
+    """Whether ``p`` holds something without a form in JSON: a predicate, or a function that is not from jax."""
     try:
         p.to_json()
     except ValueError:
@@ -411,9 +453,13 @@ def stages_of(p: Parametrization) -> tuple[Parametrization, ...]:
 
 def without_means(p: Parametrization) -> Parametrization:
     """``p`` without the random stages whose mean is not the array itself; ``init`` ignores their mean."""
-    means = [(stage, stage.deterministic) for stage in stages_of(p)]
-    out = [stage for stage, mean in means if isinstance(mean, Mean) and isinstance(mean.stage, Perturbation)]
-    return Chain(tuple(stage for stage in stages_of(p) if stage not in out)) if out else p
+
+    def has_other_mean(stage: Parametrization) -> bool:
+        mean = stage.deterministic
+        return isinstance(mean, Mean) and isinstance(mean.stage, Perturbation)
+
+    kept_stages = tuple(stage for stage in stages_of(p) if not has_other_mean(stage))
+    return p if len(kept_stages) == len(stages_of(p)) else Chain(kept_stages)
 
 
 def by_pickle(raw: PyTree) -> PyTree:
@@ -451,18 +497,16 @@ def by_safetensors(raw: PyTree) -> PyTree:
 
 def installed_formats(raw: PyTree) -> dict[str, Callable[[PyTree], PyTree]]:
     """The formats whose library is installed and takes the dtypes of ``raw``."""
-    ways: dict[str, Callable[[PyTree], PyTree]] = {"pickle": by_pickle}
-    leaves = jax.tree.leaves(raw)
-    plain = all(issubclass(np.asarray(w).dtype.type, np.floating | np.integer) for w in leaves)
-    if importlib.util.find_spec("flax"):
-        ways["flax"] = by_flax
-    if importlib.util.find_spec("orbax"):
-        ways["orbax"] = by_orbax
-        if _is_of_dicts(raw):
-            ways["orbax without a template"] = partial(by_orbax, alone=True)
-    if importlib.util.find_spec("safetensors") and plain:
-        ways["safetensors"] = by_safetensors
-    return ways
+    dtypes = [np.asarray(w).dtype.type for w in jax.tree.leaves(raw)]
+    is_plain = all(issubclass(dtype, np.floating | np.integer) for dtype in dtypes)
+    formats: list[tuple[str, Callable[[PyTree], PyTree], str, bool]] = [
+        ("pickle", by_pickle, "pickle", True),
+        ("flax", by_flax, "flax", True),
+        ("orbax", by_orbax, "orbax", True),
+        ("orbax without a template", partial(by_orbax, alone=True), "orbax", _is_of_dicts(raw)),
+        ("safetensors", by_safetensors, "safetensors", is_plain),
+    ]
+    return {name: way for name, way, library, takes_raw in formats if takes_raw and importlib.util.find_spec(library)}
 
 
 def _is_of_dicts(raw: PyTree) -> bool:

@@ -87,33 +87,37 @@ def right_inverse(case: Case) -> None:
     ``Symmetric`` in ``Symmetric() >> WeightNorm()`` of most weights, the chain may start elsewhere. Random stages whose
     mean is not the array itself (``mean_leaf``) are left out, because ``init`` ignores their mean.
     """
-    key = case.key
-    otherwise = "apply(init(w)) is not w, a point of the image,"
-    q = evidence.without_means(case.p)
-    point = evidence.compiled_fold(q, evidence.move_randomly(case.raw, key))
+    message = "apply(init(w)) is not w, a point of the image,"
+    chain = evidence.without_means(case.chain)
+
+    def round_trip(params: PyTree) -> PyTree:
+        return evidence.compiled_fold(chain, evidence.compiled_init(case.chain, params, case.key))
+
+    point = evidence.compiled_fold(chain, case.moved)
     if jax.tree.leaves(partition(case.raw)[1]):
-        point = evidence.compiled_fold(q, evidence.compiled_init(case.p, point, key))
-    starts: list[tuple[PyTree, PyTree]] = []
-    if len(q) > 1:
-        starts, images = evidence.compiled_stages(q, point, key)
-        for stage, (again, of_image) in zip(reversed(evidence.stages_of(q)), images, strict=True):
-            case.of(stage).require_close(again, of_image, evidence.rounding(again, of_image), otherwise)
-    if all(evidence.is_close(again, start, evidence.rounding(again, start)) for again, start in starts):
-        point_again = evidence.compiled_fold(q, evidence.compiled_init(case.p, point, key))
-        case.require_close(point_again, point, evidence.rounding(case.raw, point), otherwise)
+        point = round_trip(point)
+    starts: list[evidence.RoundTrip] = []
+    if len(chain) > 1:
+        starts, images = evidence.compiled_stages(chain, point, case.key)
+        for stage, (tree, result) in zip(reversed(evidence.stages_of(chain)), images, strict=True):
+            case.of_stage(stage).require_close(result, tree, evidence.rounding(result, tree), message)
+    if all(evidence.is_close(result, tree, evidence.rounding(result, tree)) for tree, result in starts):
+        case.require_close(round_trip(point), point, evidence.rounding(case.raw, point), message)
 
 
 @law
 def types(case: Case) -> None:
     """Structure, shapes, dtypes and shardings are those of the model, unless the stage has ``changes_type``."""
-    p, params = case.p, case.params
+    p, params = case.chain, case.params
     key = case.key if p.stochastic else None  # a deterministic chain shares its program with fold
     for effective in (jax.eval_shape(p.fold, case.raw), evidence.compiled_apply(p, case.raw, key)):
         same_paths = evidence.array_paths(effective) == evidence.array_paths(params)
         case.require(same_paths, "the effective tree has different paths")
-        for path, actual, want in evidence.paired(effective, params):
-            same_type = (actual.shape, actual.dtype) == (want.shape, want.dtype) or p.changes_type
-            case.require(same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {want.dtype}{want.shape}")
+        for path, actual, expected in evidence.paired(effective, params):
+            same_type = (actual.shape, actual.dtype) == (expected.shape, expected.dtype) or p.changes_type
+            case.require(
+                same_type, f"{path!r} is {actual.dtype}{actual.shape}, but was {expected.dtype}{expected.shape}"
+            )
     _require_shardings(case, key)
 
 
@@ -127,13 +131,13 @@ def _require_shardings(case: Case, key: Array | None) -> None:
         return jax.device_put(w, NamedSharding(mesh, PartitionSpec("devices") if is_split else PartitionSpec()))
 
     placed = jax.tree.map(place, case.params)
-    raw = evidence.compiled_init(case.p, placed, case.key)
+    raw = evidence.compiled_init(case.chain, placed, case.key)
     leaves, slots, _ = flatten_leaves(raw)
     sharding_of = {(slot.path, w.shape): w.sharding for w, slot in zip(leaves, slots, strict=True)}
-    for path, actual, want in evidence.paired(evidence.compiled_apply(case.p, raw, key), placed):
-        source = sharding_of.get((path, want.shape))
-        follows = source != want.sharding or actual.sharding.is_equivalent_to(want.sharding, actual.ndim)
-        case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {want.sharding}")
+    for path, actual, expected in evidence.paired(evidence.compiled_apply(case.chain, raw, key), placed):
+        source = sharding_of.get((path, expected.shape))
+        follows = source != expected.sharding or actual.sharding.is_equivalent_to(expected.sharding, actual.ndim)
+        case.require(follows, f"{path!r} has the sharding {actual.sharding}, but its raw value {expected.sharding}")
 
 
 @law
@@ -146,23 +150,22 @@ def half_precision(case: Case) -> None:
     """
     half = jax.tree.map(evidence.large, case.params)
     try:
-        jax.eval_shape(partial(evidence.compiled_results, case.p), half, case.key)
+        jax.eval_shape(partial(evidence.compiled_results, case.chain), half, case.key)
     except (ValueError, TypeError) as error:
         case.require(not _is_wrong_type(error), str(error).removesuffix("."))
         return
     narrow, wide = (
-        evidence.compiled_results(case.p, tree, case.key)
+        evidence.compiled_results(case.chain, tree, case.key)
         for tree in (half, jax.tree.map(evidence.widened_if_inexact, half))
     )
-    for what in ("init", "fold", "apply", "the gradient", "update"):
-        for path, actual, want in evidence.paired(narrow[what], wide[what]):
-            x, y = (np.asarray(w).astype(complex) for w in (actual, want))
-            size = float(np.max(np.abs(y), initial=0.0))
-            if size < float(jnp.finfo(jnp.float16).max):
-                near = what in ("init", "apply", "the gradient") or np.all(np.abs(x - y) <= size / 4)
-                largest = float(np.max(np.abs(x), initial=0.0))
-                text = f"{what} gives {largest:.3g} as the largest entry of {path!r}, but {size:.3g} in float32"
-                case.require(np.all(np.isfinite(x)) and near, f"{text}; compute so, and cast the result back")
+    for method in ("init", "fold", "apply", "the gradient", "update"):
+        for path, *arrays in evidence.paired(narrow[method], wide[method]):
+            x, y = (np.asarray(w).astype(complex) for w in arrays)
+            largest, expected = evidence.largest_entry(x), evidence.largest_entry(y)
+            if expected < float(jnp.finfo(jnp.float16).max):
+                is_close = method not in ("fold", "update") or np.all(np.abs(x - y) <= expected / 4)
+                text = f"{method} gives {largest:.3g} as the largest entry of {path!r}, but {expected:.3g} in float32"
+                case.require(np.all(np.isfinite(x)) and is_close, f"{text}; compute so, and cast the result back")
 
 
 def _is_wrong_type(error: BaseException | None) -> bool:
@@ -173,44 +176,29 @@ def _is_wrong_type(error: BaseException | None) -> bool:
 @law
 def value_semantics(case: Case) -> None:
     """Copies are equal, have equal hashes and are traced only once; a parametrization has no leaves."""
-    p = case.p
-    copies = [copy.deepcopy(p)] + [pickle.loads(pickle.dumps(p)) for _ in range(evidence.picklable(p))]
+    p = case.chain
+    copies = [copy.deepcopy(p)]
+    if evidence.picklable(p):
+        copies.append(pickle.loads(pickle.dumps(p)))
     case.require(jax.tree.leaves(p) == [], "it holds leaves, so it cannot be static to JAX")
     traces: list[Parametrization] = []
     compiled_once = jax.jit(traces.append, static_argnums=0)
-    for each in [p, *copies]:
-        case.require(each == p and hash(each) == hash(p), "a copy of it is not equal to it")
-        compiled_once(each)
+    for equal in [p, *copies]:
+        case.require(equal == p and hash(equal) == hash(p), "a copy of it is not equal to it")
+        compiled_once(equal)
     case.require(len(traces) == 1, f"{len(copies) + 1} equal builds were traced {len(traces)} times")
 
 
 @law
 def transformations(case: Case) -> None:
     """``jit``, ``scan`` of ``vmap`` of ``jax.checkpoint``, and ``shard_map`` agree with eager evaluation."""
-    p, params, key = case.p, case.params, case.key
+    p, params, key = case.chain, case.params, case.key
     raw, keys = p.init(params, key), jnp.stack([key, jax.random.fold_in(key, 1)])
-    mesh = Mesh(np.array(jax.devices()[:1]), ("devices",))
-    apply_shard = jax.shard_map(p.apply, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-    init_all = jax.vmap(p.init, in_axes=(0, None))
-    apply_all = jax.vmap(jax.checkpoint(p.apply))
-
-    # All in one program, because compilation takes most of the time.
-    @jax.jit
-    def ways(params: PyTree, raw: PyTree, raws: PyTree) -> dict[str, PyTree]:
-        def step(carry: int, k: Array) -> tuple[int, PyTree]:
-            return carry, apply_all(raws, jnp.stack([k, keys[1]]))
-
-        return {
-            "vmap of init": jax.vmap(p.fold)(init_all(params, key)),
-            "scan of vmap of checkpoint": jax.lax.scan(step, 0, keys)[1],
-            "shard_map": apply_shard(raw, key),
-        }
-
     results = {
         "jit": evidence.compiled_apply(p, raw, key),
         "jit of init": evidence.compiled_fold(p, case.raw),
         "jit of update": evidence.compiled_fold(p, evidence.compiled_update(p, raw, key)),
-        **ways(evidence.batch_of_two(params), raw, evidence.batch_of_two(raw)),
+        **evidence.transformed(p, evidence.batch_of_two(params), raw, evidence.batch_of_two(raw), keys),
     }
     first_draw, mean = p.apply(raw, key), p.fold(raw)
     second_draw = evidence.compiled_apply(p, raw, keys[1])
@@ -224,15 +212,17 @@ def transformations(case: Case) -> None:
         bound = evidence.rounding(raw, first_draw)
         case.require_close(actual, eager.get(way, first_draw), bound, f"{way} differs from eager evaluation")
     abstract = jax.eval_shape(p.init, params, key)
-    types, expected = ([(path, w.shape, w.dtype) for path, w in evidence.named_arrays(x)] for x in (abstract, raw))
-    case.require(types == expected, "eval_shape of init gives different shapes or dtypes")
+    types, expected_types = (
+        [(path, w.shape, w.dtype) for path, w in evidence.named_arrays(tree)] for tree in (abstract, raw)
+    )
+    case.require(types == expected_types, "eval_shape of init gives different shapes or dtypes")
 
 
 @law
 def keys(case: Case) -> None:
     """The same key gives the same values, deterministic chains need no key, and arrays draw independently."""
-    p, params, raw, key = case.p, case.params, case.raw, case.key
-    draw, mean_draw = (evidence.compiled_apply(q, raw, key) for q in (p, p.deterministic))
+    p, raw, key = case.chain, case.raw, case.key
+    draw, mean_draw = (evidence.compiled_apply(chain, raw, key) for chain in (p, p.deterministic))
     is_fixed = not p.deterministic.stochastic and evidence.equal(evidence.compiled_fold(p, raw), mean_draw)
     case.require(is_fixed, "its deterministic chain is random")
     case.require(evidence.equal(p.apply(raw, key), p.apply(raw, key)), "the same key gives different values")
@@ -242,17 +232,23 @@ def keys(case: Case) -> None:
     if p.stochastic:
         case.require_raises(lambda: p.apply(raw), "it draws without a key")
         _require_independent(case)
-    if p.stochastic and isinstance(params, dict):
-        more_params = {**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}
-        small, larger = p.init(params, key), p.init(more_params, key)
+        if isinstance(case.params, dict):
+            _require_draws_beside_new_parameter(case, case.params)
 
-        def same(a: PyTree, b: PyTree) -> bool:
-            return all(evidence.equal(a[name], b[name]) for name in params)
 
-        # Where arrays are parametrized together, a new one may change what the others are without noise.
-        if same(p.fold(larger), p.fold(small)):
-            same_draws = same(p.apply(larger, key), p.apply(small, key))
-            case.require(same_draws, "the draws of old parameters change with a new one")
+def _require_draws_beside_new_parameter(case: Case, params: dict[str, PyTree]) -> None:
+    """The draws of parameters do not change with a new one beside them."""
+    p, key = case.chain, case.key
+    raw = p.init(params, key)
+    larger_raw = p.init({**params, "a new parameter": {"kernel": jnp.ones((3, 3))}}, key)
+
+    def are_equal(a: PyTree, b: PyTree) -> bool:
+        return all(evidence.equal(a[name], b[name]) for name in params)
+
+    # Where arrays are parametrized together, a new one may change what the others are without noise.
+    if are_equal(p.fold(larger_raw), p.fold(raw)):
+        same_draws = are_equal(p.apply(larger_raw, key), p.apply(raw, key))
+        case.require(same_draws, "the draws of old parameters change with a new one")
 
 
 def _require_independent(case: Case) -> None:
@@ -261,20 +257,20 @@ def _require_independent(case: Case) -> None:
     The entries of one draw may depend on each other, so the correlation is estimated over 128 keys.
     """
     tied_paths = {parameter_path(path) for path in empty_nodes(case.raw)}
-    many = jax.jit(jax.vmap(case.p.apply, in_axes=(None, 0)))(case.raw, jax.random.split(case.key, 128))
+    keys = jax.random.split(case.key, 128)
+    drawn_trees = jax.jit(jax.vmap(case.chain.apply, in_axes=(None, 0)))(case.raw, keys)
     draws = {
-        path: np.asarray(w).astype(complex).reshape(128, -1)
-        for path, w in evidence.named_arrays(many)
+        path: np.asarray(w).astype(complex).reshape(len(keys), -1)
+        for path, w in evidence.named_arrays(drawn_trees)
         if path not in tied_paths
     }
-    noise = {path: d - d.mean(axis=0) for path, d in draws.items() if np.any(d != d[0])}
-    for a, b in itertools.combinations(noise, 2):
-        x, y = noise[a], noise[b]
+    noise = {path: draw - draw.mean(axis=0) for path, draw in draws.items() if np.any(draw != draw[0])}
+    for (path, x), (other_path, y) in itertools.combinations(noise.items(), 2):
         if x.shape == y.shape:
             products = np.sum(x * np.conj(y), axis=1)
             correlation = abs(np.sum(products)) / (np.linalg.norm(x) * np.linalg.norm(y))
-            within = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(128)
-            case.require(within, f"the noise of {a!r} and of {b!r} has correlation {correlation:.2f}")
+            is_small = abs(np.mean(products)) <= 6 * np.std(products) / np.sqrt(len(keys))
+            case.require(is_small, f"the noise of {path!r} and of {other_path!r} has correlation {correlation:.2f}")
 
 
 @law
@@ -285,35 +281,40 @@ def mean(case: Case) -> None:
     stage changes the mean after it. The mean over 1024 keys may deviate by six standard errors, estimated from the
     draws: for each entry, for the average of an array, and for its average in units of the claimed mean.
     """
-    for i, stage in enumerate(evidence.stages_of(case.p)):
+    for index, stage in enumerate(evidence.stages_of(case.chain)):
         if stage.stochastic:
-            claimed, sums, squares = evidence.deviations(case.p, i, case.raw, jax.random.split(case.key, 1024))
-            for (path, m, total), (_, square) in zip(
-                evidence.paired(claimed, sums), evidence.named_arrays(squares), strict=True
-            ):
-                off, error = evidence.deviation(np.asarray(total), np.asarray(square), 1024)
-                excess = np.abs(off) - 6 * error - evidence.rounding(claimed) * np.max(np.abs(m), initial=0.0)
-                worst = int(np.argmax(excess))
-                case.of(stage).require(
-                    excess[worst] <= 0,
-                    f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
-                    f"{abs(off[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
-                    f"`deterministic`",
-                )
+            _require_mean(case, index, case.of_stage(stage))
+
+
+def _require_mean(case: Case, index: int, case_of_stage: Case) -> None:
+    """The mean of 1024 draws of the stage of an index is the one that it claims."""
+    claimed_mean, sums, squares = evidence.deviations(case.chain, index, case.raw, jax.random.split(case.key, 1024))
+    rounding = evidence.rounding(claimed_mean)
+    sums_of_arrays = zip(*map(jax.tree.leaves, (sums, squares)), strict=True)
+    for (path, mean), sums_of_array in zip(evidence.named_arrays(claimed_mean), sums_of_arrays, strict=True):
+        deviation, error = evidence.deviation(*map(np.asarray, sums_of_array), n=1024)
+        excess = np.abs(deviation) - 6 * error - rounding * np.max(np.abs(mean), initial=0.0)
+        worst = int(np.argmax(excess))
+        case_of_stage.require(
+            excess[worst] <= 0,
+            f"the mean of 1024 draws differs from `deterministic` at {path!r}: it is off by "
+            f"{abs(deviation[worst]):.1e}, with a standard error of {error[worst]:.1e}; define `mean_leaf` or "
+            f"`deterministic`",
+        )
 
 
 @law
 def purity(case: Case) -> None:
     """Inputs do not change, and random stages leave the raw tree unchanged."""
-    p, key = case.p, case.key
+    p, key = case.chain, case.key
     copies = jax.tree.map(np.array, case.params), jax.tree.map(np.array, case.raw)
     originals = jax.tree.map(np.array, copies)
     p.init(copies[0], key)
     p.apply(copies[1], key)
     evidence.update_raw(p, copies[1], key)
     case.require(evidence.equal(originals, copies), "it changes its input")
-    of_mean = evidence.compiled_init(p.deterministic, case.params, key)
-    case.require(evidence.equal(of_mean, case.raw), "its random stages change the raw tree")
+    raw_of_mean = evidence.compiled_init(p.deterministic, case.params, key)
+    case.require(evidence.equal(raw_of_mean, case.raw), "its random stages change the raw tree")
 
 
 @law
@@ -324,7 +325,7 @@ def gradients(case: Case) -> None:
     differences use double precision, or single if the stage takes no other. They are skipped for stages with
     ``straight_through = True``.
     """
-    p, params, key = case.p, case.params, case.key
+    p, params, key = case.chain, case.params, case.key
     for where, point in {
         "its start": case.raw,
         "a row of zeros": evidence.compiled_init(p, jax.tree.map(evidence.clear_first_row, params), key),
@@ -347,28 +348,34 @@ def gradients(case: Case) -> None:
 
 def _require_slope(case: Case, step: float, bound: float) -> None:
     """Requires that the gradient in a random direction is a central difference with this step."""
-    p, key = case.p, case.key
-    moving, still = evidence.trainable(case.moved)
-    direction = evidence.normal(moving, jax.random.fold_in(key, 1))
-    ahead, behind = (
-        evidence.slope(p, combine(evidence.move_along(moving, direction, t), still), key)[0] for t in (step, -step)
-    )
-    difference = (float(ahead) - float(behind)) / (2 * step)
-    pairs = evidence.paired(evidence.slope(p, combine(moving, still), key)[1], direction)
+    free, rest = evidence.trainable(case.moved)
+    direction = evidence.normal(free, jax.random.fold_in(case.key, 1))
+
+    def value_at(distance: float) -> float:
+        point = combine(evidence.move_along(free, direction, distance), rest)
+        return float(evidence.slope(case.chain, point, case.key)[0])
+
+    difference = (value_at(step) - value_at(-step)) / (2 * step)
+    pairs = evidence.paired(evidence.slope(case.chain, case.moved, case.key)[1], direction)
     gradient = float(sum(np.real(np.sum(np.asarray(g) * np.asarray(d))) for _, g, d in pairs))
-    holds = abs(gradient - difference) < bound * (1 + abs(difference))
-    advice = "if that is intended, set `straight_through = True`"
+    if not abs(gradient - difference) < bound * (1 + abs(difference)):
+        text = f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient"
+        raise case.error(f"{text}; {_advice_on_slope(case)}")
+
+
+def _advice_on_slope(case: Case) -> str:
+    """What to do about a gradient that is not the slope."""
+    has_doubles = any(x.dtype == np.float64 for _, x in evidence.named_arrays(evidence.trainable(case.moved)[0]))
     # Numbers that are rounded to float32 go in steps, of which the gradient does not know.
-    double = any(x.dtype == np.float64 for _, x in evidence.named_arrays(moving))
-    if not holds and double and "new_dtype=float32" in str(jax.make_jaxpr(p.apply)(combine(moving, still), key)):
-        advice = "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
-    case.require(holds, f"the slope is {difference:.8g}, but {gradient:.8g} by the gradient; {advice}")
+    if has_doubles and "new_dtype=float32" in str(jax.make_jaxpr(case.chain.apply)(case.moved, case.key)):
+        return "the formula casts float64 to float32: cast to `jnp.promote_types(w.dtype, jnp.float32)`"
+    return "if that is intended, set `straight_through = True`"
 
 
 @law
 def update(case: Case) -> None:
     """``update`` changes only the numbers of fixed values, and is deterministic for a raw tree and a key."""
-    p, key, raw = case.p, case.key, case.moved
+    p, key, raw = case.chain, case.key, case.moved
     first_result, second_result = evidence.update_raw(p, raw, key), evidence.update_raw(p, raw, key)
     case.require(evidence.equal(first_result, second_result), "the same raw tree and key give different results")
     compiled_step = partial(evidence.compiled_update, p, key=key)
@@ -388,16 +395,19 @@ def update(case: Case) -> None:
 @law
 def update_base(case: Case) -> None:
     """``update_base`` keeps the effective tree, up to rounding, and the types of the raw tree."""
-    rebased, effective = evidence.compiled_update_base(case.p, case.moved), evidence.compiled_fold(case.p, case.moved)
+    rebased, effective = (
+        evidence.compiled_update_base(case.chain, case.moved),
+        evidence.compiled_fold(case.chain, case.moved),
+    )
     case.require_same_types(rebased, case.moved, "it")
     bound = evidence.rounding(case.moved, effective)
-    case.require_close(evidence.compiled_fold(case.p, rebased), effective, bound, "the effective tree differs")
+    case.require_close(evidence.compiled_fold(case.chain, rebased), effective, bound, "the effective tree differs")
 
 
 @law
 def transfer(case: Case) -> None:
     """``transfer(p, p, raw)`` changes no bit."""
-    actual = evidence.compiled_transfer(case.p, case.moved)
+    actual = evidence.compiled_transfer(case.chain, case.moved)
     same_paths = evidence.array_paths(actual) == evidence.array_paths(case.moved)
     case.require(same_paths, "`transfer(p, p, raw)` has different paths")
     for path, w, old in evidence.paired(actual, case.moved):
@@ -412,14 +422,15 @@ def chains(case: Case) -> None:
     the stage sees raw values of the other in place of arrays. Its draws are the same.
     """
     try:
-        results = evidence.beside_another(case.p, case.params, case.key)
+        results = evidence.beside_another(case.chain, case.params, case.key)
     except Exception as error:
         text = f"beside another stage it fails: {type(error).__name__}: {error}"
         raise case.error(text.removesuffix(".")) from error
-    for place, (actual, want) in results.items():
-        other_paths = f"{place} another stage the effective tree has other paths"
-        case.require(evidence.array_paths(actual) == evidence.array_paths(want), other_paths)
-        case.require_close(actual, want, evidence.rounding(want), f"{place} another stage it gives another array")
+    for position, (actual, expected) in results.items():
+        has_same_paths = evidence.array_paths(actual) == evidence.array_paths(expected)
+        case.require(has_same_paths, f"{position} another stage the effective tree has other paths")
+        message = f"{position} another stage it gives another array"
+        case.require_close(actual, expected, evidence.rounding(expected), message)
 
 
 @law
@@ -431,35 +442,28 @@ def selection(case: Case) -> None:
         del path, array
         return False
 
-    for stage in evidence.stages_of(case.p):
+    def init_where(stage: Any, where: Any) -> PyTree:
+        return replace(stage, where=where).init(case.params, case.key)
+
+    selections = (name, none, selected({name: True}), all_but(name))
+    for stage, where in itertools.product(evidence.stages_of(case.chain), selections):
         if any(field.name == "where" for field in dataclasses.fields(stage)):
-            for where in (name, none, selected({name: True}), all_but(name)):
-                init = partial(_init_where, stage, where, case)
-                case.require_raises(init, f"init takes {code(where)} as where, which matches nothing")
-
-
-def _init_where(stage: Any, where: Any, case: Case) -> PyTree:
-    """What a stage with another selection starts at; one with ``arrays`` takes no ``where``."""
-    return replace(stage, where=where).init(case.params, case.key)
+            message = f"init takes {code(where)} as where, which matches nothing"
+            case.require_raises(partial(init_where, stage, where), message)
 
 
 @law
 def checkpoints(case: Case) -> None:
     """Raw trees and configurations survive every installed file format, and wrong ones are refused."""
-    p, params, raw = case.p, case.params, case.raw
+    p, params, raw = case.chain, case.params, case.raw
     for way, there_and_back in evidence.installed_formats(raw).items():
         raw_again = there_and_back(raw)
         case.require(evidence.equal(raw_again, raw), f"{way} returns a different raw tree")
         p.check(raw_again, like=params)
     if not evidence.has_functions(p):
         case.require(from_json(p.to_json()) == p, "to_json and from_json return a different one")
-    leaves, treedef = jax.tree.flatten(raw)
-    for turn in range(max(3, len(leaves)) if leaves else 0):  # each leaf is wrong once, and each kind of error occurs
-        i = turn % len(leaves)
-        other_dtype = np.int16 if leaves[i].dtype == np.int8 else np.int8
-        wrong = (None, np.asarray(leaves[i])[None], np.zeros(leaves[i].shape, other_dtype))[turn % 3]
-        spoilt = treedef.unflatten([*leaves[:i], wrong, *leaves[i + 1 :]])
-        case.require_raises(partial(p.check, spoilt, like=params), "check accepts a wrong tree")
+    for wrong_raw in evidence.wrong_trees(raw):
+        case.require_raises(partial(p.check, wrong_raw, like=params), "check accepts a wrong tree")
     if evidence.array_paths(raw) != evidence.array_paths(params):
         case.require_raises(lambda: p.apply(params, case.key), "apply accepts a tree that never went through init")
         case.require_raises(lambda: p.init(raw, case.key), "init accepts a raw tree")
@@ -469,10 +473,9 @@ def checkpoints(case: Case) -> None:
 @law
 def plain_trees(case: Case) -> None:
     """``p.fold(raw)`` is a tree of plain arrays with the structure of the model's parameters."""
-    effective = case.p.fold(case.raw)
+    effective = case.chain.fold(case.raw)
     structure = jax.tree.structure(effective)
     expected = jax.tree.structure(case.params)
     case.require(structure == expected, f"fold gives {structure}, not {expected}")
-    case.require(
-        all(is_array(w) for _, w in evidence.named_arrays(effective)), "fold gives a leaf that is not an array"
-    )
+    are_arrays = all(is_array(w) for _, w in evidence.named_arrays(effective))
+    case.require(are_arrays, "fold gives a leaf that is not an array")

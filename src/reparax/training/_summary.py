@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby
-from typing import Any
+from itertools import compress, groupby
+from typing import Any, NamedTuple
 
 from reparax.core.axes_by_convention import axes_in_words
-from reparax.core.bound import Provenance, provenance_of
+from reparax.core.bound import Bound, Provenance, provenance_of
 from reparax.core.calls import require_chains, shows_usage, with_any_key
 from reparax.core.chain import Parametrization
 from reparax.core.paths import PyTree, describe, is_empty, items, path_text, types_of_result
@@ -54,17 +54,18 @@ class Row:
 
     def times(self, line: Line, off: float | None) -> Row:
         """The sums over all parameters that share a line, and the largest ``off`` of them."""
-        n, type = line.count, f"{line.times}{self.type}".rstrip()
-        return Row(
-            line.path, self.value, type, n * self.free, n * self.fixed, n * self.bytes, off, self.stages, self.axes
-        )
+        type, n = f"{line.times}{self.type}".rstrip(), line.count
+        free, fixed, bytes = n * self.free, n * self.fixed, n * self.bytes
+        return replace(self, path=line.path, type=type, free=free, fixed=fixed, bytes=bytes, off=off)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
-        counts = (f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes))
-        off = "" if self.off is None else f"{self.off:.2g}" if self.off else "-"
-        return self.path, self.value, self.type, *counts, off, " >> ".join(self.stages), "; ".join(self.axes)
+        off = "" if self.off is None else f"{self.off:.2g}"
+        return (
+            *(self.path, self.value, self.type, f"{self.free:,}", f"{self.fixed:,}", readable_size(self.bytes)),
+            *("-" if self.off == 0 else off, " >> ".join(self.stages), "; ".join(self.axes)),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,22 +88,25 @@ class Summary:
     @property
     def total(self) -> Row:
         """The sums over all rows, and the largest ``off``."""
-        sums = (sum(row.free for row in self.rows), sum(row.fixed for row in self.rows))
-        return Row("total", "", "", *sums, sum(row.bytes for row in self.rows), _largest_off(self.rows), ())
+        free, fixed, bytes = (sum(getattr(row, name) for row in self.rows) for name in ("free", "fixed", "bytes"))
+        return Row("total", "", "", free, fixed, bytes, off=_largest_off(self.rows), stages=())
 
     def _table(self) -> list[tuple[str, ...]]:
-        """The cells of all lines; for a parameter with several raw values, only the first has what is its own."""
+        """The titles and the cells of all lines, without columns that are empty for all rows."""
+        table = [_TITLES, *self._lines(), self.total.cells]
+        is_shown = dict.fromkeys(_TITLES, True)
+        is_shown["off"], is_shown["axes"] = self.total.off is not None, any(row.axes for row in self.rows)
+        return [tuple(compress(cells, is_shown.values())) for cells in table]
+
+    def _lines(self) -> Iterator[tuple[str, ...]]:
+        """The cells of each line; for a parameter with several raw values, only the first has what is its own."""
         groups = {path: tuple(rows) for path, rows in groupby(self.rows, key=lambda row: row.path)}
         alike = [(path, tuple(replace(row, path="", off=None) for row in rows)) for path, rows in groups.items()]
-        body: list[tuple[str, ...]] = []
         for line in fold_lines(alike):
             off = _largest_off([groups[path][0] for path in line.members])
-            lines = [row.times(line, off).cells for row in line.value]
-            body += [("", *cells[1:-3], "", "", "") if i else cells for i, cells in enumerate(lines)]
-        table = [_TITLES, *body, self.total.cells]
-        dropped = {"off"} if self.total.off is None else set[str]()
-        dropped |= set() if any(row.axes for row in self.rows) else {"axes"}
-        return [tuple(x for title, x in zip(_TITLES, cells, strict=True) if title not in dropped) for cells in table]
+            first_row, *other_rows = (row.times(line, off) for row in line.value)
+            yield first_row.cells
+            yield from (replace(row, path="", off=None, stages=(), axes=()).cells for row in other_rows)
 
     @property
     def _notes(self) -> list[str]:
@@ -118,7 +122,7 @@ class Summary:
 
         def line(cells: Sequence[str]) -> str:
             columns = zip(table[0], cells, widths, strict=True)
-            return "  ".join(x.ljust(n) if title in _LEFT else x.rjust(n) for title, x, n in columns).rstrip()
+            return "  ".join(f"{x:{'<' if title in _LEFT else '>'}{n}}" for title, x, n in columns).rstrip()
 
         return "\n".join([self.chain, *map(line, table), *self._notes])
 
@@ -139,16 +143,16 @@ class Summary:
         return Group(Text(self.chain), table, *map(Text, self._notes))
 
     def _repr_html_(self) -> str:
-        head, *body = self._table()
+        titles, *body = self._table()
+        sides = ["left" if title in _LEFT else "right" for title in titles]
 
         def line(cells: Sequence[str], tag: str) -> str:
-            sides = ("left" if title in _LEFT else "right" for title in head)
             columns = zip(cells, sides, strict=True)
             return "".join(f'<{tag} style="text-align: {side}; {_CELL}">{escape(x)}</{tag}>' for x, side in columns)
 
         rows = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in body)
-        titles = f"<thead><tr>{line(head, 'th')}</tr></thead>"
-        table = f"<table><caption>{escape(self.chain)}</caption>{titles}<tbody>{rows}</tbody></table>"
+        head = f"<thead><tr>{line(titles, 'th')}</tr></thead>"
+        table = f"<table><caption>{escape(self.chain)}</caption>{head}<tbody>{rows}</tbody></table>"
         notes = "".join(f"<p>{escape(note)}</p>" for note in self._notes)
         return f'<div style="overflow-x: auto">{table}{notes}</div>'
 
@@ -191,11 +195,9 @@ def summary(p: Parametrization, params: PyTree) -> Summary:
     """
     require_chains("summary(p, params)", p)
     init = with_any_key(p.init)
-    if not has_numbers(params):
-        raw, off = types_of_result(init, params), None
-    else:
-        raw = init(params)
-        off = distances(p.fold(raw), params)
+    is_known = has_numbers(params)
+    raw = init(params) if is_known else types_of_result(init, params)
+    off = distances(p.fold(raw), params) if is_known else None
     provenance = provenance_of(p, raw)
     return Summary(repr(p), tuple(_list_rows(raw, _acting_stages(provenance), off)), tuple(_left_out(provenance)))
 
@@ -205,44 +207,55 @@ def _largest_off(rows: Sequence[Row]) -> float | None:
     return max((row.off for row in rows if row.off is not None), default=None)
 
 
-Acting = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
-"""For the path of each parameter the stages that act on it, and their axes."""
+class _Acting(NamedTuple):
+    """The stages that act on a parameter, and their axes, in words."""
+
+    stages: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
 
 
-def _acting_stages(provenance: Provenance) -> Acting:
-    """The stages that act on each parameter."""
-    acting: Acting = {}
+def _acting_stages(provenance: Provenance) -> dict[str, _Acting]:
+    """For each parameter the stages that act on it."""
+    acting: dict[str, _Acting] = {}
     for stage, bounds in provenance.bindings:
-        at: dict[str, dict[str, None]] = {}
-        for bound in bounds:
-            for place in bound.arrays.values():
-                axes = axes_in_words(stage._unwrapped, bound.stage, provenance.raw.convention_at(place))
-                at.setdefault(parameter_path(place), {}).update(dict.fromkeys(filter(None, [axes])))
-        for path, texts in at.items():
-            stages, axes_of_stages = acting.get(path, ((), ()))
-            acting[path] = (*stages, type(stage).__name__), (*axes_of_stages, *texts)
+        for path, axes in _axes_by_parameter(provenance, stage, bounds).items():
+            before = acting.get(path, _Acting())
+            acting[path] = _Acting((*before.stages, type(stage).__name__), (*before.axes, *axes))
     return acting
+
+
+def _axes_by_parameter(provenance: Provenance, stage: Any, bounds: Sequence[Bound]) -> dict[str, list[str]]:
+    """For each parameter on which a stage acts, the axes that it uses, each once."""
+    axes: dict[str, list[str]] = {}
+    for bound in bounds:
+        for place in bound.arrays.values():
+            axes_of_parameter = axes.setdefault(parameter_path(place), [])
+            text = axes_in_words(stage._unwrapped, bound.stage, provenance.raw.convention_at(place))
+            axes_of_parameter += [text] if text and text not in axes_of_parameter else []
+    return axes
 
 
 def _left_out(provenance: Provenance) -> Iterator[tuple[str, tuple[str, ...]]]:
     """For each stage with a default for weights, the arrays of two or more axes on which it does not act."""
-    arrays = {parameter_path(names): x for names, x in items(provenance.effective) if is_array(x) and x.ndim > 1}
+    paths = [parameter_path(names) for names, x in items(provenance.effective) if is_array(x) and x.ndim > 1]
     for stage, bounds in provenance.bindings:
-        where, least = getattr(stage._unwrapped, "where", ""), getattr(stage._unwrapped, "min_ndim", 0)
-        taken = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
-        if not isinstance(where, str) and least > 1 and (left := [path for path in arrays if path not in taken]):
-            yield type(stage).__name__, tuple(left)
+        acts_by_default = not isinstance(getattr(stage._unwrapped, "where", ""), str)
+        acts_by_default = acts_by_default and getattr(stage._unwrapped, "min_ndim", 0) > 1
+        acted_on = {parameter_path(place) for bound in bounds for place in bound.arrays.values()}
+        left_out = tuple(path for path in dict.fromkeys(paths) if path not in acted_on)
+        if acts_by_default and left_out:
+            yield type(stage).__name__, left_out
 
 
-def _list_rows(raw: PyTree, acting: Acting, off: dict[str, float] | None) -> Iterator[Row]:
+def _list_rows(raw: PyTree, acting: dict[str, _Acting], off: dict[str, float] | None) -> Iterator[Row]:
     """A row for each raw value, and for each place without one."""
-    free = {path for (path, _), flag in zip(items(raw), are_free(raw), strict=True) if flag}
+    free_paths = {names for (names, _), is_free in zip(items(raw), are_free(raw), strict=True) if is_free}
     for names, leaf in items(raw, is_empty):
         path = parameter_path(names)
         value = path_text(names).removeprefix(path).removeprefix("/")
-        start = None if off is None else off.get(path, 0.0), *acting.get(path, ((), ()))
+        row = Row(path, value, "", 0, 0, 0, None if off is None else off.get(path, 0.0), *acting.get(path, _Acting()))
         if is_array(leaf):
-            n_free, n_fixed = (leaf.size, 0) if names in free else (0, leaf.size)
-            yield Row(path, value, describe(leaf), n_free, n_fixed, size_in_bytes(leaf), *start)
+            n_free, n_fixed = (leaf.size, 0) if names in free_paths else (0, leaf.size)
+            yield replace(row, type=describe(leaf), free=n_free, fixed=n_fixed, bytes=size_in_bytes(leaf))
         elif value:
-            yield Row(path, value, "", 0, 0, 0, *start)
+            yield row

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeVar
 
 import jax
@@ -75,14 +76,14 @@ def transfer(old: Parametrization, new: Parametrization, raw: T, like: PyTree = 
     is_raw = _is_raw(raw, old) if like is None else jax.tree.structure(raw) == jax.tree.structure(like)
     if not is_raw:
         return _convert_state(raw, old, new, like)
-    moved = _carry_over(raw, old, new)
-    if moved.fresh and not nearest:
-        _require_same_weights(moved, new)
-    return moved.raw
+    converted = _convert_raw(raw, old, new)
+    if converted.fresh and not nearest:
+        _require_same_weights(converted, new)
+    return converted.raw
 
 
 @dataclass(frozen=True)
-class _Moved:
+class _Converted:
     """A raw tree of the new chain.
 
     Attributes:
@@ -98,22 +99,22 @@ class _Moved:
     effective: PyTree
 
 
-def _require_same_weights(moved: _Moved, new: Parametrization) -> None:
+def _require_same_weights(converted: _Converted, new: Parametrization) -> None:
     """Requires that the new chain starts at the weights that the old one made, up to rounding."""
     advice = "pass `nearest=True` to start where `new.init(old.fold(raw))` does."
-    if not has_numbers((moved.raw, moved.effective)):
+    if not has_numbers((converted.raw, converted.effective)):
         raise ValueError(
             f"transfer cannot compare traced weights with those that {new!r} starts at: it computes new values of "
-            f"{_listed([repr(path) for path in moved.fresh])}. Call it outside of `jax.jit`, or {advice}"
+            f"{_listed([repr(path) for path in converted.fresh])}. Call it outside of `jax.jit`, or {advice}"
         )
-    off = distances(new.fold(moved.raw), moved.effective)
-    if off:
-        largest_first = sorted(off, key=lambda path: -off[path])
-        changes = _listed([f"{path!r} by {off[path]:.2g}" for path in largest_first])
+    changes = distances(new.fold(converted.raw), converted.effective)
+    if changes:
+        largest_first = sorted(changes, key=lambda path: -changes[path])
+        listed_changes = _listed([f"{path!r} by {changes[path]:.2g}" for path in largest_first])
         raise ValueError(
             f"transfer would change the model: {new!r} cannot start at the weights before. In units of the largest "
-            f"entry of each array it would change {changes}. Leave these arrays out with `where`, take stages that can "
-            f"represent them, or {advice}"
+            f"entry of each array it would change {listed_changes}. Leave these arrays out with `where`, take stages "
+            f"that can represent them, or {advice}"
         )
 
 
@@ -123,33 +124,37 @@ def _listed(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:SHOWN], *rest])
 
 
-def _carry_over(raw: PyTree, old: Parametrization, new: Parametrization) -> _Moved:
-    """The raw tree with the values of the new chain."""
-    old_chain = _Old(old, raw)
-    keys = Keys(jax.random.key(0))
-    kept_nodes = set[Names]()
-    tree = old_chain.effective
-    fresh = dict[str, None]()
+def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Converted:
+    """The raw tree with the values of the new chain, of which the last stage is opened first."""
+    old_chain, keys = _OldChain(old, raw), Keys(jax.random.key(0))
+    tree, kept_nodes, fresh = old_chain.effective, set[Names](), list[str]()
     for i, stage in reversed(list(enumerate(new))):
         bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
-        stay: dict[Names, Mapping[Names, Array]] = {}
-        for bound, name, place in _places(bounds):
-            array = tree.arrays[place]
-            if not bound.nodes and _all_within(kept_nodes, place):
-                before = old_chain.before(bound.stage, place, array)
-                stay[place] = {place: before}
-                changes = before is array and len(stage.deterministic) > 0
-                fresh |= {parameter_path(place): None} if changes else {}
-            elif bound.nodes and (values := old_chain.values(bound.stage, place, array, kept_nodes)) is not None:
-                stay[place] = bound.raw_values(name, values)
-                kept_nodes.update([_path_without_numbers(place)] if _all_within(kept_nodes, place) else [])
-            else:
-                fresh[parameter_path(place)] = None
-        new_bounds = [bound for bound in bounds if not stay.keys() >= {*bound.arrays.values()}]
-        tree = _place(init_bound(new_bounds, tree, keys), stay)
+        kept = old_chain.kept_values(bounds, tree, kept_nodes)
+        fresh += _fresh_parameters(stage, bounds, tree, kept)
+        kept_nodes |= {
+            _path_without_numbers(place)
+            for bound, _, place in _places(bounds)
+            if bound.nodes and place in kept and _all_within(kept_nodes, place)
+        }
+        new_bounds = [bound for bound in bounds if not kept.keys() >= {*bound.arrays.values()}]
+        tree = _put_values(init_bound(new_bounds, tree, keys), kept)
     effective = nest(old_chain.effective)
     raw = spread_boxes(functools.partial(follow_axes, tuple(new)), effective, nest(tree))
-    return _Moved(raw, kept_nodes, list(fresh), effective)
+    return _Converted(raw, kept_nodes, list(dict.fromkeys(fresh)), effective)
+
+
+Kept = Mapping[Names, Mapping[Names, Array]]
+"""For the path of each array that needs no new values, the old ones that stand in its place, by their paths."""
+
+
+def _fresh_parameters(stage: Parametrization, bounds: Sequence[Bound], tree: Flat, kept: Kept) -> Iterator[str]:
+    """The paths of parameters for which a stage computes new values, or that it is the first to change in place."""
+    acts = len(stage.deterministic) > 0
+    for bound, _, place in _places(bounds):
+        is_new_in_place = not bound.nodes and acts and place in kept and kept[place][place] is tree.arrays[place]
+        if place not in kept or is_new_in_place:
+            yield parameter_path(place)
 
 
 def _places(bounds: Sequence[Bound]) -> list[tuple[Bound, str, Names]]:
@@ -157,13 +162,13 @@ def _places(bounds: Sequence[Bound]) -> list[tuple[Bound, str, Names]]:
     return [(bound, name, place) for bound in bounds for name, place in bound.arrays.items()]
 
 
-def _place(tree: Flat, values: Mapping[Names, Mapping[Names, Any]]) -> Flat:
-    """The tree with these values in place of all that stands at, or below, each of these places."""
-    inside: dict[Names, list[Names]] = {place: [] for place in values}
-    for at in tree.arrays:
-        for place in (at[:n] for n in range(len(at) + 1) if at[:n] in inside):
-            inside[place].append(at)
-    return tree.swap([(inside[place], new_arrays) for place, new_arrays in values.items()])
+def _put_values(tree: Flat, values: Kept) -> Flat:
+    """The tree with these values in place of all that stands at, or below, each of these paths."""
+    old_paths: dict[Names, list[Names]] = {place: [] for place in values}
+    for path in tree.arrays:
+        for place in (path[:n] for n in range(len(path) + 1) if path[:n] in values):
+            old_paths[place].append(path)
+    return tree.swap([(old_paths[place], new_arrays) for place, new_arrays in values.items()])
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ class _Node:
     values: Mapping[str, Array]
 
 
-class _Old:
+class _OldChain:
     """What a chain makes of a raw tree, and all that lies between.
 
     Attributes:
@@ -183,6 +188,7 @@ class _Old:
     """
 
     def __init__(self, p: Parametrization, raw: PyTree) -> None:
+        """Applies each stage, and notes what it reads: of nodes their values, and arrays that it changes in place."""
         provenance = provenance_of(p.deterministic, raw, "Pass the chain that made it as `old`.")
         self.effective = provenance.raw
         self._nodes: dict[Names, _Node] = {}
@@ -190,24 +196,33 @@ class _Old:
         for stage, bounds in provenance.bindings:
             before, self.effective = self.effective.arrays, apply_all([stage], self.effective, Keys(None))
             for bound, name, place in _places(bounds):
-                path, array = _path_without_numbers(place), self.effective.arrays[place]
+                path = _path_without_numbers(place)
                 if bound.nodes:
-                    values = {value: before[at] for value, at in bound.values[name].items()}
-                    self._nodes[path] = _Node(bound.stage, array, values)
+                    values = {value: before[value_place] for value, value_place in bound.values[name].items()}
+                    self._nodes[path] = _Node(bound.stage, self.effective.arrays[place], values)
                 else:
                     self._in_place.setdefault(path, []).append((bound.stage, before[place]))
 
-    def values(
-        self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]
-    ) -> Mapping[str, Array] | None:
-        """The old values for an array that a new stage opens, if the same stage made both."""
-        node = (
-            self._nodes.get(_path_without_numbers(place))
-            if _all_within(kept_nodes, place)
-            else self._base_of(place, array)
-        )
-        fits = node is not None and _act_alike(stage, node.stage) and array.shape == node.array.shape
-        return node.values if node is not None and fits else None
+    def kept_values(self, bounds: Sequence[Bound], tree: Flat, kept_nodes: AbstractSet[Names]) -> Kept:
+        """The old values of arrays on which the same stage of the new chain acts, inside of the same nodes."""
+        found = {
+            place: self._values_of_node(bound, name, tree.arrays[place], kept_nodes)
+            if bound.nodes
+            else self._values_in_place(bound.stage, place, tree.arrays[place], kept_nodes)
+            for bound, name, place in _places(bounds)
+        }
+        return {place: values for place, values in found.items() if values is not None}
+
+    def _values_of_node(
+        self, bound: Bound, name: str, array: Array, kept_nodes: AbstractSet[Names]
+    ) -> Mapping[Names, Array] | None:
+        """The old values for an array that a new stage opens; None if no such stage made it."""
+        place = bound.arrays[name]
+        is_inside = _all_within(kept_nodes, place)
+        node = self._nodes.get(_path_without_numbers(place)) if is_inside else self._base_of(place, array)
+        if node is None or not _act_alike(bound.stage, node.stage) or array.shape != node.array.shape:
+            return None
+        return bound.raw_values(name, node.values)
 
     def _base_of(self, place: Names, array: Array) -> _Node | None:
         """What the base of a new adapter was, if the adapter left the array unchanged."""
@@ -215,10 +230,14 @@ class _Old:
         is_unchanged = FIXED in place and _equal_numbers(array, self.effective.arrays.get(root))
         return self._nodes.get(root) if is_unchanged else None
 
-    def before(self, stage: Parametrization, place: Names, array: Array) -> Array:
+    def _values_in_place(
+        self, stage: Parametrization, place: Names, array: Array, kept_nodes: AbstractSet[Names]
+    ) -> Mapping[Names, Array] | None:
         """What a stage that works in place had before, if it was the last to change ``array``; else ``array``."""
+        if not _all_within(kept_nodes, place):
+            return None
         changes = self._in_place.get(_path_without_numbers(place), [])
-        return changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array
+        return {place: changes.pop()[1] if changes and _act_alike(stage, changes[-1][0]) else array}
 
 
 def _path_without_numbers(path: Names) -> Names:
@@ -251,54 +270,74 @@ def _convert_state(state: PyTree, old: Parametrization, new: Parametrization, li
     """The state with each part that has the structure of the old raw tree converted."""
     if not jax.tree.leaves(state):
         return state
-    part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw_part, old=old)
-    leaves, treedef = jax.tree.flatten(state, is_leaf=part)
-    if not any(map(part, leaves)) or outer_markers(treedef.unflatten([None if part(x) else x for x in leaves])):
+    is_part = functools.partial(_is_part, like=like) if like is not None else functools.partial(_is_raw_part, old=old)
+    leaves, treedef = jax.tree.flatten(state, is_leaf=is_part)
+    flags = list(map(is_part, leaves))
+    others = treedef.unflatten([None if flag else x for flag, x in zip(flags, leaves, strict=True)])
+    if not any(flags) or outer_markers(others):
         raise ValueError(
             f"transfer found no raw tree of {old!r} in some part of the state. Pass the raw tree that the state "
             f"belongs to as `like`: a state of `rpx.optimizer` has no entries for fixed values, so their shapes come "
             f"from `like`."
         )
-    return treedef.unflatten(
-        [_convert_moments(x, x if like is None else like, old, new) if part(x) else x for x in leaves]
-    )
+
+    def convert(part: PyTree) -> PyTree:
+        return _convert_moments(part, part if like is None else like, old, new)
+
+    return treedef.unflatten([convert(x) if flag else x for flag, x in zip(flags, leaves, strict=True)])
 
 
-def _convert_moments(x: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
-    """Converts a part of a state that has the structure of ``raw``."""
+def _convert_moments(tree: PyTree, raw: PyTree, old: Parametrization, new: Parametrization) -> PyTree:
+    """Converts a part of a state that has the structure of ``raw``: moments of kept values, and zeros for new ones."""
     kept_nodes: set[Names] = set()
 
-    def of_types(raw: PyTree) -> PyTree:
-        moved = _carry_over(raw, old, new)
-        kept_nodes.update(moved.kept_nodes)
-        return moved.raw
+    def convert(raw: PyTree) -> PyTree:
+        converted = _convert_raw(raw, old, new)
+        kept_nodes.update(converted.kept_nodes)
+        return converted.raw
 
-    types = types_of_result(of_types, raw)
-    raw_arrays = _arrays_by_path(raw)
-    moments = _arrays_by_path(x)
-    free = _free_paths(raw)
-    has_all = free <= moments.keys() and all(moments[path].shape == raw_arrays[path].shape for path in free)
-    nothing = next((leaf for leaf in jax.tree.leaves(x, is_leaf=_is_nothing) if _is_nothing(leaf)), None)
+    types = types_of_result(convert, raw)
+    raw_paths, free_paths, moments = _arrays_by_path(raw).keys(), _free_paths(types), _Moments(tree, raw)
 
-    trains = _free_paths(types)
-    holds_fixed = bool((raw_arrays.keys() - free) & moments.keys())
+    def moment(names: Names, like: Any) -> Any:
+        path = _path_without_numbers(names)
+        if path in raw_paths and _all_within(kept_nodes, path):
+            return moments.arrays.get(path, moments.placeholder)
+        needs_none = path not in free_paths and not moments.holds_fixed
+        return moments.placeholder if needs_none or not is_array(like) else moments.zeros(path, like)
 
-    def moment(path: Names, like: Any) -> Any:
-        if path in raw_arrays and _all_within(kept_nodes, path):
-            return moments.get(path, nothing)
-        if not is_array(like) or (path not in trains and not holds_fixed):
-            return nothing
-        if not has_all:
+    paths, leaves, treedef = flatten_with_names(types)
+    return treedef.unflatten(list(map(moment, paths, leaves)))
+
+
+class _Moments:
+    """A part of a state that has the structure of a raw tree.
+
+    Attributes:
+      arrays: The moments by their paths.
+      placeholder: What stands for a value without a moment.
+      holds_fixed: Whether fixed values have moments too.
+    """
+
+    def __init__(self, tree: PyTree, raw: PyTree) -> None:
+        """Reads the moments, and for which raw values there are some."""
+        self.arrays, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
+        self.placeholder = next(filter(_is_placeholder, jax.tree.leaves(tree, is_leaf=_is_placeholder)), None)
+        self.holds_fixed = not self.arrays.keys().isdisjoint(raw_arrays.keys() - free_paths)
+        self._has_all = free_paths <= self.arrays.keys() and all(
+            self.arrays[path].shape == raw_arrays[path].shape for path in free_paths
+        )
+
+    def zeros(self, path: Names, like: Any) -> Array:
+        """A new moment of a raw value, in the dtype of the others."""
+        if not self._has_all:
             raise ValueError(
                 f"transfer cannot start a moment for {path_text(path)!r}: the state has none for some values that "
                 f"train, or moments of other shapes, so it does not show what this one needs. Make a new state with "
                 f"`tx.init`."
             )
-        dtype = next(iter(moments.values()), like).dtype
+        dtype = next(iter(self.arrays.values()), like).dtype
         return jnp.zeros(like.shape, dtype if jnp.issubdtype(like.dtype, jnp.inexact) else like.dtype)
-
-    paths, leaves, treedef = flatten_with_names(types)
-    return treedef.unflatten([moment(_path_without_numbers(path), x) for path, x in zip(paths, leaves, strict=True)])
 
 
 def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
@@ -308,14 +347,10 @@ def _arrays_by_path(tree: PyTree) -> dict[Names, Any]:
 
 def _free_paths(tree: PyTree) -> set[Names]:
     """The paths of the values that train."""
-    return {
-        _path_without_numbers(path)
-        for path, free in zip(flatten_with_names(tree)[0], are_free(tree), strict=True)
-        if free
-    }
+    return {_path_without_numbers(path) for path in compress(flatten_with_names(tree)[0], are_free(tree))}
 
 
-def _is_nothing(x: object) -> bool:
+def _is_placeholder(x: object) -> bool:
     """Whether ``x`` is a placeholder for a value without a moment: None, or optax's empty named tuple."""
     return x is None or (isinstance(x, tuple) and not x and type(x) is not tuple)
 
@@ -324,29 +359,31 @@ def _is_part(x: PyTree, like: PyTree) -> bool:
     """Whether ``x`` holds moments, or placeholders, only at paths of ``like``."""
     if type(x) is not type(like):
         return False
-    paths = {path_text(path) for path in flatten_with_names(x, _is_nothing)[0]}
+    paths = {path_text(path) for path in flatten_with_names(x, _is_placeholder)[0]}
     return bool(paths) and paths <= {path_text(path) for path in flatten_with_names(like)[0]}
 
 
 def _is_raw(x: PyTree, old: Parametrization) -> bool:
     """Whether ``x`` is a raw tree, and not the state of an optimizer; a tuple that may be both is refused."""
-    if _holds_state(x) or (isinstance(x, tuple) and not (jax.tree.leaves(x) and _made(x, old))):
+    if _holds_state(x):
         return False
-    if isinstance(x, tuple):
-        raise ValueError(
-            f"transfer cannot tell whether a {type(x).__name__} is a raw tree of {old!r} or contains several, as the "
-            f"state of an optimizer does. Pass the raw tree as `like`: the {type(x).__name__} itself, or the one that "
-            f"the state belongs to."
-        )
-    return True
+    if not isinstance(x, tuple):
+        return True
+    if not jax.tree.leaves(x) or not _may_be_raw_of(x, old):
+        return False
+    raise ValueError(
+        f"transfer cannot tell whether a {type(x).__name__} is a raw tree of {old!r} or contains several, as the state "
+        f"of an optimizer does. Pass the raw tree as `like`: the {type(x).__name__} itself, or the one that the state "
+        f"belongs to."
+    )
 
 
 def _is_raw_part(x: PyTree, old: Parametrization) -> bool:
     """Whether a part of a state is a raw tree of ``old``, by its markers."""
-    return bool(outer_markers(x)) and not _holds_state(x) and _made(x, old) and _is_raw(x, old)
+    return bool(outer_markers(x)) and not _holds_state(x) and _may_be_raw_of(x, old) and _is_raw(x, old)
 
 
-def _made(x: PyTree, old: Parametrization) -> bool:
+def _may_be_raw_of(x: PyTree, old: Parametrization) -> bool:
     """Whether ``x`` may be a raw tree of ``old``, by its markers."""
     try:
         provenance_of(old.deterministic, x)
@@ -362,24 +399,24 @@ def _holds_state(x: PyTree) -> bool:
 
 def _is_of_optax(x: object) -> bool:
     """Whether ``x`` is a node of a state of optax; its ``LookaheadParams`` are parameters."""
-    of_optax = isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
-    return of_optax and type(x).__name__ != "LookaheadParams"
+    is_of_optax = isinstance(x, tuple) and type(x).__module__.partition(".")[0] == "optax"
+    return is_of_optax and type(x).__name__ != "LookaheadParams"
 
 
-def distances(actual: PyTree, wanted: PyTree) -> dict[str, float]:
-    """The distance of each array from the wanted one at its path, where it is more than rounding.
+def distances(actual: PyTree, expected: PyTree) -> dict[str, float]:
+    """The distance of each array from the expected one at its path, where it is more than rounding.
 
     Arrays whose shape changes have none, and keys are left out.
     """
-    got = dict(items(actual))
+    arrays = dict(items(actual))
     pairs = {
-        path_text(path): (got[path], w)
-        for path, w in items(wanted)
-        if got[path] is not w and is_numeric(w) and got[path].shape == w.shape
+        path_text(path): (arrays[path], w)
+        for path, w in items(expected)
+        if arrays[path] is not w and is_numeric(w) and arrays[path].shape == w.shape
     }
-    far = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
-    # Of NaN it is not known that it is near.
-    return {path: float(far[path]) for path, pair in pairs.items() if not far[path] <= _rounding(*pair)}
+    sizes = jax.device_get({path: _distance(*pair) for path, pair in pairs.items()})
+    # NaN is not known to be small.
+    return {path: float(sizes[path]) for path, pair in pairs.items() if not sizes[path] <= _rounding(*pair)}
 
 
 def has_numbers(tree: PyTree) -> bool:

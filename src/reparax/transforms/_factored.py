@@ -27,10 +27,10 @@ then to compute.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, islice
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -199,54 +199,47 @@ def declared_sum(operation: Operation) -> Sum | None:
     if len(outvars) != n_arrays + 2 or not _is_sentinel(outvars[-1]):
         return None
     output, *array_types = map(jaxprs.type_of, outvars[:-1])
-    arrays = iter(_declared_arrays(operation, n_arrays))
+    factors = iter(_declared_factors(operation, n_arrays))
     if not sums.holds_factors(output.dtype, array_types):
         return None
-    products = sums.all_or_none(
-        _declared_product(spec, output, list(islice(arrays, len(spec.letters)))) for spec in specs
-    )
+    factors_of_terms = [[next(factors) for _ in spec.letters] for spec in specs]
+    products = sums.all_or_none(map(_declared_product, specs, factors_of_terms, itertools.repeat(output)))
     return None if products is None else Sum(tuple(products), output.shape, output.dtype, "highest", None)
 
 
-class _DeclaredArray(NamedTuple):
-    """An array of a term, and whether it gets no gradient."""
-
-    array: Any
-    still: bool
-
-
-def _declared_arrays(operation: Operation, n_arrays: int) -> list[_DeclaredArray]:
-    """The arrays of the terms that an equation declares."""
+def _declared_factors(operation: Operation, n_arrays: int) -> list[Factor]:
+    """The arrays of the terms that an equation declares, as factors without labels."""
     eqn, interpreter = operation.eqn, operation.interpreter
     jaxpr, consts = jaxprs.body(eqn)
     program, is_read = jaxprs.keep_used(jaxpr, [False, *(True for _ in range(n_arrays)), False])
-    inputs = list(compress([*consts, *operation.args], is_read))
-    facts = list(compress([*(NUMBER for _ in consts), *operation.facts], is_read))
+    inputs = list(itertools.compress([*consts, *operation.args], is_read))
+    facts = list(itertools.compress([*(NUMBER for _ in consts), *operation.facts], is_read))
     outs = interpreter.inside(eqn).run(program, inputs, facts)
     out_facts = outputs_of(program, facts, interpreter.rules.analysis)
-    return [_DeclaredArray(interpreter.array(x, eqn), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
+    return [Factor(interpreter.array(x, eqn), (), fact.still) for x, fact in zip(outs, out_facts, strict=True)]
 
 
-def _declared_product(spec: Spec, output: Any, inputs: Sequence[_DeclaredArray]) -> Product | None:
-    """The product that a term declares of its arrays; None if one has only some axes of a batch."""
+def _declared_product(spec: Spec, factors: Sequence[Factor], output: Any) -> Product | None:
+    """The product that a term declares of its factors; None if one has only some axes of a batch."""
     batch = tuple(map(Label, output.shape[: output.ndim - len(spec.axes)]))
     label_of: dict[str, Label] = {}
-    arrays = [sums.cast_factor(x.array, output.dtype) for x in inputs]
+    arrays = [sums.cast_factor(factor.array, output.dtype) for factor in factors]
     arrays = [Circle(x) if is_circulant else x for x, is_circulant in zip(arrays, spec.circles, strict=True)]
 
-    def factor(array: Any, letters: str, source: _DeclaredArray) -> Factor | None:
+    def labelled(factor: Factor, array: Any, letters: str) -> Factor | None:
         n_batch = len(array.shape) - len(letters)
         if n_batch not in (0, len(batch)):
             return None
         sizes = zip(letters, array.shape[n_batch:], strict=True)
         labels = [label_of.setdefault(letter, Label(size)) for letter, size in sizes]
-        return Factor(array, (*batch[:n_batch], *labels), source.still)
+        return Factor(array, (*batch[:n_batch], *labels), factor.still)
 
-    factors = sums.all_or_none(map(factor, arrays, spec.letters, inputs))
-    if factors is None:
+    labelled_factors = sums.all_or_none(map(labelled, factors, arrays, spec.letters))
+    if labelled_factors is None:
         return None
     axes = [*((label,) for label in batch), *([label_of[letter] for letter in axis] for axis in spec.axes)]
-    return Product(tuple(factors), tuple(tuple(label for label in axis if label.size != 1) for axis in axes))
+    axes = [tuple(label for label in axis if label.size != 1) for axis in axes]
+    return Product(tuple(labelled_factors), tuple(axes))
 
 
 def _is_sentinel(v: Any) -> bool:
@@ -597,7 +590,7 @@ class Factoring:
             return self._start_sum(operation, declared)
         if has_body(eqn):
             return enter(operation)
-        views = move_sum(eqn, operation.args)
+        views = move_sum(eqn, operation.args)  # such as transposes and slices
         if views is not None:
             return self._look_up(operation, views[0]) if view_class_of(eqn) is Gather else views
         known_sum = make_if_smaller(eqn, operation.args, operation.facts) if operation.out_facts.known else None
@@ -628,19 +621,15 @@ class Factoring:
 
     def _record_of_lookup(self, operation: Operation, matrices: Sum) -> Record:
         """The record of chosen matrices, which are formed from their factors or taken from the array of the weight."""
-        eqn, weight, times = operation.eqn, operation.args[0], operation.interpreter.times
+        eqn, weight, interpreter = operation.eqn, operation.args[0], operation.interpreter
+        times, origins = interpreter.times, operation.facts[0].origins
         cost_of_factors, cost_from_factors, cost_from_array = costs_of_lookup(weight, matrices)
         cost_with_weight = times * cost_from_array + self.plan.records[weight.maker].cost_to_form
-        return Record(
-            eqn,
-            _type_of(matrices),
-            origins=operation.facts[0].origins,
-            parents=[weight.maker],
-            cost_to_form=min(times * cost_from_factors, cost_with_weight),
-            times=times,
-            reads=[SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors)],
-            read_if_formed=SumRead(eqn, times, operation.interpreter.in_formula, cost_from_factors, cost_from_array),
-        )
+        cost = min(times * cost_from_factors, cost_with_weight)
+        record = Record(eqn, _type_of(matrices), origins, parents=[weight.maker], cost_to_form=cost, times=times)
+        record.reads.append(SumRead(eqn, times, in_formula=True, cost_in_factors=cost_of_factors))
+        record.read_if_formed = SumRead(eqn, times, interpreter.in_formula, cost_from_factors, cost_from_array)
+        return record
 
     def _start_sum(self, operation: Operation, weight: Sum) -> Outs:
         """A new sum, as the first output; None if the plan forms it."""
@@ -654,14 +643,9 @@ class Factoring:
         eqn, times = operation.eqn, operation.interpreter.times
         parents = list(dict.fromkeys(x.maker for x in operation.args if isinstance(x, Sum)))
         cost_of_parents = sum(self.plan.records[parent].cost_to_form for parent in parents)
-        return Record(
-            eqn,
-            _type_of(weight),
-            origins=operation.out_facts.origins,
-            parents=parents,
-            cost_to_form=times * cost_to_form(eqn, operation.facts) + cost_of_parents,
-            times=times,
-        )
+        cost = times * cost_to_form(eqn, operation.facts) + cost_of_parents
+        origins = operation.out_facts.origins
+        return Record(eqn, _type_of(weight), origins, parents=parents, cost_to_form=cost, times=times)
 
 
 def _with_chosen_as_data(operation: Operation) -> Sequence[Any]:

@@ -20,12 +20,7 @@ from reparax.programs import dependence, jaxprs
 from reparax.programs.dependence import EquationRule, Flags, Known, with_inputs_of_apply
 from reparax.programs.jaxprs import Env
 from reparax.transforms._remat_order import read_as_more_than_views, run_delayed
-from reparax.transforms._remat_rewrites import (
-    move_into_scans,
-    rule_for_bodies,
-    store_masks_in_bits,
-    with_apply_inlined,
-)
+from reparax.transforms._remat_rewrites import move_into_scans, rule_for_bodies, store_masks_in_bits, with_apply_inlined
 
 # ---- remat calls: equations of our own primitives, which hold a program
 

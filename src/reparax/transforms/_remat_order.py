@@ -27,6 +27,7 @@ class _DelayedRun:
     """One evaluation: the values computed so far, and how often each value will still be read."""
 
     def __init__(self, jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags, rule: EquationRule) -> None:
+        """Finds the equations that can be delayed: all their operands are known, and they have no effects."""
         self._jaxpr, self._rule = jaxpr, rule
         self._env: Env = dict(zip(jaxpr.invars, args, strict=True))
         self._known = dependence.known_variables(jaxpr, known_inputs)
@@ -67,18 +68,23 @@ class _DelayedRun:
 
     def _make(self, atoms: Sequence[Any], operands: Sequence[Any]) -> None:
         """Computes the missing values and all that they need, not before the unknown ``operands`` are ready."""
-        stack = self._missing(atoms)
-        makers = set[int]()
+        makers = self._makers_of_missing(atoms)
+        if makers:
+            data = [self._env[v] for v in variables(operands) if not self._known[v] and has_bits(self._env[v])]
+            self._evaluate([self._jaxpr.eqns[i] for i in sorted(makers)], max(data, key=lambda x: x.ndim, default=None))
+
+    def _makers_of_missing(self, atoms: Sequence[Any]) -> set[int]:
+        """The numbers of the equations that make missing values, and all that these need."""
+        stack, makers = self._missing(atoms), set[int]()
         while stack:
             maker = self._makers[stack.pop()]
             if maker not in makers:
                 makers.add(maker)
                 stack += self._missing(self._jaxpr.eqns[maker].invars)
-        if makers:
-            data = [self._env[v] for v in variables(operands) if not self._known[v] and has_bits(self._env[v])]
-            self._evaluate([self._jaxpr.eqns[i] for i in sorted(makers)], max(data, key=lambda x: x.ndim, default=None))
+        return makers
 
     def _flush(self) -> None:
+        """Evaluates the equations that wait for others to join them."""
         eqns, self._next = self._next, []
         if eqns:
             self._evaluate(eqns, None)
@@ -152,34 +158,42 @@ _PRODUCTS: set[type[View]] = {equations.Dot, equations.RaggedDot, equations.Conv
 
 def barrier_inputs(program: Jaxpr) -> set[Var]:
     """The inputs and values of a program, as few bytes as possible, that its large and costly values depend on."""
-    free = _views(program)
-    products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
-    targets = [v for v in jaxprs.variables([*program.outvars, *products]) if v not in free]
+    views = _views(program)
+    operands_of_products = [v for eqn in program.eqns if view_class_of(eqn) in _PRODUCTS for v in eqn.invars]
+    targets = [v for v in jaxprs.variables([*program.outvars, *operands_of_products]) if v not in views]
     if not targets:
         return set()
     size = max(map(_bytes_of, targets)) / SMALL
-    chosen = {v for v in program.invars if _bytes_of(v) <= size}
-    waiting, smallest = set(chosen), {v: v for v in program.invars}
+    smallest = _smallest_sources(program)
+    barriers = {v for v in program.invars if _bytes_of(v) <= size}
+    waiting = set(barriers)
 
-    def wait(v: Var) -> None:
+    def add_barrier(v: Var) -> None:
         if v not in waiting and v in smallest:
-            chosen.add(smallest[v])
+            barriers.add(smallest[v])
             waiting.update((v, smallest[v]))
 
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
-        if not operands:
-            continue
-        best = min((smallest[v] for v in operands if v in smallest), key=_bytes_of, default=None)
         for v in eqn.outvars:
-            smallest[v] = v if best is None or _bytes_of(v) < _bytes_of(best) else best
             if not waiting.isdisjoint(operands):
                 waiting.add(v)
             elif _bytes_of(v) > size and not _is(eqn, _CHEAP):
-                wait(v)
+                add_barrier(v)
     for v in targets:
-        wait(v)
-    return chosen
+        add_barrier(v)
+    return barriers
+
+
+def _smallest_sources(program: Jaxpr) -> dict[Var, Var]:
+    """For each value that has operands, the smallest on a way to it from the inputs, or itself."""
+    smallest = {v: v for v in program.invars}
+    for eqn in program.eqns:
+        operands = jaxprs.variables(eqn.invars)
+        candidates = [smallest[v] for v in operands if v in smallest]
+        for v in eqn.outvars if operands else []:
+            smallest[v] = min([*candidates, v], key=_bytes_of)
+    return smallest
 
 
 def read_as_more_than_views(program: Jaxpr, known_inputs: Flags) -> set[Var]:
@@ -214,12 +228,12 @@ def costly(program: Jaxpr) -> set[Var]:
 
 def _views(program: Jaxpr) -> set[Var]:
     """What compilers read in place, or compute from nothing."""
-    free = set(program.invars)
+    views = set(program.invars)
     for eqn in program.eqns:
         operands = jaxprs.variables(eqn.invars)
-        if not operands or (free.issuperset(operands) and _is_view(eqn)):
-            free.update(eqn.outvars)
-    return free
+        if not operands or (views.issuperset(operands) and _is_view(eqn)):
+            views.update(eqn.outvars)
+    return views
 
 
 def _is_view(eqn: JaxprEqn) -> bool:

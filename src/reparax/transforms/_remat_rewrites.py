@@ -51,23 +51,26 @@ def rule_for_bodies(jaxpr: Jaxpr, known_inputs: Flags, function_of_body: Functio
 
     def rule(eqn: JaxprEqn) -> Callable[..., Sequence[Any]] | None:
         run_with_body = jaxprs.runner_of(eqn)
-        if run_with_body is None:
+        known_operands = dependence.are_known(is_known, eqn.invars)
+        if run_with_body is None or all(known_operands) or not any(known_operands):
             return None
-        known = dependence.are_known(is_known, eqn.invars)
-        if all(known) or not any(known):
-            return None
-        body, consts = jaxprs.body(eqn)
-        if jaxprs.is_scan(eqn):
-            known = dependence.steady_inputs(eqn, known, dependence.IsKnown())
-        known = with_inputs_of_apply(body, [True for _ in consts] + known)
-        if jaxprs.is_scan(eqn):
-            body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
-            consts, known = [*new_consts, *consts], [True for _ in new_consts] + known
+        body, consts, known = _body_with_known(eqn, known_operands)
         if not _mixes(body, known):
             return None
         return functools.partial(run_with_body, functools.partial(function_of_body(body, known), *consts))
 
     return rule
+
+
+def _body_with_known(eqn: JaxprEqn, known_operands: Flags) -> tuple[Jaxpr, Sequence[Any], Flags]:
+    """The body of an equation, its constants, which are its first inputs, and which inputs are known in every step."""
+    body, consts = jaxprs.body(eqn)
+    if not jaxprs.is_scan(eqn):
+        return body, consts, with_inputs_of_apply(body, [True for _ in consts] + known_operands)
+    known_operands = dependence.steady_inputs(eqn, known_operands, dependence.IsKnown())
+    known = with_inputs_of_apply(body, [True for _ in consts] + known_operands)
+    body, new_consts = _read_by_steps(body, known, len(consts) + sum(jaxprs.scan_counts(eqn)))
+    return body, [*new_consts, *consts], [True for _ in new_consts] + known
 
 
 def _mixes(jaxpr: Jaxpr, known_inputs: Flags) -> bool:
@@ -113,7 +116,7 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
     is_known = dependence.known_variables(jaxpr, known_inputs)
     functions = dict[int, Callable[..., Sequence[Any]]]()
 
-    def moved(eqn: JaxprEqn) -> JaxprEqn:
+    def without_weights(eqn: JaxprEqn) -> JaxprEqn:
         start = sum(jaxprs.scan_counts(eqn)) if jaxprs.is_scan(eqn) else len(eqn.invars)
         weights = [v for v in jaxprs.variables(eqn.invars[start:]) if is_known[v] and _is_worth_moving(jaxpr, v)]
         if not weights:
@@ -124,7 +127,7 @@ def move_into_scans(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) -> t
         functions[id(new_eqn)] = functools.partial(_run_with_weights, eqn, plan)
         return new_eqn
 
-    program = jaxpr.replace(eqns=list(map(moved, jaxpr.eqns)))
+    program = jaxpr.replace(eqns=list(map(without_weights, jaxpr.eqns)))
     if not functions:
         return jaxpr, []
     flat, consts = dependence.rewrite(program, args, lambda eqn: functions.get(id(eqn)))
@@ -141,15 +144,13 @@ def _run_with_weights(eqn: JaxprEqn, plan: steps.StepPlan, *args: Any) -> Sequen
 
     def body(*inputs: Any) -> list[Any]:
         """One step of the scan: its operands, then the number of the step, and its slices of what the plan reads."""
-        old_inputs = inputs[:n_operands]
-        number = inputs[n_operands]
+        consts_and_carry, other_slices, step = inputs[:start], iter(inputs[start:n_operands]), inputs[n_operands]
         slices = iter(inputs[n_operands + 1 :])
         values = [x if axis is None else lax.expand_dims(next(slices), [axis]) for x, axis in parts]
-        computed = zip(plan.outputs, plan.run(number, values), strict=True)
-        weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in computed}
-        old_slices = iter(old_inputs[start:])
-        xs = [weights[v] if v in weights else next(old_slices) for v in eqn.invars[start:]]
-        return jaxprs.evaluate(jaxpr, [*consts, *old_inputs[:start], *xs])
+        outputs = zip(plan.outputs, plan.run(step, values), strict=True)
+        weights = {v: lax.squeeze(weight, [0]) for (v, _), weight in outputs}
+        xs = [weights[v] if v in weights else next(other_slices) for v in eqn.invars[start:]]
+        return jaxprs.evaluate(jaxpr, [*consts, *consts_and_carry, *xs])
 
     run_with_body = jaxprs.runner_of(eqn)
     assert run_with_body is not None
@@ -164,9 +165,9 @@ def _is_worth_moving(jaxpr: Jaxpr, v: Var) -> bool:
     if any(map(jax.export.is_symbolic_dim, jaxprs.type_of(v).shape)) or v in jaxpr.invars:
         return False
     parts = steps.plan(jaxpr, [(v, 0)]).parts
-    n_bytes = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
-    size = max(size_in_bytes(u.aval) for u in (v, *(u for u, axis in parts if axis == 0)))
-    return size > LARGE and 2 * n_bytes <= size
+    stored_size = sum(size_in_bytes(u.aval) for u, axis in parts if axis or u not in jaxpr.invars)
+    largest_size = max(size_in_bytes(u.aval) for u in [v, *(u for u, axis in parts if axis == 0)])
+    return largest_size > LARGE and 2 * stored_size <= largest_size
 
 
 # ---- random masks
@@ -192,27 +193,45 @@ def store_masks_in_bits(jaxpr: Jaxpr, args: Sequence[Any], known_inputs: Flags) 
 
 def _masks(jaxpr: Jaxpr, known_inputs: Flags) -> set[Var]:
     """The masks that are made from known inputs, and for which alone their random numbers are drawn."""
-    is_known = dependence.known_variables(jaxpr, known_inputs)
-    key_type = jax.dtypes.prng_key
-    randoms_behind = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
-    masks = dict[Var, set[Var]]()
-    for eqn in jaxpr.eqns:
-        randoms = [randoms_behind[v] for v in jaxprs.variables(eqn.invars) if v in randoms_behind]
-        for v in eqn.outvars if randoms else ():
-            randoms_behind[v] = set().union(*randoms) | ({v} if not _is_bool(v) else set())
-            if _is_bool(v) and is_known[v] and not all(map(_is_bool, eqn.invars)) and _axis(v.aval) is not None:
-                n = math.prod(jaxprs.type_of(v).shape)
-                masks[v] = {u for u in randoms_behind[v] if math.prod(jaxprs.type_of(u).shape) >= n}
-    candidates = set(masks)
+    random_arrays = _random_arrays_by_mask(jaxpr, dependence.known_variables(jaxpr, known_inputs))
+    masks = set(random_arrays)
     while True:
-        needed = set(jaxprs.variables(jaxpr.outvars))  # if candidates are read from memory
-        for eqn in reversed(jaxpr.eqns):
-            if any(v in needed and v not in candidates for v in eqn.outvars):
-                needed.update(jaxprs.variables(eqn.invars))
-        remaining = {v for v in candidates if masks[v].isdisjoint(needed)}
-        if remaining == candidates:
-            return candidates
-        candidates = remaining
+        needed = _needed_beside(jaxpr, masks)
+        remaining_masks = {v for v in masks if random_arrays[v].isdisjoint(needed)}
+        if remaining_masks == masks:
+            return masks
+        masks = remaining_masks
+
+
+def _random_arrays_by_mask(jaxpr: Jaxpr, is_known: dependence.Known) -> dict[Var, set[Var]]:
+    """For each mask that is made from known inputs, what is drawn for it, in as many entries or more."""
+    key_type = jax.dtypes.prng_key
+    sources = {v: set[Var]() for v in jaxpr.invars if jnp.issubdtype(jaxprs.type_of(v).dtype, key_type)}
+    random_arrays = dict[Var, set[Var]]()
+    for eqn in jaxpr.eqns:
+        operand_sources = [sources[v] for v in jaxprs.variables(eqn.invars) if v in sources]
+        if not operand_sources:
+            continue
+        arrays = set[Var]().union(*operand_sources)
+        sources.update((v, arrays if _is_bool(v) else {*arrays, v}) for v in eqn.outvars)
+        if not all(map(_is_bool, eqn.invars)):
+            masks = [v for v in eqn.outvars if _is_bool(v) and is_known[v] and _packed_axis(v.aval) is not None]
+            random_arrays.update((v, {u for u in arrays if _n_entries(u) >= _n_entries(v)}) for v in masks)
+    return random_arrays
+
+
+def _needed_beside(jaxpr: Jaxpr, masks: set[Var]) -> set[Var]:
+    """What a program computes if these masks are read from memory."""
+    needed = set(jaxprs.variables(jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in needed and v not in masks for v in eqn.outvars):
+            needed.update(jaxprs.variables(eqn.invars))
+    return needed
+
+
+def _n_entries(v: Any) -> int:
+    """How many entries an array has."""
+    return math.prod(v.aval.shape)
 
 
 def _is_bool(v: Any) -> bool:
@@ -220,7 +239,7 @@ def _is_bool(v: Any) -> bool:
     return v.aval.dtype == jnp.bool_
 
 
-def _axis(type_: Any) -> int | None:
+def _packed_axis(type_: Any) -> int | None:
     """The first axis whose entries can be packed by eights on the device where they lie; None for small arrays."""
     if any(map(jax.export.is_symbolic_dim, type_.shape)) or math.prod(type_.shape) < SMALLEST_MASK:
         return None
@@ -229,12 +248,11 @@ def _axis(type_: Any) -> int | None:
 
 
 def _read_from_bits(mask: Array) -> Array:
-    """A mask, read from its bits."""
-    axis = _axis(jax.typeof(mask))
+    """A mask, read from its bits, of which eight along an axis are one byte."""
+    axis = _packed_axis(jax.typeof(mask))
     assert axis is not None
-    leading = mask.shape[:axis]
-    eights = mask.reshape(*leading, -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
-    places = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
-    byte = checkpoint_name(lax.reduce_or(eights << places, (axis + 1,)), STORED)
-    bits = jnp.expand_dims(byte, axis + 1) >> places & jnp.uint8(1)
+    groups = mask.reshape(*mask.shape[:axis], -1, 8, *mask.shape[axis + 1 :]).astype(jnp.uint8)
+    positions = lax.broadcasted_iota(jnp.uint8, groups.shape, axis + 1)
+    packed = checkpoint_name(lax.reduce_or(groups << positions, (axis + 1,)), STORED)
+    bits = jnp.expand_dims(packed, axis + 1) >> positions & jnp.uint8(1)
     return bits.reshape(mask.shape).astype(jnp.bool_)
