@@ -186,36 +186,45 @@ def list_entries(tree: PyTree, names: Rules, layouts: Rules, roles: PyTree = Non
     arrays = {path_text(keys): x for keys, x in items(tree) if is_array(x)}
     name_rules, layout_rules = _match_rules([*arrays], names, "names"), _match_rules([*arrays], layouts, "layouts")
     _require_words((layout for layout, *_ in layout_rules.values()), "layout", LAYOUTS)
-    of_classes = layouts_by_module(tree)
-    of_roles = {} if roles is None else roles_of("roles", roles)
-    of_roles = {path_text(path): role for path, role in of_roles.items()}
+    module_layouts = layouts_by_module(tree)
+    role_of = {} if roles is None else {path_text(path): role for path, role in roles_of("roles", roles).items()}
     entries: list[Entry] = []
-    owners: dict[str, str] = {}
     for path, x in arrays.items():
-        tensor = default_name(path)
-        count = 0
-        rule = None
-        layout = None
+        tensor, count, rule = default_name(path), 0, None
         if path in name_rules:
             name, match, rule = name_rules[path]
             tensor, count = _expand_name(path, tuple(x.shape), match, name)
-        shape = tuple(x.shape[count:])
         by_rule = layout_rules[path][0] if path in layout_rules else None
-        if path in of_roles and by_rule is None and path not in of_classes:
-            layout = layout_of(of_roles[path], count)
-        layout, is_known = (
-            (layout, True) if layout else find_layout(path.split("/")[-1], shape, by_rule, of_classes.get(path))
+        is_by_role = path in role_of and by_rule is None and path not in module_layouts
+        layout, is_known = layout_of(role_of[path], count) if is_by_role else None, True
+        if layout is None:
+            shape = tuple(x.shape[count:])
+            layout, is_known = find_layout(path.split("/")[-1], shape, by_rule, module_layouts.get(path))
+        entry = Entry(
+            path, tensor, tuple(x.shape[count:]), x.dtype, layout, is_known, path in module_layouts, rule=rule
         )
-        for index in product(*map(range, x.shape[:count])):
-            numbered = tensor
-            for counter, number in zip(_COUNTERS, index, strict=False):
-                numbered = numbered.replace(f"{{{counter}}}", str(number))
-            if owners.setdefault(numbered, path) != path:
-                raise ValueError(
-                    f"{owners[numbered]!r} and {path!r} are both called {numbered!r}. Give different `names`."
-                )
-            entries.append(Entry(path, numbered, shape, x.dtype, layout, is_known, path in of_classes, index, rule))
+        entries += [
+            replace(entry, tensor=_number_name(tensor, index), index=index)
+            for index in product(*map(range, x.shape[:count]))
+        ]
+    _require_different_names(entries)
     return entries
+
+
+def _number_name(name: str, index: Index) -> str:
+    """The name with an index in the place of its counters."""
+    for counter, number in zip(_COUNTERS, index, strict=False):
+        name = name.replace(f"{{{counter}}}", str(number))
+    return name
+
+
+def _require_different_names(entries: Iterable[Entry]) -> None:
+    """Refuses names that two parameters have."""
+    owners: dict[str, str] = {}
+    for entry in entries:
+        owner = owners.setdefault(entry.tensor, entry.path)
+        if owner != entry.path:
+            raise ValueError(f"{owner!r} and {entry.path!r} are both called {entry.tensor!r}. Give different `names`.")
 
 
 def require_known(entries: Iterable[Entry]) -> None:
@@ -266,15 +275,15 @@ def _of_one_length(paths: list[str], known_paths: Collection[str]) -> str:
     alternatives = ("|".join(map(re.escape, column)) for column in columns)
     names = [x if len(column) == 1 else f"({x})" for x, column in zip(alternatives, columns, strict=True)]
 
-    def exact(pattern: str) -> bool:
+    def is_exact(pattern: str) -> bool:
         return {path for path in known_paths if re.fullmatch(pattern, path)} == set(paths)
 
-    if not exact("/".join(names)):
+    if not is_exact("/".join(names)):
         return "|".join(map(re.escape, paths))
     for i, column in enumerate(columns):
         wider = [*names[:i], _ANY_NAME, *names[i + 1 :]]
-        names = wider if len(column) > 1 and exact("/".join(wider)) else names
-    plain = "/".join(names)
-    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", plain)
-    inside = any(re.fullmatch(short, f"{path}/g") for path in paths)  # a value of another stage, such as a length
-    return short if exact(short) and not inside else plain
+        names = wider if len(column) > 1 and is_exact("/".join(wider)) else names
+    pattern = "/".join(names)
+    short = re.sub(rf"{re.escape(_ANY_NAME)}(/{re.escape(_ANY_NAME)})*", ".*", pattern)
+    selects_values = any(re.fullmatch(short, f"{path}/g") for path in paths)  # of another stage, such as a length
+    return short if is_exact(short) and not selects_values else pattern

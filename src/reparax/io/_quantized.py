@@ -207,13 +207,9 @@ def _stage_of(matrix: Matrix, entry: Entry) -> Quantized:
     usual_block, output_axis = FORMATS[name].block, _output_axis(entry)
     block = None if matrix.block in (None, usual_block, inputs) else matrix.block
     has_scale_by_output = usual_block is None and block is None
-    return Quantized(
-        name,
-        block_size=block,
-        axis=output_axis if has_scale_by_output or output_axis == 0 else None,
-        desc_act="order" in matrix.values,
-        stacked=tuple(range(len(entry.index) + len(experts))),
-    )
+    axis = output_axis if has_scale_by_output or output_axis == 0 else None
+    stacked = tuple(range(len(entry.index) + len(experts)))
+    return Quantized(name, block_size=block, axis=axis, desc_act="order" in matrix.values, stacked=stacked)
 
 
 def _read_matrix(entry: Entry, tensors: Tensors, shape: tuple[int, ...], config: Mapping[str, Any]) -> Matrix | None:
