@@ -321,12 +321,11 @@ class _Moments:
 
     def __init__(self, tree: PyTree, raw: PyTree) -> None:
         """Reads the moments, and for which raw values there are some."""
-        self.arrays, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
+        moments, raw_arrays, free_paths = _arrays_by_path(tree), _arrays_by_path(raw), _free_paths(raw)
+        self.arrays = moments
         self.placeholder = next(filter(_is_placeholder, jax.tree.leaves(tree, is_leaf=_is_placeholder)), None)
-        self.holds_fixed = not self.arrays.keys().isdisjoint(raw_arrays.keys() - free_paths)
-        self._has_all = free_paths <= self.arrays.keys() and all(
-            self.arrays[path].shape == raw_arrays[path].shape for path in free_paths
-        )
+        self.holds_fixed = not moments.keys().isdisjoint(raw_arrays.keys() - free_paths)
+        self._has_all = all(path in moments and moments[path].shape == raw_arrays[path].shape for path in free_paths)
 
     def zeros(self, path: Names, like: Any) -> Array:
         """A new moment of a raw value, in the dtype of the others."""

@@ -320,10 +320,8 @@ def _jvp_without_linearization(call: RematCall, primals: Sequence[Any], moving: 
         return _run_call(call, jaxprs.values(env | dict(zip(moving, values, strict=True)), call.program.invars))
 
     outs, out_tangents = jax.jvp(function, [env[v] for v in moving], list(moving.values()))
-    return outs, [
-        dot if dependence.has_tangent(v) else _zero_tangent(x)
-        for v, x, dot in zip(call.program.outvars, outs, out_tangents, strict=True)
-    ]
+    triples = zip(call.program.outvars, outs, out_tangents, strict=True)
+    return outs, [dot if dependence.has_tangent(v) else _zero_tangent(x) for v, x, dot in triples]
 
 
 def _transpose_call(call: RematCall, cts: Any, args: Any) -> list[Any]:

@@ -21,11 +21,7 @@ from reparax.programs.sources import line_of_output, lines_by_origin
 from reparax.transforms._remat_derivative import recomputing_function
 
 PARAMETERS, WEIGHTS, ACTIVATIONS = "parameters", "weights", "activations"
-_TITLES = {
-    PARAMETERS: "raw parameters and keys",
-    WEIGHTS: "made from these alone",
-    ACTIVATIONS: "activations and data",
-}
+_TITLES = {PARAMETERS: "raw parameters and keys", WEIGHTS: "made from these alone", ACTIVATIONS: "activations and data"}
 
 
 @dataclass(frozen=True)
@@ -196,12 +192,9 @@ def _is_compatible() -> bool:
         return recomputing_function(network, [False for _ in network.invars])(*consts, w, x)[0]
 
     kinds, new_kinds = ([array.kind for array in _report("", f, None, args, {}).kept] for f in (_network, recomputed))
-    return (
-        dependence.are_known(is_known, program.outvars) == [True, False]
-        and WEIGHTS in kinds
-        and WEIGHTS not in new_kinds
-        and kinds.count(ACTIVATIONS) == new_kinds.count(ACTIVATIONS)
-    )
+    tells_weights = dependence.are_known(is_known, program.outvars) == [True, False]
+    recomputes = WEIGHTS in kinds and WEIGHTS not in new_kinds
+    return tells_weights and recomputes and kinds.count(ACTIVATIONS) == new_kinds.count(ACTIVATIONS)
 
 
 def _weight_and_data(w: Array, x: Array) -> tuple[Array, Array]:
