@@ -132,11 +132,8 @@ def _convert_raw(raw: PyTree, old: Parametrization, new: Parametrization) -> _Co
         bounds = stage.bind("init", tree.before(tuple(new)[i + 1 :]))
         kept = old_chain.kept_values(bounds, tree, kept_nodes)
         fresh += _fresh_parameters(stage, bounds, tree, kept)
-        kept_nodes |= {
-            _path_without_numbers(place)
-            for bound, _, place in _places(bounds)
-            if bound.nodes and place in kept and _all_within(kept_nodes, place)
-        }
+        opened = [place for bound, _, place in _places(bounds) if bound.nodes and place in kept]
+        kept_nodes |= {_path_without_numbers(place) for place in opened if _all_within(kept_nodes, place)}
         new_bounds = [bound for bound in bounds if not kept.keys() >= {*bound.arrays.values()}]
         tree = _put_values(init_bound(new_bounds, tree, keys), kept)
     effective = nest(old_chain.effective)

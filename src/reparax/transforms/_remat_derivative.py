@@ -276,9 +276,9 @@ def _linearize(call: RematCall, args: Sequence[Any], wrt: Sequence[Any]) -> tupl
 
     program, consts = jaxprs.consts_first(jax.make_jaxpr(outputs_and_residuals)(*args))
     early_part, late_part = parts
-    of_halves = {*early_part.moving, *late_part.moving}
-    moving = [v for v in wrt if v in of_halves]
-    residuals = [v for part in parts for v in part.program.invars if v not in of_halves]
+    moving_vars = {*early_part.moving, *late_part.moving}
+    moving = [v for v in wrt if v in moving_vars]
+    residuals = [v for part in parts for v in part.program.invars if v not in moving_vars]
     joined = [early_part.program, jaxprs.substitute_inputs(late_part.program, early_part.moved)]
     whole = _LinearPart(jaxprs.join_parts(joined, [*residuals, *moving]), moving, {})
     return program, consts, whole if late_part.moving else None
@@ -292,23 +292,23 @@ def _linearize_half(
     moving = [v for v in half.invars if v in wrt_set]
     smooth = [i for i, v in enumerate(half.outvars) if dependence.has_tangent(v)]
 
-    def of_moving(*values: Any) -> tuple[list[Any], list[Any]]:
+    def outputs_at(*values: Any) -> tuple[list[Any], list[Any]]:
         inputs = env | dict(zip(moving, values, strict=True))
         outs = dependence.run(half, jaxprs.values(inputs, half.invars), rule)
         return [outs[i] for i in smooth], outs
 
     points = [env[v] for v in moving]
     if not moving or not smooth:
-        return of_moving(*points)[1], [], _LinearPart(jaxprs.part(half, [], []), [], {})
-    _, linear_function, outs = jax.linearize(of_moving, *points, has_aux=True)
+        return outputs_at(*points)[1], [], _LinearPart(jaxprs.part(half, [], []), [], {})
+    _, linear_function, outs = jax.linearize(outputs_at, *points, has_aux=True)
     program, residuals = jaxprs.program_and_residuals(linear_function, points, len(smooth))
     n = len(residuals)
     # Behind a comparison or stop_gradient there is no tangent, so no residual of it may be stored.
     from_residuals = dependence.known_variables(program, [i < n for i in range(len(program.invars))])
-    have_none = dependence.are_known(from_residuals, program.outvars)
+    are_constant = dependence.are_known(from_residuals, program.outvars)
     renamed = jaxprs.substitute_inputs(program, dict(zip(program.invars[n:], moving, strict=True)))
-    triples = zip(smooth, renamed.outvars, have_none, strict=True)
-    moved = {half.outvars[i]: dot for i, dot, has_none in triples if not has_none}
+    triples = zip(smooth, renamed.outvars, are_constant, strict=True)
+    moved = {half.outvars[i]: dot for i, dot, is_constant in triples if not is_constant}
     return outs, residuals, _LinearPart(renamed.replace(invars=[*program.invars[:n], *moving]), moving, moved)
 
 
